@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
+from ipaddress import IPv6Address
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType
@@ -52,8 +53,16 @@ def _layers(text: str) -> None:
 
 def endpoint_text(text: str) -> None:
     """Raise ValueError unless the text is where a node of this machine's network can listen."""
-    if _ENDPOINT.fullmatch(text) is None or not 0 < int(text.rpartition(":")[2]) < 65536:
+    found = _ENDPOINT.fullmatch(text)
+    if found is None or not 0 < int(text.rpartition(":")[2]) < 65536:
         raise ValueError("must be wss://HOST:PORT")
+    try:
+        if found[1].startswith("["):
+            IPv6Address(found[1][1:-1])
+        else:
+            found[1].encode("idna")
+    except ValueError:
+        raise ValueError(f"must name a host, not {found[1]!r}") from None
 
 
 def _moment(text: str) -> None:

@@ -44,7 +44,7 @@ from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import CONTROL_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import PROTOCOL_VERSION, Advertise
-from mesh.wire.websocket import LinkServer, connect, serve
+from mesh.wire.websocket import Doorkeeper, LinkServer, connect, serve
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,9 @@ class Peering:
         for peer in settings.static_peers:
             parse_endpoint(peer)
         self._server = await serve(
-            settings.answers_at or settings.host, settings.port, accept=self._accept,
+            settings.answers_at or settings.host, settings.port,
+            accept=Doorkeeper(lambda link: require_node(link.peer_certificate, link.peer.node_id),
+                              self._accept),
             hello=lambda: to_hello(self._own()), limits=self._limits, ssl=self._trust.tls.server,
         )  # fmt: skip
         if self._mdns is not None:
@@ -260,7 +262,6 @@ class Peering:
         )  # fmt: skip
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
-        require_node(link.peer_certificate, link.peer.node_id)
         if not self._trust.tls.trusts(link.peer.node_id):
             raise UntrustedPeer(_OUT, fix="See `hearthnet members`.")
         if self._stopping:

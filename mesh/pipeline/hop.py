@@ -195,7 +195,10 @@ class HopSession:
         if self._opening is not None:
             self._opening.cancel()
         if not self._link.is_closed:
-            self._link.send(Close(self._number))
+            try:
+                self._link.send(Close(self._number))
+            except MeshError as error:  # the hop frees it with the link
+                self._link.close(f"nothing more can be sent: {error.message}")
 
     # Data
 
@@ -231,7 +234,7 @@ class HopSession:
         answer: asyncio.Future[WireTensor] = asyncio.get_running_loop().create_future()
         sent = _Sent(position, (1, 1, vocab), now, answer, kept=1, is_row=True)
         self._sent[self._steps] = sent
-        self._link.send(RowAsk(self._number, self._steps, position))
+        self._say(RowAsk(self._number, self._steps, position))
         return await answer
 
     def cut(self, position: int) -> None:
@@ -387,7 +390,12 @@ class HopSession:
         self._resting, self._woken_at = True, None
         self._claim.release()
         self._released()
-        self._link.send(Park(self._number))
+        try:
+            self._link.send(Park(self._number))
+        except LinkLost:
+            raise
+        except MeshError as error:
+            self.fail(_takes_no_more(self.hop, error))
 
     def _wake(self) -> None:
         """Take a stream again; the steps that wait for it follow."""
@@ -397,6 +405,8 @@ class HopSession:
             self._link.ask([Resume(self._number, self._terms.room(self.length))])
         except LinkLost as error:
             self.fail(error)
+        except MeshError as error:
+            self.fail(_takes_no_more(self.hop, error))
 
     def _awake(self) -> None:
         self._resting, self._woken_at = False, None
@@ -409,6 +419,10 @@ class HopSession:
     def _send(
         self, position: int, tensor: WireTensor, waiter: asyncio.Future[WireTensor] | None
     ) -> None:
+        if self.error is not None:  # it was lost while others of its steps went out
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(self.error)
+            return
         self._claim.owes(len(self._sent) + len(self._backlog) + 1)
         if self._resting or len(self._sent) >= STEPS_UNDER_WAY:
             self._backlog.append((position, tensor, waiter))
@@ -422,10 +436,16 @@ class HopSession:
         sent = _Sent(position, tensor.shape, now, waiter, rows_of(tensor), nbytes=nbytes)
         self._sent[self._steps] = sent
         self._fed = position + sent.rows
+        self._say(Step(self._number, self._steps, position, tensor))
+
+    def _say(self, message: Message) -> None:
+        """Send it, or take the hop as lost."""
         try:
-            self._link.send(Step(self._number, self._steps, position, tensor))
+            self._link.send(message)
         except LinkLost as error:
             self.fail(error)
+        except MeshError as error:  # its account is full: what is at fault is that hop, no other
+            self.fail(_takes_no_more(self.hop, error))
 
     def _result(self, result: Result) -> None:
         sent = self._sent.pop(result.step, None)
@@ -464,6 +484,12 @@ class HopSession:
         self._claim.owes(0)
         self._woken_at = None
         return [waiter for waiter in waiters if waiter is not None]
+
+
+def _takes_no_more(hop: RouteHop, error: MeshError) -> LinkLost:
+    return LinkLost(
+        f"{hop.shard.node_name} takes nothing more: {error.message}", fix="Use another hop."
+    )
 
 
 class HopObserver(Protocol):

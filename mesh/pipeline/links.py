@@ -11,13 +11,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
-from urllib.parse import urlsplit
 
-from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
+from mesh.errors import LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
 from mesh.types import Endpoint, NodeId
 from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
 from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
+from mesh.wire.websocket import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -217,11 +217,9 @@ class HopLinks:
         self._links.clear()
 
     async def _open(self, host: NodeId, endpoint: Endpoint) -> HopLink:
-        address = urlsplit(endpoint)
-        if address.hostname is None or address.port is None:
-            raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected wss://HOST:PORT.")
+        address, port = place_of(endpoint)
         link = HopLink(endpoint, host)
-        link.attach(await self._dial(address.hostname, address.port, link))
+        link.attach(await self._dial(address, port, link))
         try:
             self._require_allowed(host, endpoint)
         except UntrustedPeer:

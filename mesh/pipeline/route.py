@@ -141,12 +141,10 @@ async def _at_once(calls: Sequence[Coroutine[Any, Any, T]], hops: Sequence[Route
     for index, (hop, result) in enumerate(zip(hops, results, strict=True)):
         if isinstance(result, MeshError):
             raise HopLost(index, hop, result)
-    done: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        done.append(result)
-    return done
+    failed = [each for each in results if isinstance(each, BaseException)]
+    if failed:  # those that were ended for another's sake say nothing of why
+        raise next((e for e in failed if not isinstance(e, asyncio.CancelledError)), failed[0])
+    return [each for each in results if not isinstance(each, BaseException)]
 
 
 class Route:

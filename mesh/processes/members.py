@@ -42,6 +42,10 @@ class MemberFeed:
             raise InternalError("the process is not started.", fix="Report this as a bug.")
         return self._tls
 
+    def identify(self, link: WebSocketLink) -> None:
+        """Raise UntrustedPeer for a client whose hello names another than its certificate."""
+        require_node(link.peer_certificate, link.peer.node_id)
+
     def require_trusted(self, link: WebSocketLink, goods: str) -> None:
         """Raise UntrustedPeer unless a link that came in is of whom it says, who is still trusted
         with `goods`: one may have been put out between its handshake and its hello."""

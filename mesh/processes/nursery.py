@@ -160,13 +160,21 @@ class Nursery:
 
     def _fork(self, report: int) -> int:
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # for want of processes or memory; those that run are left alone
+            return _failed(report, error)
         if pid == 0:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # it was gone before that was asked for
                 os._exit(0)
             return 0
-        handle = os.pidfd_open(pid)
+        try:
+            handle = os.pidfd_open(pid)
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return _failed(report, error)
         _send(report, {"pid": pid}, (handle,))
         self._reports[handle] = (pid, report)
         self._poller.register(handle, select.POLLIN)
@@ -179,6 +187,13 @@ class Nursery:
         _send(report, {"status": os.waitstatus_to_exitcode(status)})
         os.close(report)
         os.close(handle)
+
+
+def _failed(report: int, error: OSError) -> int:
+    """Tell that there is no child this time; -1."""
+    _send(report, {"failed": str(error)})
+    os.close(report)
+    return -1
 
 
 def _send(fd: int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:

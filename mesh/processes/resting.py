@@ -63,6 +63,14 @@ class RestingSupervisor(Supervisor):
     # Private
 
     async def _gets_leave(self) -> bool:
+        while True:
+            await self._until_needed()
+            if not await super()._gets_leave():
+                return False
+            if self._needed.is_set():  # nobody has had it rest meanwhile
+                return True
+
+    async def _until_needed(self) -> None:
         waits = [asyncio.ensure_future(each.wait()) for each in (self._needed, self._stopping)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +79,6 @@ class RestingSupervisor(Supervisor):
                 each.cancel()
             self._watch(False)
         self._at_will = False
-        return await super()._gets_leave()
 
     def _watch(self, is_on: bool) -> None:
         """Look whether somebody knocks, or leave that to the process."""

@@ -284,7 +284,7 @@ class Supervisor(ABC):
                 free_mb = 0
             self._held = self.why_not_start(free_mb)
             if self._held is None:
-                return True
+                return not self.is_stopping  # which may have come meanwhile
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_TICK_S):
                     await self._stopping.wait()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Protocol
+from typing import Any, Protocol
 
 from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, MAX_ORDER_BYTES, ForkOrder
 
@@ -99,6 +99,10 @@ class Refused(Exception):
     """The warm parent forks nothing; the text says why."""
 
 
+class NotForked(Exception):
+    """There is no child this time, for want of something; nothing is wrong with the warm parent."""
+
+
 class WarmParentLost(Exception):
     """It ended before the child was there."""
 
@@ -126,7 +130,7 @@ class ForkedProcess:
         self._loop.add_reader(report, self._on_report)
 
     async def born(self, timeout_s: float) -> None:
-        """Until it runs. Raises Refused, WarmParentLost or TimeoutError."""
+        """Until it runs. Raises Refused, NotForked, WarmParentLost or TimeoutError."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._born)
@@ -165,8 +169,7 @@ class ForkedProcess:
         else:  # what is left to know of a child, its process descriptor tells
             self._loop.remove_reader(self._report)
             if not self._born.done():
-                refused = said.get("refused")
-                self._born.set_exception(Refused(refused) if refused else WarmParentLost())
+                self._born.set_exception(_why_unborn(said))
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._handle)
@@ -187,6 +190,12 @@ class ForkedProcess:
             self._loop.remove_reader(self._handle)
             os.close(self._handle)
             self._handle = -1
+
+
+def _why_unborn(said: dict[str, Any]) -> Exception:
+    if "refused" in said:
+        return Refused(said["refused"])
+    return NotForked(said["failed"]) if "failed" in said else WarmParentLost()
 
 
 class WarmParent:
@@ -238,10 +247,13 @@ class WarmParent:
     async def fork(
         self, order: ForkOrder, channel: socket.socket, listener: socket.socket | None
     ) -> ForkedProcess:
-        """A child with that end of a channel and that listening socket. Raises Refused,
+        """A child with that end of a channel and that listening socket. Raises Refused, NotForked,
         WarmParentLost, TimeoutError or OSError.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no descriptors
+            raise NotForked(str(error)) from error
         with theirs:
             process = ForkedProcess(ours)
             fds = [channel.fileno(), _STDERR, theirs.fileno()]
@@ -249,9 +261,11 @@ class WarmParent:
                 fds.append(listener.fileno())
             try:
                 socket.send_fds(self._control, [order.packed()], fds)
-            except OSError:
+            except OSError as error:
                 process.close()
-                raise
+                if isinstance(error, ConnectionError):  # it is gone
+                    raise
+                raise NotForked(str(error)) from error
         await process.born(START_TIMEOUT_S)
         return process
 
@@ -289,6 +303,9 @@ async def start_process(
             return await _Shared.parent.fork(order, channel, listener)
         except Refused as error:
             why_alone = _Shared.unfit = str(error)
+            break
+        except NotForked as error:
+            why_alone = str(error)
             break
         except (OSError, TimeoutError, WarmParentLost) as error:
             why_alone = f"{type(error).__name__}: {error}"

@@ -70,7 +70,7 @@ from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain
-from mesh.wire.websocket import LinkServer, serve
+from mesh.wire.websocket import Doorkeeper, LinkServer, serve
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ class ShardProcess(Worker):
         listener = self._listener = await serve(
             Reach.of(interfaces, host) or host,
             command.listen_port,
-            accept=self._accept,
+            accept=Doorkeeper(self.members.identify, self._accept),
             hello=lambda: dated(leased(says_copies(hello), command.session_lease_s), clock),
             limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=tls.server,

@@ -14,7 +14,6 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
@@ -22,7 +21,6 @@ from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
     BadRequest,
-    ConnectFailed,
     InternalError,
     MeshError,
     ModelInUse,
@@ -68,7 +66,7 @@ from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import WEIGHTS_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.websocket import LinkServer, serve
+from mesh.wire.websocket import Doorkeeper, LinkServer, place_of, serve
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +162,7 @@ class FetcherProcess(Worker):
         self._listener = await serve(
             Reach.of(interfaces, host) or host,
             0,
-            accept=self._accept,
+            accept=Doorkeeper(self.members.identify, self._accept),
             hello=command.hello,
             limits=replace(WEIGHTS_LIMITS, accounts=self._accounts),
             ssl=tls.server,
@@ -304,12 +302,12 @@ class FetcherProcess(Worker):
     # Links
 
     async def _dial(self, peer: PeerHolding) -> WeightsLink:
-        start, address = self._start_command, urlsplit(peer.endpoint)
-        if start is None or address.hostname is None or address.port is None:
-            raise ConnectFailed(f"{peer.endpoint!r} is no endpoint.", fix="Update that node.")
+        start = self._start_command
+        assert start is not None  # noqa: S101 - nobody is dialled before
+        host, port = place_of(peer.endpoint)
         handler = WeightsLink(peer.node)
         link = await connect_to(
-            peer.node, address.hostname, address.port, hello=start.hello, handler=handler,
+            peer.node, host, port, hello=start.hello, handler=handler,
             tls=self.members.tls, limits=WEIGHTS_LIMITS,
         )  # fmt: skip
         handler.attach(link)

@@ -12,9 +12,10 @@ import errno
 import socket
 import ssl as tls
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
+from urllib.parse import urlsplit
 
 from websockets.client import ClientProtocol
 from websockets.server import ServerProtocol
@@ -77,7 +78,7 @@ async def connect(
         raise ConnectFailed(
             f"{where} did not answer in {timeout_s} s.", fix="Check that the peer is up."
         ) from exc
-    except (OSError, LinkLost) as exc:
+    except (OSError, LinkLost, ValueError) as exc:  # ValueError: a name that no host can have
         raise ConnectFailed(
             f"No link to {where}: {exc}", fix="Check that the peer is up and knows this node."
         ) from (exc.__cause__ or exc)
@@ -89,11 +90,32 @@ async def connect(
     return link
 
 
+def place_of(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``wss://HOST:PORT``. Raises ConnectFailed for what is none."""
+    try:
+        address = urlsplit(endpoint)
+        host, port = address.hostname, address.port
+    except ValueError:  # brackets around what is no address, a port that none is
+        host = port = None
+    if host is None or port is None:
+        raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected wss://HOST:PORT.")
+    return host, port
+
+
+@dataclass(frozen=True, slots=True)
+class Doorkeeper:
+    """Who is let in. `identify` raises MeshError for a client that is not whom its hello says,
+    before anything is put on the account of whom that names; `admit` is the `accept` of `serve`."""
+
+    identify: Callable[[WebSocketLink], object]
+    admit: Callable[[WebSocketLink], LinkHandler]
+
+
 async def serve(
     host: str | Callable[[str], bool] | None,
     port: int,
     *,
-    accept: Callable[[WebSocketLink], LinkHandler],
+    accept: Callable[[WebSocketLink], LinkHandler] | Doorkeeper,
     hello: Hello | Callable[[], Hello],
     limits: Limits = DEFAULT_LIMITS,
     ssl: tls.SSLContext | None = None,
@@ -110,7 +132,8 @@ async def serve(
     """
     if limits.accounts is None:
         limits = replace(limits, accounts=ResourceLedger(SystemClock(), allowances.LINKS))
-    server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
+    door = accept if isinstance(accept, Doorkeeper) else Doorkeeper(lambda _: None, accept)
+    server = LinkServer(door, hello if callable(hello) else lambda: hello, limits, ssl)
     if callable(host):
         server.answers_at, host = host, ANY_ADDRESS
     loop = asyncio.get_running_loop()
@@ -140,12 +163,12 @@ class LinkServer:
 
     def __init__(
         self,
-        accept: Callable[[WebSocketLink], LinkHandler],
+        doorkeeper: Doorkeeper,
         hello: Callable[[], Hello],
         limits: Limits,
         ssl: tls.SSLContext | None,
     ) -> None:
-        self._accept = accept
+        self._doorkeeper = doorkeeper
         self._hello = hello
         self._ssl = ssl
         self._listener: asyncio.Server | None = None
@@ -245,8 +268,9 @@ class LinkServer:
 
     def _greet(self, session: TensorSession, counted: _Counted, link: WebSocketLink) -> LinkHandler:
         """Each open link costs a descriptor: no peer may take them all, nor all peers together."""
+        self._doorkeeper.identify(link)
         counted.begin(session, link.peer, links=1)
-        return self._accept(link)
+        return self._doorkeeper.admit(link)
 
     def _settled(self, link: WebSocketLink) -> None:
         """A link opened or is gone."""

@@ -153,6 +153,8 @@ def test_bad_health_is_refused_by_name(key: str, bad: Any) -> None:
         ("endpoint", "wss://127.0.0.1:0"),
         ("endpoint", "wss://127.0.0.1:65536"),
         ("endpoint", "wss://user@host:1/path"),
+        ("endpoint", "wss://a..b:7700"),
+        ("endpoint", "wss://[:::::]:1"),
         ("advertised_at", "yesterday"),
         ("advertised_at", "2026-01-02T03:04:05"),
         ("advertised_at", "0001-01-01T00:00:00+23:59"),

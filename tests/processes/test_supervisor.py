@@ -188,3 +188,12 @@ async def test_nobody_is_told_when_nobody_is_there(process: Watched) -> None:
     assert not process.tell(Work(0.0))
     process.start()
     assert process.pid is None, "what was stopped stays stopped"
+
+
+async def test_one_that_is_stopped_while_its_start_is_considered_never_starts() -> None:
+    process = Watched()
+    process.start()
+    await asyncio.sleep(0)  # it looks how much memory is free now
+    async with asyncio.timeout(10):
+        await process.stop()
+    assert (process.pid, process.starts) == (None, 0)

@@ -137,6 +137,51 @@ async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(
     await again.child.stop(TIMEOUT_S)
 
 
+async def test_a_start_that_finds_no_descriptor_leaves_the_others_alone() -> None:
+    script = (
+        "import asyncio, os, resource\n"
+        "from mesh.processes.child import Child\n"
+        "async def start(heard):\n"
+        "    return await Child.start('tests.processes.nosy', name='n', on_message=heard,\n"
+        "        on_closed=lambda: None)\n"
+        "async def main():\n"
+        "    said = asyncio.Queue()\n"
+        "    first = await start(said.put_nowait)\n"
+        "    await said.get()\n"
+        "    held, most = [], resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, most[1]))\n"
+        "    try:\n"
+        "        while True:\n"
+        "            held.append(os.open('/dev/null', os.O_RDONLY))\n"
+        "    except OSError:\n"
+        "        pass\n"
+        "    for _ in range(2):\n"  # for its channel, and none for what comes then
+        "        os.close(held.pop())\n"
+        "    try:\n"
+        "        await start(lambda body: None)\n"
+        "        print('started')\n"
+        "    except OSError:\n"
+        "        print('refused')\n"
+        "    for fd in held:\n"
+        "        os.close(fd)\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, most)\n"
+        "    try:\n"
+        "        print('ended', await first.wait(2.0))\n"
+        "    except TimeoutError:\n"
+        "        print('runs')\n"
+        "    second = await start(said.put_nowait)\n"
+        "    print(second.why_alone)\n"
+        "    os._exit(0)\n"
+        "asyncio.run(main())\n"
+    )
+    daemon = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        output, _ = await daemon.communicate()
+    assert output.decode().split() == ["refused", "runs", "None"]
+
+
 async def test_all_end_with_the_daemon_however_it_ends() -> None:
     script = (
         "import asyncio, psutil\n"

@@ -14,7 +14,7 @@ from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Message, Step
 from mesh.wire.protocol import TensorSession
-from mesh.wire.websocket import LinkServer, connect, serve
+from mesh.wire.websocket import Doorkeeper, LinkServer, connect, serve
 from tests.wire.support import Recorder, answer, hello
 
 QUICK = replace(DEFAULT_LIMITS, handshake_s=0.2, ping_interval_s=0.05, silence_s=0.4)
@@ -57,7 +57,7 @@ class House:
 @asynccontextmanager
 async def listening(
     limits: Limits = DEFAULT_LIMITS,
-    accept: Callable[[WebSocketLink], LinkHandler] | None = None,
+    accept: Callable[[WebSocketLink], LinkHandler] | Doorkeeper | None = None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[House]:
     house = House()

@@ -9,21 +9,27 @@ from dataclasses import replace
 
 import pytest
 
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
+from mesh.clock import SystemClock
 from mesh.errors import (
     BadFrame,
+    ConnectFailed,
     FrameTooLarge,
     LinkLost,
     MeshError,
     PipelineStalled,
+    UntrustedPeer,
 )
-from mesh.wire.connection import PATH
+from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.frames import FrameType, pack_frame
 from mesh.wire.framing import wrap
 from mesh.wire.limits import DEFAULT_LIMITS, MIB
+from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Park, Step
 from mesh.wire.protocol import TensorSession
+from mesh.wire.websocket import Doorkeeper, connect, place_of
 from tests.wire.house import QUICK, House, foreign_client, listening
-from tests.wire.support import hello, tensor
+from tests.wire.support import Recorder, hello, tensor
 
 
 def park(sequence: int, session: int) -> bytes:
@@ -93,6 +99,32 @@ async def raw_peer(house: House) -> tuple[asyncio.StreamReader, asyncio.StreamWr
     writer.write(wrap(session.next_frame() or b"", masked=True))
     await reader.read(10)
     return reader, writer
+
+
+async def test_nobody_is_charged_for_who_says_to_be_him() -> None:
+    def identify(link: WebSocketLink) -> None:
+        raise UntrustedPeer(f"{link.peer.node_id} has another key.", fix="")
+
+    def admit(link: WebSocketLink) -> LinkHandler:
+        raise AssertionError("nobody is let in")
+
+    ledger = ResourceLedger(SystemClock(), {Resource.LINKS: Limit(8)})
+    limits = replace(DEFAULT_LIMITS, accounts=ledger)
+    async with listening(limits, Doorkeeper(identify, admit)) as house:
+        _, writer = await raw_peer(house)  # it is refused, and does not hang up
+        assert ledger.held(of_peer("id-raw"), Resource.LINKS) == 0
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("endpoint", ["wss://[:::::]:1", "wss://127.0.0.1", "wss://a:99999"])
+def test_what_is_no_endpoint_is_said_to_be_none(endpoint: str) -> None:
+    with pytest.raises(ConnectFailed, match="is no endpoint"):
+        place_of(endpoint)
+
+
+async def test_a_name_that_no_host_can_have_is_a_link_that_failed() -> None:
+    with pytest.raises(ConnectFailed, match=r"No link to a\.\.b:7700"):
+        await connect(*place_of("wss://a..b:7700"), hello=hello(), handler=Recorder())
 
 
 async def test_a_peer_that_sends_but_does_not_read_does_not_fill_our_memory() -> None:

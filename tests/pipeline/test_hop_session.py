@@ -1,0 +1,105 @@
+"""A session on a hop to which nothing can be sent: the hop is at fault, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+
+from mesh.errors import LimitReached, LinkLost
+from mesh.pipeline.claims import Claims
+from mesh.pipeline.hop import HopSession, Patience
+from mesh.pipeline.links import HopLink
+from mesh.pipeline.terms import SessionTerms
+from mesh.routing.cover import key_of
+from mesh.types import (
+    Endpoint,
+    LayerRange,
+    ModelId,
+    NodeId,
+    RouteHop,
+    ShardDescriptor,
+    WireDtype,
+    shard_id,
+)
+from mesh.wire.messages import Hello, Message, Open, Opened, Resume, WireTensor
+
+HOST, MODEL = NodeId("far"), ModelId("toy")
+
+
+class FullLink:
+    """A `Link` that opens a session and takes nothing more while it `is_full`."""
+
+    peer = Hello(HOST, HOST, "tensors", "")
+    rtt_ms = None
+    silent_s = 0.0
+
+    def __init__(self, hop: HopLink) -> None:
+        self._hop = hop
+        self.is_full = False
+        self.is_closed = False
+
+    def send(self, message: Message) -> None:
+        """See `Link`."""
+        if self.is_full:
+            raise LimitReached("its account is full", fix="")
+        loop = asyncio.get_running_loop()
+        if isinstance(message, Open | Resume):
+            loop.call_soon(self._hop.message, Opened(message.session, 64))
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Link`."""
+
+    def close(self, reason: str = "") -> None:
+        """See `Link`."""
+        self.is_closed = True
+
+
+async def opened() -> tuple[HopSession, FullLink, list[str]]:
+    layers = LayerRange(0, 2)
+    descriptor = ShardDescriptor(
+        shard_id(MODEL, layers), MODEL, "0" * 64, layers, 2, 0, 1, HOST, HOST,
+        Endpoint("wss://127.0.0.1:1"), "fp32", "", datetime.now(UTC),
+    )  # fmt: skip
+    link = HopLink(descriptor.endpoint, HOST)
+    way = FullLink(link)
+    link.attach(way)
+    claim = Claims().claim(key_of(descriptor))
+    terms = SessionTerms(MODEL, "0" * 64, 1024, WireDtype.FP16)
+    session = HopSession(RouteHop(descriptor, layers), link, claim, terms, Patience(5.0, 5.0))
+    lost: list[str] = []
+    session.on_lost = lambda: lost.append(str(session.error))
+    await session.open()
+    return session, way, lost
+
+
+def a_row() -> WireTensor:
+    return WireTensor("fp16", (1, 1, 8), np.zeros(8, np.float16).tobytes())
+
+
+async def test_a_step_that_is_not_taken_loses_that_hop_and_raises_nothing() -> None:
+    session, way, lost = await opened()
+    session.step(0, a_row())
+    way.is_full = True
+    session.step(1, a_row())  # from where another hop's answer is passed on
+    assert isinstance(session.error, LinkLost)
+    assert len(lost) == 1
+    assert "takes nothing more: its account is full" in lost[0]
+    with pytest.raises(LinkLost):
+        await session.exchange(2, a_row())
+    session.close()
+    assert way.is_closed, "the hop frees the session with its link"
+
+
+async def test_what_waits_for_a_stream_ends_with_the_hop() -> None:
+    session, way, _ = await opened()
+    session.rest(before=float("inf"))
+    waiting = [asyncio.ensure_future(session.exchange(at, a_row())) for at in range(3)]
+    await asyncio.sleep(0)
+    way.is_full = True
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in results] == [LinkLost] * 3
+    assert session.waiting_since is None
