@@ -60,6 +60,7 @@ class HopLink:
         self._tending: asyncio.TimerHandle | None = None
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
+        self._used_at = asyncio.get_running_loop().time()
         self._last_session = 0
         self._closed = False
 
@@ -89,6 +90,7 @@ class HopLink:
     def unregister(self, session: int) -> None:
         """Messages about this session are dropped from now on."""
         self._receivers.pop(session, None)
+        self._used_at = asyncio.get_running_loop().time()
 
     def send(self, message: Message) -> None:
         """Queue a message. Raises LinkLost."""
@@ -108,6 +110,12 @@ class HopLink:
         """Close the link; receivers are told."""
         if self._link is not None:
             self._link.close(reason)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no session was on it for a while."""
+        now = asyncio.get_running_loop().time()
+        return not self._receivers and now - self._used_at > _UNUSED_S
 
     # LinkHandler
 
@@ -159,6 +167,9 @@ def _is_misdated(failure: Failure) -> bool:
         failure.error.get("code") == TokenRejected.code and failure.error.get("param") == "expiry"
     )
 
+
+_UNUSED_S = 60.0
+"""After so long without a session a link to a host goes when there is another to the same host."""
 
 _Place = tuple[NodeId, Endpoint]
 
@@ -225,8 +236,12 @@ class HopLinks:
         except UntrustedPeer:
             link.close("no longer trusted")
             raise
-        # A host that started again has another port: what was closed at the old one is let go.
-        self._links = {place: known for place, known in self._links.items() if not known.is_closed}
+        # A host that started again has another port. What was closed at the old one is let go, and
+        # so is what nobody uses: a host that is always somewhere else is not to have them all.
+        for place, known in list(self._links.items()):
+            if known.is_closed or (place[0] == host and known.is_unused):
+                del self._links[place]
+                known.close("the host is elsewhere now")
         self._links[host, endpoint] = link
         return link
 

@@ -13,6 +13,7 @@ from mesh.pipeline.links import HopLinks
 from mesh.types import NodeId
 from mesh.wire.link import Link, LinkHandler
 from tests.pipeline.toy_mesh import ToyNetwork
+from tests.simulation.virtual_loop import run_virtually
 
 
 async def test_a_host_that_starts_again_and_again_leaves_no_closed_lines_behind() -> None:
@@ -91,3 +92,18 @@ async def test_a_host_that_is_put_out_is_not_dialled_until_it_is_let_in_again() 
     lines.keep_only(frozenset({place.host}))
     assert not (await lines.link(place.host, place.endpoint)).is_closed
     await lines.close()
+
+
+def test_a_host_that_is_always_somewhere_else_does_not_keep_them_all() -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        lines = HopLinks(network.dial)
+        kept = []
+        for _ in range(5):
+            place = network.add("0-7", name="restless").descriptor
+            kept.append(await lines.link(place.host, place.endpoint))
+            await asyncio.sleep(50)
+        assert [line.is_closed for line in kept] == [True, True, True, False, False]
+        await lines.close()
+
+    run_virtually(main)
