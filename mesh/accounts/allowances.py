@@ -73,4 +73,11 @@ CONTROL_LINKS: Limits = {
 }
 """Links between daemons."""
 
-DAEMON: Limits = {**LOG, **CONTROL_LINKS}
+API: Limits = {
+    # Of the connections that the API takes (`ApiSettings.max_connections`) a quarter each; an
+    # eighth is left to the owner, whose requests nobody counts, and to whoever has yet to ask.
+    Resource.OPEN_REQUESTS: Limit(128, total=448),
+}
+"""The HTTP API; what a key may use of it besides is its quota."""
+
+DAEMON: Limits = {**LOG, **CONTROL_LINKS, **API}

@@ -39,6 +39,8 @@ class Resource(StrEnum):
     """Bytes of the event log sent in answer to gossip."""
     BAD_EVENTS_PER_MINUTE = "bad_events_per_minute"
     BAD_ADVERTISEMENTS_PER_MINUTE = "bad_advertisements_per_minute"
+    OPEN_REQUESTS = "open_requests"
+    """Requests to the API that have not ended; a stream of events or a socket is one."""
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_DAY = "tokens_per_day"
     CPU_SECONDS_PER_MINUTE = "cpu_seconds_per_minute"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -25,6 +26,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
+from mesh.accounts import allowances
 from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.api.connection import NEIGHBOUR
 from mesh.api.faults import error_response
@@ -105,7 +107,7 @@ class Access:
         self._keys = ApiKeys() if keys is None else keys
         self._owner = settings.api_key
         self._keyless = settings.keyless and is_loopback(settings.host)
-        self._accounts = settings.accounts or ResourceLedger(clock)
+        self._accounts = settings.accounts or ResourceLedger(clock, allowances.API)
         self._accounts.personal = quotas(self._keys)
 
     @property
@@ -123,6 +125,12 @@ class Access:
         principal = Principal(PrincipalKind.KEY, known.key_id)
         charge = partial(self._charge, known.key_id)
         return Caller(principal, known.scopes, known.trusted, charge)
+
+    def enter(self, principal: Principal) -> AbstractContextManager[object]:
+        """Count a request until it has ended. Raises Busy; the owner's are never too many."""
+        if principal == _OWNER:
+            return nullcontext()
+        return self._accounts.hold(principal.account, Resource.OPEN_REQUESTS, 1)
 
     def admit(self, caller: Caller) -> None:
         """Count a request. Raises QuotaExceeded; Unauthorized when its key was just revoked."""
@@ -156,7 +164,8 @@ def _account(key: ApiKey) -> Principal:
 
 
 class Gate:
-    """ASGI middleware: refuses what the settings do not admit, and says who calls."""
+    """ASGI middleware: refuses what the settings do not admit and whoever has too many requests
+    open, and says who calls."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, access: Access) -> None:
         self._app = app
@@ -169,13 +178,24 @@ class Gate:
             headers = Headers(scope=scope)
             try:
                 self._check(headers)
-                if not scope["path"].startswith(_KEYLESS):
-                    state = scope["state"]
-                    state["caller"] = self._access.identify(_key(headers), state[NEIGHBOUR])
+                under_way = self._access.enter(self._whose(scope, headers))
             except MeshError as error:
                 await _refuse(error, scope, receive, send)
                 return
+            with under_way:
+                await self._app(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _whose(self, scope: Connection, headers: Headers) -> Principal:
+        """Who calls; also written down for those behind, where a path needs a caller. Raises
+        Unauthorized."""
+        state = scope["state"]
+        neighbour: Neighbour = state[NEIGHBOUR]
+        if scope["path"].startswith(_KEYLESS):
+            return neighbour.principal
+        caller = state["caller"] = self._access.identify(_key(headers), neighbour)
+        return caller.principal
 
     def _check(self, headers: Headers) -> None:
         """Raises Forbidden and HeadersTooLarge."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from nnsight.intervention.backends.remote import RemoteError
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import Quota, Scope
@@ -179,6 +181,24 @@ async def test_trust_is_the_keys(tmp_path: Path) -> None:
         _, key = await asyncio.to_thread(node.keys.create, "anna", scopes, Quota(), SystemClock())
         await in_thread(client.ask_with_key, node.url, "hers", key)
         assert [spec.trusted for spec in node.runner.specs] == [True, False]
+
+
+async def test_sockets_are_counted_like_every_open_request(tmp_path: Path) -> None:
+    accounts = ResourceLedger(SystemClock(), {Resource.OPEN_REQUESTS: Limit(2)})
+    async with serving(tmp_path, api=replace(with_key(OWNER), accounts=accounts)) as node:
+        scopes = frozenset({Scope.INTERVENTIONS})
+        _, key = await asyncio.to_thread(node.keys.create, "anna", scopes, Quota(), SystemClock())
+        url = node.url.replace("http", "ws") + "/subscribe"
+
+        def subscribed(whose: str) -> connect:
+            return connect(url, proxy=None, additional_headers={"ndif-api-key": whose})
+
+        async with subscribed(key), subscribed(key):
+            with pytest.raises(InvalidStatus):
+                async with subscribed(key):
+                    pass
+            async with subscribed(OWNER):
+                pass
 
 
 async def test_a_web_page_cannot_subscribe(node: Node) -> None:
