@@ -3,13 +3,15 @@
 A stream that was asked for with ``resumable`` is produced by a task of its own, whoever reads. Its
 events are numbered; a reader that lost its connection comes back with the last number it saw
 (``Last-Event-ID``) and gets the rest. Bounded: in number, in age, and by what a model's context
-holds. A stream belongs to the account that asked for it; for others there is none of that name.
+holds. A stream belongs to the account that asked for it; for others there is none of that name,
+and they cannot have it forgotten either while they keep as many themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -62,18 +64,15 @@ class KeptStreams:
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, most: int = 32) -> None:
-        """`most` streams are kept at the same time."""
+        """`most` streams are kept at the same time, half of them for one owner."""
         self._most = most
+        self._each = max(1, most // 2)
         self._keep_s = keep_s
         self._kept: dict[tuple[Principal, str], _Kept] = {}
 
     def keep(self, owner: Principal, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
         """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
-        if len(self._kept) >= self._most:
-            ended = next((key for key, kept in self._kept.items() if kept.ended), None)
-            if ended is None:
-                raise Busy(f"{self._most} resumable streams are under way.", fix="Wait for one.")
-            del self._kept[ended]
+        self._make_room(owner)
         key = (owner, stream_id)
         kept = self._kept[key] = _Kept()
         kept.task = asyncio.create_task(
@@ -97,6 +96,25 @@ class KeptStreams:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._kept.clear()
+
+    def _make_room(self, owner: Principal) -> None:
+        """Forget what ended first, the owner's own before that of whoever keeps more. Raises
+        Busy."""
+        held = Counter(whose for whose, _ in self._kept)
+        mine = held[owner]
+        if mine < self._each and len(self._kept) < self._most:
+            return
+        ended = [key for key, kept in self._kept.items() if kept.ended]
+        own = [key for key in ended if key[0] == owner]
+        others = [key for key in ended if held[key[0]] > mine] if mine < self._each else []
+        gone = own[0] if own else max(others, key=lambda key: held[key[0]], default=None)
+        if gone is None:
+            raise Busy(
+                f"{mine} resumable streams of yours and {len(self._kept) - mine} of others are"
+                f" kept; there is room for {self._most}, half of it for one.",
+                fix="Wait for one to end, or ask without `resumable`.",
+            )
+        del self._kept[gone]
 
     async def _produce(
         self, key: tuple[Principal, str], kept: _Kept, chunks: AsyncGenerator[bytes, None]

@@ -14,9 +14,9 @@ import pytest
 from mesh.api import resumable
 from mesh.api.resumable import KeptStreams
 from mesh.clock import SystemClock
-from mesh.errors import NotFound
+from mesh.errors import Busy, NotFound
 from mesh.identity.api_keys import Quota, Scope
-from mesh.types import THIS_NODE
+from mesh.types import THIS_NODE, Principal, PrincipalKind
 from tests.api.conftest import SETTINGS, Served, serving
 from tests.simulation.virtual_loop import run_virtually
 
@@ -111,7 +111,7 @@ async def test_streams_nobody_asked_to_keep_are_not_kept(http: httpx.AsyncClient
 
 async def test_only_so_many_are_under_way_and_ended_ones_make_room() -> None:
     async with (
-        serving(replace(SETTINGS, kept_streams=2)) as api,
+        serving(replace(SETTINGS, kept_streams=4)) as api,
         httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as http,
     ):
         for _ in range(4):  # these end, and make room for each other
@@ -125,8 +125,81 @@ async def test_only_so_many_are_under_way_and_ended_ones_make_room() -> None:
                 await asyncio.sleep(0)
         refused = await http.post("/v1/chat/completions", json=body("echo"))
         assert refused.status_code == 429
+        assert "2 resumable streams of yours" in refused.json()["error"]["message"]
         api.generations.proceed.set()
         await asyncio.gather(*waiting)
+
+
+async def one_event() -> AsyncGenerator[bytes, None]:
+    yield b"data: one\n\n"
+
+
+async def no_end() -> AsyncGenerator[bytes, None]:
+    yield b"data: first\n\n"
+    await asyncio.Event().wait()
+
+
+def named(name: str) -> Principal:
+    return Principal(PrincipalKind.KEY, name)
+
+
+async def ended(streams: KeptStreams, owner: Principal, *stream_ids: str) -> None:
+    """Keep these streams of the owner's, which have ended when this returns."""
+    for stream_id in stream_ids:
+        streams.keep(owner, stream_id, one_event())
+        assert len([event async for event in streams.follow(owner, stream_id, -1)]) == 1
+
+
+def is_kept(streams: KeptStreams, owner: Principal, stream_id: str) -> bool:
+    try:
+        streams.follow(owner, stream_id, -1)
+    except NotFound:
+        return False
+    return True
+
+
+async def test_an_owner_has_half_of_the_places_and_takes_nobody_s_answer() -> None:
+    streams = KeptStreams(most=8)
+    bob, eve = named("bob"), named("eve")
+    await ended(streams, bob, "b0")
+    for number in range(4):
+        streams.keep(eve, f"e{number}", no_end())
+    with pytest.raises(Busy):
+        streams.keep(eve, "e4", no_end())
+    assert is_kept(streams, bob, "b0")
+    await ended(streams, bob, "b1", "b2", "b3")  # the other half
+    assert all(is_kept(streams, bob, f"b{number}") for number in range(4))
+    await streams.close()
+
+
+async def test_what_ended_first_makes_room_one_s_own_before_others() -> None:
+    streams = KeptStreams(most=8)
+    bob, eve, amy = named("bob"), named("eve"), named("amy")
+    await ended(streams, bob, "b0", "b1", "b2")
+    await ended(streams, eve, "e0", "e1", "e2", "e3")
+    await ended(streams, eve, "e4")
+    assert not is_kept(streams, eve, "e0")
+    await ended(streams, amy, "a0")  # all places are taken now
+    await ended(streams, amy, "a1")
+    assert not is_kept(streams, amy, "a0")
+    streams.keep(amy, "a2", no_end())
+    assert not is_kept(streams, amy, "a1")
+    await ended(streams, amy, "a3")  # of eve, who keeps most
+    assert not is_kept(streams, eve, "e1")
+    assert [number for number in range(3) if is_kept(streams, bob, f"b{number}")] == [0, 1, 2]
+    await streams.close()
+
+
+async def test_nobody_gives_way_to_who_keeps_as_many() -> None:
+    streams = KeptStreams(most=4)
+    others = [named("amy"), named("bob"), named("dan")]
+    streams.keep(named("eve"), "first", no_end())
+    for other in others:
+        await ended(streams, other, "answer")
+    with pytest.raises(Busy):
+        streams.keep(named("eve"), "second", no_end())
+    assert all(is_kept(streams, other, "answer") for other in others)
+    await streams.close()
 
 
 def test_a_stream_is_forgotten_so_long_after_its_end() -> None:
