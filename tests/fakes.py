@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -353,27 +354,21 @@ class ScriptedView:
     def readiness(self) -> list[str]:
         return list(self.missing)
 
-    async def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        position = len(self.happened) if after is None else after
-        try:
-            while True:
-                while position < len(self.happened):
-                    position += 1
-                    yield self.happened[position - 1]
-                await self.news.wait()
-                self.news.clear()
-        finally:
-            self.unwatched.set()
-
     async def batches(
         self, after: int | None, *, pace_s: float, idle_s: float
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         position = len(self.happened) if after is None else after
         try:
             while True:
-                yield self.happened[position:]
-                position = len(self.happened)
+                found = self.happened[position:]
+                position += len(found)
+                yield found
                 await asyncio.sleep(pace_s)
+                if position == len(self.happened):
+                    self.news.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(idle_s):
+                            await self.news.wait()
         finally:
             self.unwatched.set()
 

@@ -65,8 +65,8 @@ def _free(_tokens: int) -> None:
 class Caller:
     """The sender of a request: its principal and its scopes.
 
-    `charge` counts tokens, prompt and completion, against the key's quota. Jobs of a `trusted`
-    caller may use what others' may not.
+    `charge` counts tokens, prompt and completion, against the key's quota, and raises Unauthorized
+    when the key was revoked meanwhile. Jobs of a `trusted` caller may use what others' may not.
     """
 
     principal: Principal
@@ -136,17 +136,15 @@ class Access:
         """Count a request. Raises QuotaExceeded; Unauthorized when its key was just revoked."""
         if caller.is_keyless or caller.principal == _OWNER:
             return
-        key = self._keys.get(caller.principal.name)
-        if key is None:
-            raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
+        key = self._known(caller.principal.name)
         self._accounts.require(_account(key), Resource.TOKENS_PER_DAY)
         self._accounts.spend(_account(key), Resource.REQUESTS_PER_MINUTE)
 
     def require_known(self, caller: Caller) -> None:
         """Raises Unauthorized when the caller's key was revoked since it was identified."""
         has_key = not (caller.is_keyless or caller.principal == _OWNER)
-        if has_key and self._keys.get(caller.principal.name) is None:
-            raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
+        if has_key:
+            self._known(caller.principal.name)
 
     def forget_revoked(self) -> None:
         """To be called after a key was revoked."""
@@ -154,9 +152,14 @@ class Access:
         self._accounts.keep_only(PrincipalKind.KEY, known)
 
     def _charge(self, key_id: str, tokens: int) -> None:
+        self._accounts.charge(_account(self._known(key_id)), Resource.TOKENS_PER_DAY, tokens)
+
+    def _known(self, key_id: str) -> ApiKey:
+        """Raises Unauthorized for a key that is revoked."""
         key = self._keys.get(key_id)
-        if key is not None:
-            self._accounts.charge(_account(key), Resource.TOKENS_PER_DAY, tokens)
+        if key is None:
+            raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
+        return key
 
 
 def _account(key: ApiKey) -> Principal:

@@ -1,4 +1,4 @@
-"""The feed that a dashboard follows: what happened, and what of the picture is new.
+"""The feed that dashboards and scripts follow: what happened, and what of the picture is new.
 
 One update carries both, and updates come at most ten times a second whatever happens: events are
 kept and come together, the picture is looked at once for each update, for all that follow. Nobody
@@ -22,6 +22,9 @@ PACE_S = 0.1
 
 IDLE_S = 0.5
 """The picture is looked at so often when nothing says that it has changed."""
+
+KNOWN_S = 5.0
+"""A follower of events hears so soon that its key was revoked, if nothing happens before."""
 
 JOBS_S = 1.0
 """The queue's files are read so often at most."""
@@ -50,6 +53,17 @@ class DashboardFeed:
         self._now = now
         self._status: dict[str, Any] = {}
         self._looked_s = float("-inf")
+
+    async def events(
+        self, caller: Caller, after: int | None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Events alone, each as it happens, without end. Raises Unauthorized when the caller's key
+        is revoked."""
+        async with aclosing(self._view.batches(after, pace_s=0.0, idle_s=KNOWN_S)) as batches:
+            async for events in batches:
+                self._access.require_known(caller)
+                for event in events:
+                    yield event
 
     async def follow(
         self, caller: Caller, after: int | None

@@ -41,9 +41,8 @@ def routes(
             raise BadRequest(
                 "with= is not `status`.", fix="Leave it out for events alone.", param="with"
             )
-        chunks = _events(view, after)
-        if wanted is not None:
-            chunks = _updates(feed, caller_of(request), after)
+        caller = caller_of(request)
+        chunks = (_events if wanted is None else _updates)(feed, caller, after)
         return EventStream(chunks, closing, ping_s=settings.ping_s)
 
     return [
@@ -55,10 +54,12 @@ def routes(
     ]
 
 
-async def _events(view: MeshView, after: int | None) -> AsyncGenerator[bytes, None]:
+async def _events(
+    feed: DashboardFeed, caller: Caller, after: int | None
+) -> AsyncGenerator[bytes, None]:
     # The first bytes go out at once, so that a client knows that it is connected.
     yield PING
-    async with aclosing(view.events(after)) as news:
+    async with aclosing(feed.events(caller, after)) as news:
         async for event in news:
             yield encode(event, event=event["type"], id_=event["id"])
 

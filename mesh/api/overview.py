@@ -151,10 +151,6 @@ class Overview:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
         return lacking
 
-    def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        """What happens, without end, and before it what came after event `after`."""
-        return self._parts.events.follow(after)
-
     def batches(
         self, after: int | None, *, pace_s: float, idle_s: float
     ) -> AsyncGenerator[list[dict[str, Any]], None]:

@@ -80,17 +80,15 @@ class MeshView(Protocol):
     def readiness(self) -> list[str]:
         """What is missing before a request can be answered, in words; empty when ready."""
 
-    def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        """``{"id": int, "type": str, "at": ISO time, ...}`` as they happen, without end.
-
-        A bounded history is replayed first: what came after event `after`, nothing for None.
-        """
-
     def batches(
         self, after: int | None, *, pace_s: float, idle_s: float
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The same in lists, at least `pace_s` apart; also an empty one when the status may have
-        changed, at the latest after `idle_s`."""
+        """Lists of events ``{"id": int, "type": str, "at": ISO time, ...}`` as they happen, without
+        end, at least `pace_s` apart; also an empty one when the status may have changed, at the
+        latest after `idle_s`.
+
+        A bounded history is replayed first: what came after event `after`, nothing for None.
+        """
 
     def metrics(self) -> bytes:
         """Prometheus' text format."""

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mesh.api.auth import Access, Caller
-from mesh.api.feed import PACE_S, DashboardFeed
+from mesh.api.feed import KNOWN_S, PACE_S, DashboardFeed
 from mesh.client import Client
 from mesh.clock import SystemClock
 from mesh.errors import Unauthorized
@@ -22,6 +22,7 @@ from mesh.identity.api_keys import ApiKeys, Quota, Scope
 from mesh.types import Principal, PrincipalKind
 from tests.api.conftest import SETTINGS, Served, serving
 from tests.fakes import ScriptedView
+from tests.simulation.virtual_loop import run_virtually
 
 KEYLESS = Caller(Principal(PrincipalKind.LOCAL, "1000"), frozenset({Scope.CHAT}))
 
@@ -167,6 +168,31 @@ async def test_a_revoked_key_follows_no_longer() -> None:
         view.stream.emit("peer_up")
         with pytest.raises(Unauthorized):
             await anext(updates)
+
+
+def test_a_revoked_key_hears_of_no_event() -> None:
+    async def main() -> None:
+        view, keys = CountedView(), ApiKeys()
+        made, _ = keys.create("k", frozenset({Scope.CHAT}), Quota(), SystemClock())
+        caller = Caller(Principal(PrincipalKind.KEY, made.key_id), made.scopes)
+        feed = a_feed(view, keys)
+        view.stream.emit("peer_up")
+        async with (
+            aclosing(feed.events(caller, 0)) as told,
+            aclosing(feed.events(caller, None)) as silent,
+        ):
+            assert (await anext(told))["type"] == "peer_up"
+            waiting = asyncio.create_task(anext(silent))
+            await asyncio.sleep(2 * KNOWN_S)
+            assert not waiting.done()
+            keys.revoke(made.key_id)
+            await asyncio.sleep(KNOWN_S)
+            assert isinstance(waiting.exception(), Unauthorized)
+            view.stream.emit("peer_down")
+            with pytest.raises(Unauthorized):
+                await anext(told)
+
+    run_virtually(main)
 
 
 async def test_the_client_follows_and_comes_back_by_id(api: Served) -> None:

@@ -120,6 +120,24 @@ def test_every_path_is_behind_a_scope_or_known_to_show_only_the_mesh() -> None:
     assert {path for _, path in [*ADMINISTRATION, *HEARTH]} <= set(scopes)
 
 
+async def test_a_revoked_key_s_answers_end(owned: tuple[Served, httpx.AsyncClient]) -> None:
+    api, http = owned
+    key = make(api, Scope.CHAT)
+    (made,) = api.keys.keys
+    body = {**CHAT, "model": "silent", "stream": True}
+    async with http.stream(
+        "POST", "/v1/chat/completions", json=body, headers=bearer(key)
+    ) as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": ping"
+        api.keys.revoke(made.key_id)
+        api.generations.proceed.set()
+        told = "".join([line async for line in lines])
+    assert "late" not in told
+    assert '"code":"unauthorized"' in told
+    await asyncio.wait_for(api.generations.ended["silent"].wait(), 5)
+
+
 async def test_the_owner_makes_lists_and_revokes_keys(
     owned: tuple[Served, httpx.AsyncClient],
 ) -> None:

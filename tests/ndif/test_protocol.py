@@ -201,6 +201,30 @@ async def test_sockets_are_counted_like_every_open_request(tmp_path: Path) -> No
                 pass
 
 
+async def test_a_revoked_key_s_socket_ends_and_its_job_with_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        scopes = frozenset({Scope.INTERVENTIONS})
+        made, key = await asyncio.to_thread(
+            node.keys.create, "anna", scopes, Quota(), SystemClock()
+        )
+        headers = {"ndif-api-key": key, **VERSION}
+        url = node.url.replace("http", "ws") + "/subscribe"
+        async with (
+            httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as http,
+            connect(url, proxy=None, additional_headers=headers) as socket,
+            asyncio.timeout(60),
+        ):
+            session = json.loads(await socket.recv())["session_id"]
+            blob = parts(b"script = 'wait'", session_id=session)
+            job = (await http.post("/request", headers=headers, **blob)).json()["id"]  # type: ignore[arg-type]
+            await node.runner.began.get()
+            await asyncio.to_thread(node.keys.revoke, made.key_id)
+            told = [json.loads(frame) async for frame in socket]
+        assert (told[-1]["id"], told[-1]["status"]) == (job, "ERROR")
+        assert told[-1]["description"] == "The API key was revoked."
+        assert node.runner.ended_by_cancel == [job]
+
+
 async def test_a_web_page_cannot_subscribe(node: Node) -> None:
     with pytest.raises(InvalidStatus):
         async with connect(

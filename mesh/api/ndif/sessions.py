@@ -1,7 +1,8 @@
 """`/subscribe`: the socket on which a client that waits hears of its jobs.
 
 The first frame names the session, which the client's request then names. Whatever happens to a job,
-its last frame says so before the socket closes. A client that goes away takes its jobs with it.
+its last frame says so before the socket closes. A client that goes away takes its jobs with it, and
+so does one whose key is revoked.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from mesh.api.auth import caller_of
+from mesh.api.auth import Access, caller_of
 from mesh.api.ndif import answers
 from mesh.api.ndif.results import ResultUrls
-from mesh.errors import BadRequest, NotFound
+from mesh.clock import tick
+from mesh.errors import BadRequest, NotFound, Unauthorized
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.inline import inline_answer
 from mesh.interventions.jobs.queue.service import JobQueue
@@ -33,6 +38,8 @@ MAX_JOBS = 64
 _FIRST_JOB_S = 300.0
 _LINGER_S = 10.0
 _SEND_S = 60.0
+_KNOWN_S = 5.0
+"""A session ends so soon after its key was revoked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,36 +83,52 @@ class ClientSessions:
     async def serve(self, socket: WebSocket) -> None:
         """One socket, from its opening to its end."""
         await socket.accept()
-        session = ClientSession(caller_of(socket).principal.account)
+        caller = caller_of(socket)
+        access: Access = socket.app.state.access
+        still_known = partial(access.require_known, caller)
+        session = ClientSession(caller.principal.account)
         self._open[session.session_id] = session
         name = f"session {session.session_id[:8]}"
         gone = asyncio.create_task(_until_gone(socket), name=f"{name} reading")
-        telling = asyncio.create_task(self._tell(socket, session), name=f"{name} telling")
+        telling = asyncio.create_task(
+            self._tell(socket, session, still_known), name=f"{name} telling"
+        )
+        barred = asyncio.create_task(_until_revoked(still_known), name=f"{name} key")
+        tasks = (gone, telling, barred)
         try:
-            await asyncio.wait({gone, telling}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             session.is_open = False
             del self._open[session.session_id]
-            for task in (gone, telling):
+            for task in tasks:
                 task.cancel()
-            ends = await asyncio.gather(gone, telling, return_exceptions=True)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
             for job_id in session.handed:
                 await self._queue.delivered(job_id)
-            for job_id in session.jobs.difference(session.handed):
-                await self._abandon(session, job_id)
+            revoked = next((end for end in ends if isinstance(end, Unauthorized)), None)
+            why = "Its client went away." if revoked is None else revoked.message
+            unfinished = session.jobs.difference(session.handed)
+            for job_id in unfinished:
+                await self._abandon(session, job_id, why)
+        if revoked is not None:
+            await _say_last(socket, unfinished or {session.session_id}, why)
         await _close(socket)
         for end in ends:
-            if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
+            if isinstance(end, Exception) and not isinstance(
+                end, WebSocketDisconnect | Unauthorized
+            ):
                 logger.error("%s failed", name, exc_info=end)
 
-    async def _abandon(self, session: ClientSession, job_id: str) -> None:
+    async def _abandon(self, session: ClientSession, job_id: str, why: str) -> None:
         try:
-            await self._queue.kill(job_id, session.owner, "Its client went away.")
+            await self._queue.kill(job_id, session.owner, why)
         except NotFound:  # it ended by itself meanwhile
             return
 
-    async def _tell(self, socket: WebSocket, session: ClientSession) -> None:
-        """Pass on updates until there is nothing more to wait for."""
+    async def _tell(
+        self, socket: WebSocket, session: ClientSession, still_known: Callable[[], None]
+    ) -> None:
+        """Pass on updates until there is nothing more to wait for. Raises as `still_known`."""
         await _send(socket, {"session_id": session.session_id})
         patience_s: float = _FIRST_JOB_S
         while True:
@@ -119,6 +142,7 @@ class ClientSessions:
                     said = f"No job came within {_FIRST_JOB_S:g} s."
                     await _send(socket, answers.answer(session.session_id, Status.ERROR, said))
                 return
+            still_known()
             await self._pass_on(socket, session, update)
             if update.status.is_final:
                 session.jobs.discard(update.job_id)
@@ -157,6 +181,20 @@ async def _until_gone(socket: WebSocket) -> None:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
             return
+
+
+async def _until_revoked(still_known: Callable[[], None]) -> None:
+    """Raises Unauthorized once the caller's key is revoked; otherwise never ends."""
+    while True:
+        still_known()
+        await tick(_KNOWN_S)
+
+
+async def _say_last(socket: WebSocket, ids: Set[str], why: str) -> None:
+    """The last frame of each, to a client that may be gone."""
+    with suppress(WebSocketDisconnect, RuntimeError):
+        for id_ in ids:
+            await _send(socket, answers.answer(id_, Status.ERROR, why))
 
 
 async def _close(socket: WebSocket) -> None:
