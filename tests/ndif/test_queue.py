@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.errors import Busy, NotFound, SchemaTooNew, StorageFull
+from mesh.errors import Busy, JobFailed, NotFound, SchemaTooNew, StorageFull
+from mesh.interventions.jobs.files import part_of
 from mesh.interventions.jobs.queue.feed import MAX_WAITING, Feed
 from mesh.interventions.jobs.queue.printed import MAX_CHARACTERS, Printed
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
+from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.types import ANONYMOUS, ModelId, Principal, PrincipalKind
 from tests.ndif.serving import ScriptedRunner
 from tests.ndif.test_client import until
@@ -99,6 +101,26 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
         "modest",
         *(f"greedy {n}" for n in (1, 2, 3)),
     ]
+    await queue.stop(0)
+
+
+class HalfWriter(ScriptedRunner):
+    """Leaves of each result a part, and fails."""
+
+    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+        part_of(spec.result).write_bytes(b"half")
+        raise JobFailed("The disk is full.", fix="")
+
+
+async def test_half_a_result_goes_with_its_job(tmp_path: Path) -> None:
+    spool, settings = Spool(tmp_path / "jobs", 1 << 30), QueueSettings(concurrent=1)
+    queue = JobQueue(HalfWriter(), spool, settings, SystemClock(), lambda *_: None)
+    _made.append(queue)
+    await queue.start()
+    job = await hand_in(queue, "any")
+    await all_done(queue)
+    assert (await queue.find(job.job_id, ANNA)).status is Status.ERROR
+    assert not list((tmp_path / "jobs/results").iterdir())
     await queue.stop(0)
 
 

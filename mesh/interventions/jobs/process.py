@@ -84,8 +84,12 @@ class JobsProcess(Worker):
         task.add_done_callback(lambda _: self._jobs.pop(job_id, None))
 
     def _cancel(self, command: Cancel) -> None:
-        if command.id in self._jobs:
-            self._jobs[command.id].cancel()
+        """It says when it is over, and nothing is written for it any more."""
+        job = self._jobs.get(command.id)
+        if job is not None:
+            over = JobFailed("The job was cancelled.", fix="")
+            job.add_done_callback(lambda _: self.say(Broke(command.id, over)))
+            job.cancel()
 
     def _take_shards(self, command: JobShards) -> None:
         asked = self._asked.pop(command.job_id, None)
@@ -93,7 +97,7 @@ class JobsProcess(Worker):
             asked.set_result(command.shards)
 
     async def _run(self, command: RunJob) -> None:
-        """A cancelled job says nothing: it has nobody who waits for it."""
+        """Says how it ended, if it was not cancelled."""
         job_id = command.spec.job_id
         try:
             if self._runner is None:

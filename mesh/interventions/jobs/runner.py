@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -19,6 +18,7 @@ from typing import Any
 from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError, WeightsMissing
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+from mesh.interventions.jobs.files import write_whole
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
 from mesh.interventions.jobs.order import JobOrder, pack_hops
 from mesh.interventions.jobs.routes import OpenRoute, RoutedModel, Routes
@@ -26,6 +26,7 @@ from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSe
 from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.pipeline.commands import Offer
+from mesh.processes.tasks import to_its_end
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import ModelId
 
@@ -85,7 +86,7 @@ class JailRunner:
                 attempt = _Attempt(jail, route, spec.trusted, self.settings.limits)
                 outcome = await attempt.run(order.pack(request), on_text)
                 if outcome.ending is Ending.FINISHED:
-                    await asyncio.to_thread(_write, spec.result, outcome.result)
+                    await to_its_end(write_whole, spec.result, outcome.result)
                     return _report(outcome, route)
                 took = asdict(_report(outcome, route))
                 loss = attempt.loss()
@@ -252,12 +253,3 @@ def _report(outcome: JobOutcome, route: OpenRoute) -> JobReport:
         outcome.peak_memory_bytes,
         tuple(hop.shard.node_name for hop in route.hops),
     )
-
-
-def _write(file: Path, data: bytes) -> None:
-    """All of it or nothing, readable by this user only."""
-    part = file.with_name(file.name + ".part")
-    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(fd, "wb") as out:
-        out.write(data)
-    part.replace(file)

@@ -34,6 +34,8 @@ from mesh.types import BringingUp, ModelId
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
+_CANCEL_S = 3.0
+"""Shorter than the queue waits for us."""
 
 
 class JobsOwner(Protocol):
@@ -171,9 +173,11 @@ class JobsSupervisor(Supervisor):
         try:
             if not self.tell(RunJob(spec, place)):
                 raise LinkLost(f"{self.name} is gone.", fix="Another is started.")
-            return await ended
+            await asyncio.wait([ended])  # which leaves it as it is, should we be cancelled
+            return ended.result()
         except asyncio.CancelledError:
-            self.tell(Cancel(spec.job_id))
+            if self.tell(Cancel(spec.job_id)):
+                await _gone(ended)
             raise
         finally:
             if self._waiting.get(spec.job_id) is waiting:
@@ -190,6 +194,13 @@ class JobsSupervisor(Supervisor):
         if self._error is not None:
             self.replace()
             raise self._error
+
+
+async def _gone(ended: asyncio.Future[JobReport]) -> None:
+    """Until a cancelled job has ended: until then it may write its result."""
+    await asyncio.wait([ended], timeout=_CANCEL_S)
+    if ended.done():
+        ended.exception()  # how it ended is of no interest any more
 
 
 def _as_raised(broke: Broke) -> MeshError:

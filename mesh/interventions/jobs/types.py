@@ -66,7 +66,8 @@ class JobRunner(Protocol):
     async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         """Run `spec` to its end; `on_text` gets the lines it prints, joined when many come.
 
-        Cancelling ends the job's process within a second. Raises MeshError: JobFailed with what
+        Cancelling ends the job's process within a second, and its files are written no more when
+        this returns. Raises MeshError: JobFailed with what
         the user should read (their own traceback, a limit) and what the job took, NoRoute when
         nobody serves the model, Busy when no place is free; a job whose hop died was run again once
         before that.

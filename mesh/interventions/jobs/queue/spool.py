@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mesh.errors import BodyTooLarge, StorageFull
+from mesh.interventions.jobs.files import part_of
 from mesh.units import data_size
 
 
@@ -101,9 +102,10 @@ class Spool:
         return size_bytes
 
     def remove(self, *files: Path) -> None:
-        """Delete files that may be gone already. Blocks. Raises OSError."""
+        """Delete files that may be gone already, or not be whole. Blocks. Raises OSError."""
         for file in files:
             file.unlink(missing_ok=True)
+            part_of(file).unlink(missing_ok=True)
 
     @property
     def _payloads(self) -> Path:
