@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 PART_BYTES = 128 << 10
 PART_TIMEOUT_S = 10.0
+PEER_TIMEOUT_S = 30.0
+"""For a whole file: a chat waits for it, and the next peer may be quicker."""
 MAX_SERVING = 8
 """Questions answered at the same time; further ones get no answer and are asked elsewhere."""
 
@@ -79,10 +81,17 @@ class Exchange:
     """Asks others for files and answers them from the library. Use on one event loop."""
 
     def __init__(
-        self, library: Library, send: Send, *, part_timeout_s: float = PART_TIMEOUT_S
+        self,
+        library: Library,
+        send: Send,
+        *,
+        part_timeout_s: float = PART_TIMEOUT_S,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        """`send` raises LinkLost for a node that is not linked; a part is waited for so long."""
+        """`send` raises LinkLost for a node that is not linked; a part is waited for so long, and
+        all that one peer sends."""
         self._part_timeout_s = part_timeout_s
+        self._peer_timeout_s = peer_timeout_s
         self._library = library
         self._send = send
         self._numbers = itertools.count(1)
@@ -104,7 +113,8 @@ class Exchange:
         """The file from the first of `peers` that has it; None when none of them does."""
         for peer in peers:
             try:
-                data = await self._fetch_from(peer, sha256, size)
+                async with asyncio.timeout(self._peer_timeout_s):
+                    data = await self._fetch_from(peer, sha256, size)
             except (LinkLost, TimeoutError) as error:
                 logger.info("edit=%s not from peer=%s: %s", sha256[:12], peer, error)
                 continue
@@ -122,7 +132,8 @@ class Exchange:
         data = bytearray()
         while len(data) < size:
             part = await self._ask(peer, sha256, len(data))
-            if not part.data or len(data) + len(part.data) > size:
+            # Whole parts only: of single bytes a file of megabytes would be asked for for days.
+            if len(part.data) != min(PART_BYTES, size - len(data)):
                 return None
             data += part.data
         if hashlib.sha256(data).hexdigest() != sha256:

@@ -28,6 +28,7 @@ class Hearth:
         self.members: dict[str, Exchange] = {}
         self.asked: list[str] = []
         self.part_timeout_s = exchange.PART_TIMEOUT_S
+        self.peer_timeout_s = exchange.PEER_TIMEOUT_S
         self.bend: Callable[[Said], Said | None] = lambda message: message
 
     async def add(self, name: str, *files: bytes) -> Exchange:
@@ -38,6 +39,7 @@ class Hearth:
             library,
             lambda to, message: self._send(name, to, message),
             part_timeout_s=self.part_timeout_s,
+            peer_timeout_s=self.peer_timeout_s,
         )
         self.members[name] = member
         return member
@@ -152,3 +154,36 @@ def test_a_damaged_file_is_not_read_and_pruning_spares_the_wanted(tmp_path: Path
     assert library.read(other) is None
     (tmp_path / "files" / f"{sha}.safetensors").write_bytes(DATA[:-1] + b"!")
     assert library.read(sha) is None
+
+
+async def test_small_pieces_are_no_parts(hearth: Hearth) -> None:
+    await hearth.add("author", DATA)
+    await hearth.add("friend", DATA)
+    asker = await hearth.add("asker")
+
+    def crumble(message: Said) -> Said:
+        if isinstance(message, FilePart) and hearth.asked[-1] == "author":
+            return FilePart(message.number, message.data[:-1])
+        return message
+
+    hearth.bend = crumble
+    assert await asker.fetch(SHA, len(DATA), PEERS) == DATA
+    assert hearth.asked.count("author") == 1
+
+
+async def test_who_answers_late_each_time_does_not_keep_us(hearth: Hearth) -> None:
+    hearth.peer_timeout_s = 0.2
+    await hearth.add("friend", DATA)
+    asker = await hearth.add("asker")
+    loop = asyncio.get_running_loop()
+
+    class Late(Exchange):
+        """Answers well within the time of a part, too late for all of them."""
+
+        def receive(self, peer: NodeId, message: Said) -> None:
+            part = FilePart(message.number, DATA[:PART_BYTES])
+            loop.call_later(0.15, asker.receive, NodeId("author"), part)
+
+    hearth.members["author"] = Late(Library(Path("nowhere")), lambda *_: None)
+    assert await asker.fetch(SHA, len(DATA), PEERS) == DATA
+    assert 0 < hearth.asked.count("author") < len(DATA) // PART_BYTES
