@@ -64,7 +64,8 @@ def create(
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="requests=N|tokens=N", help="Requests per minute, tokens per day. Repeatable."
+            metavar="requests=N|tokens=N",
+            help="Requests per minute; tokens per day, of chat and not of jobs. Repeatable.",
         ),
     ] = None,
     trusted: Annotated[
