@@ -19,7 +19,8 @@ from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import Quota, Scope
-from mesh.interventions.jobs.queue.service import KEEP_RESULTS_S, QueueSettings
+from mesh.interventions.jobs.queue.keeping import KEEP_RESULTS_S
+from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
 from tests.ndif.serving import Node, serving, with_key

@@ -291,6 +291,50 @@ async def test_the_disk_has_a_budget(tmp_path: Path) -> None:
     await queue.stop(0)
 
 
+async def test_whoever_fills_the_disk_makes_room_for_others(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, disk_bytes=200_000)
+    await queue.start()
+    jobs = []
+    for number in range(4):
+        jobs.append(await hand_in(queue, f"big {10_000 + number}", BEN))  # 40,000 bytes each
+        await all_done(queue)
+    await hand_in(queue, "one more", BEN)  # for which there is no room before
+    await hand_in(queue, "modest", CARL)
+    await all_done(queue)
+    assert runner_of(queue).words[4:] == ["modest", "one more"]
+    found = [await queue.find(job.job_id, BEN) for job in jobs]
+    assert [job.status is Status.ERROR for job in found] == [True, False, False, False]
+    assert "somebody else's job needed room" in found[0].description
+    assert not queue.spool.result(jobs[0].job_id).exists()
+    assert queue.spool.used_bytes < 200_000
+    await queue.stop(0)
+
+
+async def test_nobody_within_his_share_makes_room(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, disk_bytes=200_000)
+    await queue.start()
+    for owner in (ANNA, BEN):
+        for _ in range(2):
+            await hand_in(queue, "big 9000", owner)
+            await all_done(queue)
+    assert not await queue.results.make_room(BEN, 100_000)  # he would have more than his
+    assert not await queue.results.make_room(CARL, 80_000)  # he as well
+    assert await queue.results.make_room(CARL, 60_000)
+    await queue.stop(0)
+
+
+async def test_one_owner_s_waiting_jobs_take_half_of_the_disk(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, disk_bytes=1000, max_result_bytes=100)
+    await queue.start()
+    runner_of(queue).obstacle = "Nobody serves it"
+    await hand_in(queue, "a" * 450, BEN)
+    with pytest.raises(StorageFull, match="are for one key"):
+        await hand_in(queue, "b" * 450, BEN)
+    await hand_in(queue, "c" * 450, CARL)
+    assert len(list((tmp_path / "jobs/payloads").iterdir())) == 2
+    await queue.stop(0)
+
+
 async def test_a_result_over_the_limit_is_an_error(tmp_path: Path) -> None:
     queue = a_queue(tmp_path)
     await queue.start()

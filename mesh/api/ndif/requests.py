@@ -61,7 +61,7 @@ async def _take(
 ) -> dict[str, object]:
     caller = caller_of(request)
     owner = caller.principal.account
-    envelope, arrived = await receive(request, queue)
+    envelope, arrived = await receive(request, queue, owner)
     session: ClientSession | None = None
     try:
         served = await deployments.served()

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from mesh.errors import BadRequest, BodyTooLarge, StorageFull
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.spool import Incoming
+from mesh.types import Principal
 
 _MAX_DATA_BYTES = 64 << 10
 _MAX_HEADER_BYTES = 4 << 10
@@ -33,17 +34,23 @@ class UploadDescription(BaseModel):
     env: dict[str, Any] = Field(default_factory=dict)
 
 
-async def receive(request: Request, queue: JobQueue) -> tuple[UploadDescription, Incoming]:
-    """The two parts of a request; the caller disposes of the file.
+async def receive(
+    request: Request, queue: JobQueue, owner: Principal
+) -> tuple[UploadDescription, Incoming]:
+    """The two parts of a request of `owner`'s; the caller disposes of the file.
 
     Raises BadRequest, BodyTooLarge, StorageFull.
     """
+    most = queue.settings.max_payload_bytes
+    await queue.results.make_room(
+        owner, min(int(request.headers.get("content-length", most)), most)
+    )
     try:
         incoming = await asyncio.to_thread(queue.spool.receive)
     except OSError as error:
         raise _unwritable(error) from error
     try:
-        upload = _Upload(incoming, queue.settings.max_payload_bytes)
+        upload = _Upload(incoming, most)
         envelope = await upload.read(request)
     except BaseException as error:
         queue.spool.release(incoming.size_bytes)

@@ -127,6 +127,19 @@ class JobRecords:
         where = "result_bytes > 0 AND ended_at < ? ORDER BY number LIMIT ?"
         return await self._select(where, (ended_before, limit), "")
 
+    async def held(self) -> dict[Principal, int]:
+        """How many bytes of results each owner has."""
+        query = "SELECT owner, sum(result_bytes) FROM jobs WHERE result_bytes > 0 GROUP BY owner"
+        try:
+            return {Principal.parse(owner): size for owner, size in await self._run(query, ())}
+        except ValueError as error:
+            raise _unusable(error) from error
+
+    async def oldest(self, owner: Principal) -> Job | None:
+        """The owner's job that ended first of those whose result is still there."""
+        where = "result_bytes > 0 AND owner = ? ORDER BY ended_at LIMIT 1"
+        return next(iter(await self._select(where, (str(owner),), "")), None)
+
     async def forget(self, ended_before: float) -> None:
         """Drop jobs that ended before then and left nothing. Raises StorageFull."""
         await self._run("DELETE FROM jobs WHERE result_bytes = 0 AND ended_at < ?", (ended_before,))

@@ -18,6 +18,7 @@ from typing import Any
 from mesh.clock import Clock, tick
 from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
+from mesh.interventions.jobs.queue.keeping import KeptResults
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.records import JobRecords
@@ -32,12 +33,10 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 2
 """How often a job is begun at most when the daemon does not live to see its end."""
 
-KEEP_RESULTS_S = 7200.0
 KEEP_RECORDS_S = 86_400.0
 """How long one can still learn what became of a job."""
 
 _SWEEP_S = 30.0
-_SWEEP_JOBS = 64
 _POSITIONS_S = 1.0
 _KILL_TIMEOUT_S = 10.0
 _RECENT = 50
@@ -77,6 +76,7 @@ class JobQueue:
         self.settings = settings
         self.runner = runner
         self.spool = spool
+        self.results = KeptResults(lambda: self._file, spool)
         self._clock = clock
         self._tell = tell
         self._records: JobRecords | None = None
@@ -165,6 +165,8 @@ class JobQueue:
         job = Job(secrets.token_hex(16), asked, self._now(), payload_bytes=arrived.size_bytes)
         try:
             self.check_room(asked)
+            mine = [t.job for t in self._tickets.values() if t.job.asked.owner == asked.owner]
+            self.results.require_share(sum(each.payload_bytes for each in mine), job.payload_bytes)
             self._arriving[place] += 1
             try:
                 await self._keep(job, arrived)
@@ -210,7 +212,7 @@ class JobQueue:
         """Whoever waited has the result, and nobody else will ask: it need not be kept."""
         job = await self._file.find(job_id)
         if job is not None and job.asked.blocking and job.result_bytes:
-            await self._drop_result(replace(job, description="Its result was handed over."))
+            await self.results.drop(replace(job, description="Its result was handed over."))
 
     async def overview(self, who: Principal | None) -> dict[str, list[dict[str, Any]]]:
         """``{"models": [...], "jobs": [...], "ended": [...]}``, of jobs those of `who` only.
@@ -297,8 +299,9 @@ class JobQueue:
         lane.put(ticket)
         if not lane.workers:
             work = Work(
-                self._slots, self.runner, self.spool, self._file.change, self._finish, self._tell
-            )
+                self._slots, self.runner, self.spool, self.results.make_room, self._file.change,
+                self._finish, self._tell,
+            )  # fmt: skip
             worker = RunLoop(lane, self._tickets, work, self.settings, self._clock)
             lane.workers = [
                 asyncio.create_task(worker.work_for_ever(), name=f"jobs of {lane.model_id} {n}")
@@ -347,11 +350,6 @@ class JobQueue:
         while len(self._printed) > _RECENT:
             del self._printed[next(iter(self._printed))]
 
-    async def _drop_result(self, job: Job) -> None:
-        await self._file.change(replace(job, result_bytes=0))
-        await asyncio.to_thread(self.spool.remove, self.spool.result(job.job_id))
-        self.spool.release(job.result_bytes)
-
     async def _sweep_for_ever(self) -> None:
         while True:
             try:
@@ -365,9 +363,7 @@ class JobQueue:
         for ticket in [t for t in self._tickets.values() if t.ended.is_set()]:
             await self._file.change(ticket.job)
             del self._tickets[ticket.job_id]
-        too_old = "Its result was deleted two hours after it ended. Send the job again."
-        for job in await self._file.outdated(self._now() - KEEP_RESULTS_S, _SWEEP_JOBS):
-            await self._drop_result(replace(job, status=Status.ERROR, description=too_old))
+        await self.results.drop_old(self._now())
         await self._file.forget(self._now() - KEEP_RECORDS_S)
 
     async def _tell_positions_for_ever(self) -> None:

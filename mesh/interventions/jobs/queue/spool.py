@@ -60,9 +60,13 @@ class Spool:
         """Where a job's result lies, or is to be written."""
         return self._results / job_id
 
+    def fits(self, size_bytes: int) -> bool:
+        """Whether there is room for so much more."""
+        return self.used_bytes + size_bytes <= self.budget_bytes
+
     def reserve(self, size_bytes: int) -> None:
         """Set room aside. Raises StorageFull."""
-        if self.used_bytes + size_bytes > self.budget_bytes:
+        if not self.fits(size_bytes):
             raise StorageFull(
                 f"The jobs of this node may take {data_size(self.budget_bytes)} of disk, and do.",
                 fix="Try again later: results are deleted two hours after their job; or raise"

@@ -19,7 +19,7 @@ from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
-from mesh.types import BringingUp, shown_id
+from mesh.types import BringingUp, Principal, shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class WorkSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a worker uses of the queue: `record` writes a job down, `finish` ends it.
+    """What a worker uses of the queue: `record` writes a job down, `finish` ends it, `make_room`
+    has room on the disk for somebody if that can be.
 
     `slots` are what the jobs of all models share.
     """
@@ -60,6 +61,7 @@ class Work:
     slots: asyncio.Semaphore
     runner: JobRunner
     spool: Spool
+    make_room: Callable[[Principal, int], Awaitable[bool]]
     record: Callable[[Job], Awaitable[None]]
     finish: Callable[..., Awaitable[None]]
     tell: Callable[[str, dict[str, Any]], None]
@@ -118,14 +120,27 @@ class RunLoop:
         if coming is not None:
             return coming
         try:
-            work.spool.reserve(self._settings.max_result_bytes)
+            job_id = await self._take()
         except StorageFull as error:
             return error
-        job_id = lane.line.take()
         try:
             return None if job_id is None else await self._run_to_its_end(self._tickets[job_id])
         finally:
             work.spool.release(self._settings.max_result_bytes)
+
+    async def _take(self) -> str | None:
+        """The next of the line, with room set aside for its result: the first for whom there is
+        any. Raises StorageFull."""
+        line, spool, size = self._lane.line, self._work.spool, self._settings.max_result_bytes
+        waiting = [] if spool.fits(size) else line.order()
+        first = {self._tickets[id_].job.asked.owner: id_ for id_ in reversed(waiting)}
+        for owner, job_id in reversed(first.items()):
+            # While room is made, a kill or another worker may take it, or the job.
+            if await self._work.make_room(owner, size) and spool.fits(size) and line.remove(job_id):
+                spool.reserve(size)
+                return job_id
+        spool.reserve(size)
+        return line.take()
 
     async def _coming(self) -> MeshError | BringingUp | None:
         """How far the model is that the jobs wait for, or why it does not come; None where the next
