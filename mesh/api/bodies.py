@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import gc
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -15,6 +19,9 @@ from mesh.errors import BadRequest, BodyTooLarge
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _SHOWN_CHARS = 100
+_HIGH_ALONE = re.compile(r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
+_LOW_ALONE = re.compile(r"\\u[dD](?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]")
+"""Escapes of half a character, in JSON that is valid otherwise and has no escaped backslash."""
 
 
 class Strict(BaseModel):
@@ -37,9 +44,7 @@ async def read_body(request: Request, model: type[_Body], settings: ApiSettings)
     """The request's JSON object as `model`. Raises BadRequest and BodyTooLarge."""
     raw = await _read(request, settings)
     try:
-        fields = json.loads(raw, parse_constant=_refuse_constant)
-        if b"\\u" in raw:
-            json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        fields = _parse(raw)
     except RecursionError:
         raise BadRequest("The body is nested too deeply.", fix="Send a flat object.") from None
     except ValueError as error:
@@ -73,6 +78,32 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
             f"The body did not arrive within {settings.body_timeout_s:g} s.", fix="Try again."
         ) from None
     return bytes(body)
+
+
+def _parse(raw: bytes) -> Any:
+    """Raises ValueError, RecursionError."""
+    text = raw.decode("utf-8-sig")
+    with _no_collecting():
+        fields = json.loads(text, parse_constant=_refuse_constant)
+    if "\\u" in text:
+        # What is left of a backslash begins an escape.
+        escapes = text.replace(r"\\", "--")
+        if _HIGH_ALONE.search(escapes) or _LOW_ALONE.search(escapes):
+            raise ValueError("half a surrogate pair is no text")
+    return fields
+
+
+@contextmanager
+def _no_collecting() -> Iterator[None]:
+    """A million small values come to the garbage collector's notice again and again while they are
+    made, which takes far longer than to make them; none of them is garbage yet."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _refuse_constant(name: str) -> NoReturn:

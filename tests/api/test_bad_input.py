@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import tracemalloc
 from dataclasses import replace
@@ -170,6 +171,11 @@ async def test_prompt_longer_than_any_context_is_refused_with_both_numbers() -> 
         (b'["model"]', "not a JSON object"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"\\udfff": 1}', "not valid JSON"),
+        (b'{"user": "\\uD83D\\uD83D\\uDE00"}', "half a surrogate"),
+        (b'{"user": "\\uD83D\\uDE00\\uDE00"}', "half a surrogate"),
+        (rb'{"user": "\\ud83d\ude00"}', "half a surrogate"),
+        (b'{"user": "\xed\xa0\x80"}', "not valid JSON"),
+        ('{"user": "\ud800"}'.encode("utf-16", "surrogatepass"), "not valid JSON"),
     ],
 )
 @SHARED_LOOP
@@ -177,6 +183,40 @@ async def test_malformed_json_is_refused(shared: Shared, raw: bytes, said: str) 
     response = await shared[1].post("/v1/chat/completions", content=raw)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\\ud800", "\\\U0001f600", "é\\\\udc00", "\ufeff"])
+@SHARED_LOOP
+async def test_escapes_of_whole_characters_are_taken(shared: Shared, text: str) -> None:
+    api, http = shared
+    for raw in (json.dumps(text), json.dumps(text, ensure_ascii=False)):
+        body = b'\xef\xbb\xbf{"model": "echo", "prompt": %s}' % raw.encode()
+        response = await http.post("/v1/completions", content=body)
+        assert response.status_code == 200, response.text
+        assert api.generations.requests[-1].prompt == text
+
+
+async def test_the_collector_rests_while_a_body_is_parsed() -> None:
+    """It would look a hundred times at the million lists that a body of 4 MB can hold."""
+    raw = b'{"model": "echo", "prompt": "a", "metadata": [' + b"[]," * 1_000_000 + b"0]}"
+    begun: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            begun.append(1)
+
+    async with (
+        serving(replace(SETTINGS, max_body_bytes=4 << 20)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=60) as http,
+    ):
+        gc.callbacks.append(note)
+        try:
+            response = await http.post("/v1/completions", content=raw)
+        finally:
+            gc.callbacks.remove(note)
+    assert response.status_code == 200
+    assert len(begun) <= 2
+    assert gc.isenabled()
 
 
 async def test_large_bodies_are_refused_with_and_without_a_length(
