@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import LimitReached, MeshError
@@ -27,6 +28,7 @@ Send = Callable[[NodeId, LogMessage], None]
 
 _MAX_REQUESTS = 8
 _REQUESTS_PER_S = 64.0
+"""As many are answered, and asked, of one peer at most."""
 _REFUSED_PAUSE_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 
@@ -40,6 +42,9 @@ class GossipSettings:
     settle_s: float = 0.02
     """Own news within this time go out as one message."""
     max_backoff_s: float = 60.0
+    max_turns: int = 1024
+    """Of one exchange: half a million events; what is more comes in those after it."""
+    max_exchange_s: float = 120.0
 
 
 class LogGossip:
@@ -132,6 +137,7 @@ class _Peer:
         self._answers: asyncio.Queue[LogMessage] = asyncio.Queue(1)
         self._number = 0
         self._expected = 0
+        self._asked_at = -inf
         self._due = asyncio.Event()
         self._due.set()
         self.tasks = [
@@ -169,11 +175,12 @@ class _Peer:
                 await asyncio.sleep(longest * (0.5 + self._rng.random() / 2))
 
     async def _exchange(self) -> bool:
-        """Catch up once; False when the peer announced what it could not show."""
+        """Catch up once; False when the peer announced what it could not show, or has no end."""
         self._number += 1
         exchange = CatchUp(self._number, self._log.replica)
         message = exchange.start()
-        while True:
+        until = asyncio.get_running_loop().time() + self._settings.max_exchange_s
+        for _ in range(self._settings.max_turns):
             turn = exchange.receive(await self._request(message))
             if turn.ingest is not None:
                 outcome = await self._log.ingest(turn.ingest, self._peer)
@@ -181,9 +188,17 @@ class _Peer:
             if turn.send is None:
                 self._on_exchange()
                 return not turn.fruitless
+            if self._log.muted(self._peer) or asyncio.get_running_loop().time() > until:
+                break
             message = turn.send
+        logger.info("gossip goes on later: peer=%s", self._peer)
+        return False
 
     async def _request(self, message: LogMessage) -> LogMessage:
+        loop = asyncio.get_running_loop()
+        # Whoever answers faster than an honest peer does keeps nobody busier.
+        await asyncio.sleep(max(0.0, self._asked_at + 1 / _REQUESTS_PER_S - loop.time()))
+        self._asked_at = loop.time()
         while not self._answers.empty():
             self._answers.get_nowait()
         self._expected = message.number

@@ -31,6 +31,7 @@ from mesh.events.messages import (
 )
 from mesh.events.store import Range
 from mesh.events.types import Place
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 
 _IDLE_PULLS = 2
@@ -122,16 +123,28 @@ class CatchUp:
             self._idle = 0 if outcome.decided else self._idle + 1
         for author in outcome.diverged:
             self._search(author, chains.height(author))
-        for author in outcome.offered or set(self._wanted):
-            if (chains.generation(author), chains.height(author)) <= self._wanted.get(
-                author, (0, 0)
-            ):
-                # It waits for its author to be let in, or is no good; others may go on.
-                self._given_up.add(author)
+        # What waits for its author to be let in, or is no good, is given up; others may go on.
+        self._given_up |= self._unmoved(outcome.offered)
+        stuck = self._unmoved(self._wanted)
+        if stuck and stuck == self._wanted.keys():
+            # An honest page may lack an author, whose events come later than the others' that fill
+            # it; but not all of them, unless it shows a fork.
+            self._given_up |= stuck
+            shows_fork = bool(outcome.diverged) or EventVerdict.FORKED in outcome.verdicts
+            self._fruitless = self._fruitless or not shows_fork
         if self._conflict is not None and self._conflict not in chains.state.frozen:
             self._fruitless = True
         self._wanted, self._conflict = {}, None
         return self._next()
+
+    def _unmoved(self, authors: Iterable[NodeId]) -> set[NodeId]:
+        """Those of whom no more is here than when the page was asked for."""
+        chains, wanted = self._replica.chains, self._wanted
+        return {
+            author
+            for author in authors
+            if (chains.generation(author), chains.height(author)) <= wanted.get(author, (0, 0))
+        }
 
     def _next(self) -> Turn:
         theirs = self._theirs

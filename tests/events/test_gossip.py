@@ -6,7 +6,11 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from mesh.errors import LinkLost
 from mesh.events.gossip import GossipSettings, LogGossip
@@ -15,6 +19,7 @@ from mesh.events.messages import Ask, Heads, LogMessage, Page, Pull, from_dict, 
 from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
+    Author,
     Node,
     facts,
     found,
@@ -22,6 +27,7 @@ from tests.events.support import (
     let_in,
     meaning,
     open_node,
+    received,
     signed,
 )
 
@@ -176,3 +182,40 @@ async def test_a_flood_of_requests_is_answered_within_bounds(tmp_path: Path) -> 
         assert 1 <= len(answers) <= 8
         answers = [m for _, _, m in network.sent if isinstance(m, Heads) and m.number == 77]
         assert len(answers) <= 16
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+async def test_a_peer_that_announces_more_than_it_shows_ties_nobody_up(
+    dribbles: bool, tmp_path: Path
+) -> None:
+    """What it shows is one old event of its own, or one new one a page."""
+    node, eve = await open_node(tmp_path / "events.db"), Author(1)
+    await found(node)
+    await let_in(node, eve)
+    old = eve.publish("m")
+    await node.log.ingest(received([old]), eve.id)
+    asked: list[tuple[float, LogMessage]] = []
+    third = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    claimed = dict.fromkeys((node.author.id, eve.id), (1, 10**6, b"12345678"))
+
+    def send(peer: NodeId, message: LogMessage) -> None:
+        asked.append((loop.time(), message))
+        answer: LogMessage = Heads(message.number, claimed)
+        if isinstance(message, Pull):
+            answer = Page.of(message.number, received([eve.publish("m") if dribbles else old]))
+        if message.number == 3:
+            third.set()
+        loop.call_soon(gossip.receive, peer, answer)
+        loop.call_soon(gossip.receive, peer, Heads(0, claimed))
+
+    gossip = LogGossip(node.log, send, replace(SETTINGS, max_turns=16))
+    gossip.peer_up(eve.id)
+    async with asyncio.timeout(20):
+        await third.wait()
+    await gossip.stop()
+    for number in (1, 2):
+        questions = [message for _, message in asked if message.number == number]
+        assert len(questions) == (16 if dribbles else 2)
+    pauses = [after - before for (before, _), (after, _) in pairwise(asked)]
+    assert min(pauses) > 0.9 / 64, "however fast the answers come"
