@@ -11,7 +11,15 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mesh.events.rules import Membership
-from mesh.events.state import SUBJECT_FIELDS, AuthorFold, Fact, State, Subject, outranks
+from mesh.events.state import (
+    MOST_SUBJECTS,
+    SUBJECT_FIELDS,
+    AuthorFold,
+    Fact,
+    State,
+    Subject,
+    outranks,
+)
 from mesh.events.types import Event, Place
 from mesh.types import NodeId
 
@@ -99,6 +107,7 @@ def _extend(state: State, author: NodeId, before: AuthorFold, chain: Iterable[Ev
     facts: dict[Subject, Fact] = dict(before.facts)
     limit = state.limit(author)
     place = before.generation, before.seq
+    fuller: set[str] = set()
     for event in chain:
         if event.place <= place or (limit is not None and event.place > limit):
             continue
@@ -112,4 +121,14 @@ def _extend(state: State, author: NodeId, before: AuthorFold, chain: Iterable[Ev
         subject, fact = (event.type, name), Fact(event.order, event.id, event.wall_ms, payload)
         if subject not in facts or outranks(event.type, fact, facts[subject]):
             facts[subject] = fact
+            fuller.add(event.type)
+    for kind in fuller & MOST_SUBJECTS.keys():
+        _keep_newest(facts, kind)
     return AuthorFold(before.standing, *place, facts)
+
+
+def _keep_newest(facts: dict[Subject, Fact], kind: str) -> None:
+    """What is dropped is older than all that stays, so it does not matter when that is done."""
+    of_kind = [(fact.order, subject) for subject, fact in facts.items() if subject[0] == kind]
+    for _, subject in sorted(of_kind)[: -MOST_SUBJECTS[kind]]:
+        del facts[subject]

@@ -40,6 +40,9 @@ SUBJECT_FIELDS: Mapping[str, str] = {
 _LAST_WORDS: Mapping[str, str] = {PLACEMENT_WISHED: "evicted"}
 """For types whose subjects may end for good, the payload's field that is true when they do."""
 
+MOST_SUBJECTS: Mapping[str, int] = {TOKEN_REVOKED: 1024}
+"""For types of which only an author's newest count, how many: tokens live short."""
+
 Subject = tuple[str, str]
 """An event type and the subject's name."""
 
@@ -126,10 +129,6 @@ class State:
             name: sorted(facts, key=lambda fact: fact.order, reverse=True)
             for name, facts in found.items()
         }
-
-    def revoked_tokens(self) -> dict[str, Fact]:
-        """The tokens that no longer count, by token id."""
-        return self._newest(TOKEN_REVOKED)
 
     def advertised_shards(self) -> dict[tuple[NodeId, str], Fact]:
         """Shards advertised for the record, by node and shard id; says nothing about now."""

@@ -172,7 +172,9 @@ class Control:
 
     async def revoke_token(self, token_id: str) -> dict[str, Any]:
         """End the session that was opened with this token, wherever it runs."""
-        await self._network.require_hearth().publish(TOKEN_REVOKED, {"token_id": token_id})
+        hearth = self._network.require_hearth()
+        hearth.roster.require(hearth.key.node_id, TrustLevel.TRUSTED)
+        await hearth.publish(TOKEN_REVOKED, {"token_id": token_id})
         return {"token_id": token_id}
 
     async def _change(self, hearth: Hearth, member: Member, level: TrustLevel) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from mesh.events.state import Fact
 from mesh.hearth import founding
 from mesh.hearth.founding import OnReport, open_log
 from mesh.hearth.record import HearthRecord
+from mesh.hearth.revocations import Revocations
 from mesh.identity import decisions
 from mesh.identity.decisions import Acknowledged, Decision, Readmitted
 from mesh.identity.keys import NodeKey
@@ -41,7 +42,6 @@ from mesh.types import NodeId
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-_MAX_REVOKED_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class Hearth:
         self._gossip: LogGossip | None = None
         self._tls: TlsContexts | None = None
         self._roster = Roster(record.hearth_id, record.name)
+        self._revocations = Revocations(log.state)
         self._revoked: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
@@ -215,9 +216,8 @@ class Hearth:
         return self._log.state.plans()
 
     def revoked_tokens(self) -> frozenset[str]:
-        """Ids of tokens that no shard honours any more: the newest ones, as they live short."""
-        newest = sorted(self._log.state.revoked_tokens().items(), key=lambda row: row[1].order)
-        return frozenset(token_id for token_id, _ in newest[-_MAX_REVOKED_TOKENS:])
+        """Ids of tokens that no shard honours any more."""
+        return self._revocations.tokens
 
     def recorded_shards(self) -> dict[tuple[NodeId, str], Fact]:
         """The log's record of shards that were served or withdrawn, by node and shard id."""
@@ -267,6 +267,7 @@ class Hearth:
     # Following.
 
     def _note(self, change: LogChange) -> None:
+        self._revocations.note(change)
         self._changed.set()
 
     async def _follow(self) -> None:
@@ -301,7 +302,7 @@ class Hearth:
         async with self._applying:
             before, after = self._roster, self._read_roster()
             revoked = self.revoked_tokens()
-            if before == after and revoked == self._revoked:
+            if before == after and revoked is self._revoked:
                 return
             self._roster, self._revoked = after, revoked
             if before.certificates != after.certificates:

@@ -199,7 +199,9 @@ _LEVEL_FOR = {
     "placement.planned": TrustLevel.TRUSTED,
     "placement.wished": TrustLevel.TRUSTED,
     "steering.published": TrustLevel.TRUSTED,
+    "token.revoked": TrustLevel.TRUSTED,
 }
+"""Tokens are signed by who may use shards, so who may not has none to revoke."""
 
 
 def departed(before: Roster, after: Roster) -> frozenset[NodeId]:

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.events import apply as applying
 from mesh.events.snapshot import dump, load
-from mesh.events.state import State
+from mesh.events.state import MOST_SUBJECTS, State
 from mesh.events.types import TOKEN_REVOKED
 from mesh.events.verdict import EventVerdict
+from mesh.hearth.revocations import Revocations
 from mesh.identity.roster import TrustLevel
 from tests.events.support import (
     Author,
@@ -155,10 +157,39 @@ def test_unknown_types_and_malformed_payloads_are_kept_but_say_nothing() -> None
     replica = MemoryReplica()
     replica.take(events)
     assert replica.chains.height(founder.id) == 3
-    assert replica.state.revoked_tokens() == {}
+    assert replica.state.authors[founder.id].facts == {}
     event = founder.sign(TOKEN_REVOKED, {"token_id": "t", "of a newer version": [1]})
     replica.take([event])
-    assert replica.state.revoked_tokens()["t"].payload["of a newer version"] == [1]
+    fact = replica.state.authors[founder.id].facts[TOKEN_REVOKED, "t"]
+    assert fact.payload["of a newer version"] == [1]
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 5000])
+def test_of_an_authors_revoked_tokens_the_newest_count_however_they_came(at_once: int) -> None:
+    most = MOST_SUBJECTS[TOKEN_REVOKED]
+    _, (founder, other), events = household(2)
+    first = [founder.sign(TOKEN_REVOKED, {"token_id": "real"}), other.publish("m")]
+    junk = [other.sign(TOKEN_REVOKED, {"token_id": f"{n}"}, 100) for n in range(most + 9)]
+    junk.append(other.sign(TOKEN_REVOKED, {"token_id": "2"}))
+    state = reference([*events, *first])
+    for start in range(0, len(junk), at_once):
+        state = applying.apply(state, junk[start : start + at_once])
+    assert meaning(state) == meaning(reference([*events, *first, *junk]))
+    assert Revocations(state).tokens == {"real", "2", *(f"{n}" for n in range(10, most + 9))}
+    assert set(state.models()) == {"m"}
+
+
+def test_who_may_use_no_shards_revokes_no_tokens() -> None:
+    house, (founder,), events = household(1)
+    guest = Author(7)
+    events.append(house.add(guest, TrustLevel.MEMBER))
+    said = [
+        founder.sign(TOKEN_REVOKED, {"token_id": "anchor's"}),
+        guest.sign(TOKEN_REVOKED, {"token_id": "guest's"}),
+    ]
+    assert Revocations(reference([*events, *said])).tokens == {"anchor's"}
+    events.append(house.change(guest, TrustLevel.TRUSTED))
+    assert Revocations(reference([*events, *said])).tokens == {"anchor's", "guest's"}
 
 
 @pytest.mark.parametrize("stranger_first", [False, True])
