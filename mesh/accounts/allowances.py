@@ -20,6 +20,9 @@ LOG: Limits = {
     # An honest peer sends none; versions that differ a little may send a few.
     Resource.BAD_EVENTS_PER_MINUTE: Limit(50, cooldown_s=MUTED_S),
     Resource.BAD_ADVERTISEMENTS_PER_MINUTE: Limit(50, cooldown_s=MUTED_S),
+    # An honest peer sends six, and one for each change, seldom more than some a second. The next
+    # one says all that a dropped one did. Of 64 shards each takes two milliseconds.
+    Resource.ADVERTISEMENTS_PER_MINUTE: Limit(600),
     # Per author. A household's node signs some ten a day; whoever joins late fetches years of them
     # at once. Every node refuses the same events: these two are no settings.
     Resource.EVENTS_STORED: Limit(100_000),

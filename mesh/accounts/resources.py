@@ -38,6 +38,8 @@ class Resource(StrEnum):
     EVENT_BYTES_PER_MINUTE = "event_bytes_per_minute"
     """Bytes of the event log sent in answer to gossip."""
     BAD_EVENTS_PER_MINUTE = "bad_events_per_minute"
+    ADVERTISEMENTS_PER_MINUTE = "advertisements_per_minute"
+    """Whatever they say, from one peer."""
     BAD_ADVERTISEMENTS_PER_MINUTE = "bad_advertisements_per_minute"
     OPEN_REQUESTS = "open_requests"
     """Requests to the API that have not ended; a stream of events or a socket is one."""

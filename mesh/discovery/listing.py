@@ -16,7 +16,7 @@ from mesh.discovery.greeting import PeerHello, label
 from mesh.discovery.links import ControlLink
 from mesh.discovery.notices import Notices, PeerTrust
 from mesh.discovery.sightings import Sightings
-from mesh.errors import BadAdvertisement
+from mesh.errors import BadAdvertisement, LimitReached
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
 
@@ -24,8 +24,8 @@ from mesh.wire.messages import Advertise
 class Listing:
     """Keeps the directory's entries of linked peers.
 
-    Who sends too much that is forged or malformed is not listened to for some minutes, so that it
-    cannot keep this node busy with checking.
+    Who sends too much that is forged or malformed is not listened to for some minutes, and who
+    sends too much at all for the rest of the minute: nobody keeps this node busy with checking.
     """
 
     def __init__(
@@ -47,6 +47,10 @@ class Listing:
         peer = end.hello
         principal = of_peer(peer.node_id)
         if self._accounts.exhausted(principal, Resource.BAD_ADVERTISEMENTS_PER_MINUTE):
+            return
+        try:
+            self._accounts.spend(principal, Resource.ADVERTISEMENTS_PER_MINUTE)
+        except LimitReached:  # the ledger shows it
             return
         try:
             heard = self._notices.read(message, peer.node_id)

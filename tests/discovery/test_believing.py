@@ -5,6 +5,7 @@ Each attack comes over an authenticated link of a member, or else it would not c
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 import pytest
 
 from mesh import codec
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.capacity import Capacity, Device, Speed
 from mesh.discovery.advertisement import encode
 from mesh.discovery.events import Warned
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.events.ephemera import DOMAIN
 from mesh.identity.keys import NodeKey
-from mesh.types import ModelId
+from mesh.types import ModelId, PrincipalKind
 from mesh.wire.link import Link
 from mesh.wire.messages import Advertise
 from mesh.wire.websocket import connect
@@ -218,3 +220,21 @@ async def test_a_capacity_that_cannot_be_is_refused(hearth: str, wrong: object) 
         warning = await node.event(lambda event: isinstance(event, Warned))
         assert "capacity" in getattr(warning, "message", "")
         await liar.settle(2)
+
+
+async def test_of_a_flood_of_good_advertisements_the_rest_is_not_even_read(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node, member(node, hearth) as peer:
+        accounts, principal = node.trust.accounts, of_peer(peer.key.node_id)
+        most = accounts.limit(principal, Resource.ADVERTISEMENTS_PER_MINUTE)
+        assert most >= 60
+        accounts.charge(principal, Resource.ADVERTISEMENTS_PER_MINUTE, most - 1)
+        for message in (peer.says(1), peer.says(2, "8-15"), malformed(peer)):
+            peer.link.send(message)
+        async with asyncio.timeout(20):
+            while accounts.snapshot()[0]["refused"] < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert layers(node) == ["0-7"]
+        assert not node.told("warned")
+        # As when the minute is over.
+        accounts.keep_only(PrincipalKind.PEER, frozenset())
+        await peer.settle(2)
