@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.pipeline.model import Text
@@ -40,23 +41,25 @@ class Prompts:
         self._accounts.require(account, Resource.CPU_SECONDS_PER_MINUTE)
         threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
         loop = asyncio.get_running_loop()
-        spent: list[float] = []
-        try:
-            return await loop.run_in_executor(threads, self._timed, request, most, spent)
-        finally:
-            self._accounts.charge(account, Resource.CPU_SECONDS_PER_MINUTE, sum(spent))
+
+        def charge(spent_s: float) -> None:
+            self._accounts.charge(account, Resource.CPU_SECONDS_PER_MINUTE, spent_s)
+
+        def work() -> list[int]:
+            began = time.thread_time()
+            try:
+                return self._text.prompt_ids(request, most)
+            finally:
+                # From here, as who asked may have hung up; the ledger is for the loop's thread.
+                with suppress(RuntimeError):  # the loop has ended, and the ledger with it
+                    loop.call_soon_threadsafe(charge, time.thread_time() - began)
+
+        return await loop.run_in_executor(threads, work)
 
     def close(self) -> None:
         """What waits is not done any more."""
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
-
-    def _timed(self, request: GenerationRequest, most: int | None, spent: list[float]) -> list[int]:
-        began = time.thread_time()
-        try:
-            return self._text.prompt_ids(request, most)
-        finally:
-            spent.append(time.thread_time() - began)
 
 
 def _chars(request: GenerationRequest) -> int:

@@ -100,6 +100,33 @@ async def test_processor_time_is_on_the_account_of_who_asks(accounts: ResourceLe
     prompts.close()
 
 
+async def test_who_hangs_up_meanwhile_pays_for_what_was_computed(accounts: ResourceLedger) -> None:
+    class Watched(ToyText):
+        def __init__(self) -> None:
+            self.began, self.go_on = threading.Event(), threading.Event()
+
+        def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
+            self.began.set()
+            assert self.go_on.wait(30)
+            end = time.thread_time() + 1.1
+            while time.thread_time() < end:
+                pass
+            return [1]
+
+    text = Watched()
+    prompts = Prompts(text, accounts)
+    task = asyncio.create_task(prompts.ids(asked(LONG), 9))
+    assert await asyncio.to_thread(text.began.wait, 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    text.go_on.set()
+    await prompts.ids(asked(LONG, BOB), 9)  # behind the other one
+    with pytest.raises(LimitReached, match="key:ann may use 1 cpu seconds"):
+        await prompts.ids(asked("short"), 9)
+    prompts.close()
+
+
 async def test_the_tokenizers_library_lets_the_loop_run(
     accounts: ResourceLedger, tmp_path: Path
 ) -> None:
