@@ -42,7 +42,7 @@ MAX_TEXTS = 4
 """Answers that it reads along with at the same time; others get no guesses."""
 
 READ_ROWS = 256
-"""Positions of a text that it computes at once."""
+"""Positions of a text that it computes at once; in between it looks whether anybody wants them."""
 
 PATIENCE_S = 5.0
 """A guess that takes longer is of no use, and there are no more for that answer."""
@@ -53,6 +53,8 @@ class DraftModel:
 
     def __init__(self, model: AskerModel, runtime: Runtime, vocab_size: int) -> None:
         self.texts = 0
+        self.readings: set[Future[list[int]]] = set()
+        """Texts that are read, or are to be, before anything is guessed."""
         self._model = model
         self._runtime = runtime
         self._vocab_size = min(vocab_size, model.vocab_size)
@@ -77,10 +79,9 @@ class DraftModel:
 
     def read(self, cache: KeyValueCache, ids: Sequence[int]) -> torch.Tensor:
         """The logits (vocab,) of what follows `ids`, entered behind what `cache` holds."""
-        for start in range(0, len(ids), READ_ROWS):
-            part = torch.tensor([ids[start : start + READ_ROWS]])
-            hidden = self._model.own_ends.embed(part, cache.length).to(self._runtime.dtype)
-            (hidden,) = self._runtime.forward([StepInput(cache, cache.length, hidden)])
+        hidden = self._model.own_ends.embed(torch.tensor([ids]), cache.length)
+        hidden = hidden.to(self._runtime.dtype)
+        (hidden,) = self._runtime.forward([StepInput(cache, cache.length, hidden)])
         return self._model.own_ends.logits(hidden[:, -1:])[0, 0]
 
     def likeliest(self, logits: torch.Tensor) -> int:
@@ -105,13 +106,21 @@ class DraftReader:
     def prepare(self, text: Sequence[int]) -> None:
         """Read `text` while something else is waited for; until that is done there is no guess."""
         if self._model is not None and self._model.can_hold(len(text)):
-            self._reading = self._thread.submit(self._guess, self._model, list(text), 0)
+            reading = self._thread.submit(self._guess, self._model, list(text), 0)
+            self._model.readings.add(reading)
+            reading.add_done_callback(self._model.readings.discard)
+            self._reading = reading
 
     async def guess(self, text: Sequence[int], count: int) -> list[int]:
-        """The `count` tokens that it would go on with; none where it cannot, or is too slow."""
+        """The `count` tokens that it would go on with; none where it cannot, or is too slow.
+
+        None as well while it reads another text: that may take longer than the guess is worth.
+        """
         model, reading = self._model, self._reading
         is_ready = reading is not None and reading.done()
         if model is None or not is_ready or not model.can_hold(len(text) + count):
+            return []
+        if model.readings - {reading}:
             return []
         working = asyncio.wrap_future(self._thread.submit(self._guess, model, list(text), count))
         try:
@@ -129,8 +138,16 @@ class DraftReader:
         if self._model is not None:
             self._model.texts -= 1
             self._model = self._cache = None
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _is_closed(self) -> bool:
+        return self._model is None
 
     def _guess(self, model: DraftModel, text: list[int], count: int) -> list[int]:
+        """On the thread; stops soon after `close`."""
+        if self._is_closed():
+            return []
         if self._cache is None:
             self._cache = model.new_cache()
         cache, held = self._cache, self._held
@@ -138,10 +155,14 @@ class DraftReader:
         known = min(common_prefix(held, text), len(text) - 1)
         cache.cut(known)
         del held[known:]
-        logits = model.read(cache, text[known:])
-        held += text[known:]
+        for start in range(known, len(text), READ_ROWS):
+            if self._is_closed():
+                return []
+            part = text[start : start + READ_ROWS]
+            logits = model.read(cache, part)
+            held += part
         guessed: list[int] = []
-        while len(guessed) < count:
+        while len(guessed) < count and not self._is_closed():
             guessed.append(model.likeliest(logits))
             if len(guessed) < count:
                 logits = model.read(cache, guessed[-1:])

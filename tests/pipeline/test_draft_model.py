@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
+import torch
 
 from mesh.models.builtin import checkpoint_dir
 from mesh.pipeline.commands import AskerOptions
@@ -23,6 +26,9 @@ from tests.pipeline.toy_mesh import (
     toy_orchestrator,
     toy_request,
 )
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import KeyValueCache, Runtime
 
 PROMPT = [5, 11, 23, 42, 8, 61]
 COUNT = 60
@@ -158,6 +164,61 @@ async def test_only_so_many_answers_are_read_along(model: AskerModel) -> None:
     assert await reader.guess([1] * (model.max_positions + 1), 1) == []
     reader.close()
     assert await reader.guess([1], 1) == []
+
+
+class Counted:
+    """As much of a cache as reading takes."""
+
+    length = 0
+
+    def cut(self, length: int) -> None:
+        self.length = length
+
+
+class Gated(DraftModel):
+    """Computes nothing; a text of twos waits for the gate in every part."""
+
+    def __init__(self, model: AskerModel) -> None:
+        super().__init__(model, cast("Runtime", None), model.vocab_size)
+        self.began, self.gate = threading.Event(), threading.Event()
+        self.twos = 0
+
+    def new_cache(self) -> KeyValueCache:
+        return cast("KeyValueCache", Counted())
+
+    def can_hold(self, positions: int) -> bool:
+        return True
+
+    def read(self, cache: KeyValueCache, ids: Sequence[int]) -> torch.Tensor:
+        if ids[0] == 2:
+            self.began.set()
+            assert self.gate.wait(30)
+            self.twos += 1
+        return torch.zeros(9)
+
+
+async def test_texts_that_nobody_waits_for_any_more_hold_no_answer_up(model: AskerModel) -> None:
+    gated = Gated(model)
+    running, gone = gated.read_along(), gated.read_along()
+    assert running is not None
+    assert gone is not None
+    running.prepare([1] * 10)
+    assert await guessed(running, [1] * 11, 3) == [0, 0, 0]
+    gone.prepare([2] * 8000)
+    assert await asyncio.to_thread(gated.began.wait, 30)
+    assert await running.guess([1] * 12, 3) == [], "it does not wait for the other text"
+    gone.close()
+    for _ in range(2 * MAX_TEXTS):
+        reader = gated.read_along()
+        assert reader is not None
+        reader.prepare([2] * 8000)
+        reader.close()
+    gated.gate.set()
+    assert await guessed(running, [1] * 13, 3) == [0, 0, 0]
+    assert gated.twos == 1, "the part that was being read"
+    running.close()
+    assert gated.texts == 0
+    gated.close()
 
 
 def test_one_with_other_tokens_is_refused_and_the_model_answers_without(tmp_path: Path) -> None:
