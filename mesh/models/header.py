@@ -21,6 +21,8 @@ from mesh.errors import BadCheckpoint
 MAX_HEADER_BYTES = 25 * 1024 * 1024
 _METADATA = "__metadata__"
 _COPY_AGAIN = "Copy or download the file again."
+_MAX_NAME = 512
+"""As many characters as other nodes take of a tensor's name (`mesh.transfers.documents`)."""
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
@@ -146,6 +148,10 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> TensorEntry:
+    if len(name) > _MAX_NAME:
+        raise BadCheckpoint(
+            f"{file} has a tensor whose name has {len(name)} characters.", fix=_COPY_AGAIN
+        )
     try:
         stored = convert(value, _Stored)
     except Fault as fault:

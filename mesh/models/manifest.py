@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +26,7 @@ from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
+from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.quantised import require_unquantised
 from mesh.types import LayerRange, ModelId
@@ -36,14 +37,8 @@ _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_INDEXED = re.compile(r"(.*?)(\d+)\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-# Where decoder layers live in the checkpoints in circulation; the first complete one is taken.
-_LAYER_PREFIXES = (
-    "model.language_model.layers.", "language_model.model.layers.", "model.layers.",
-    "transformer.h.", "h.", "layers.", "model.decoder.layers.", "gpt_neox.layers.",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +156,8 @@ def read_manifest(
     for weights that are stored quantised and for a model that is not read from GGUF.
     """
     directory, config, stored, has_tokenizer, eos_ids, heads = _read(path)
-    text = config.get("text_config") or config
-    prefix, total_layers = _find_layers(directory, list(stored), text)
+    text, architectures = _parts(directory, config)
+    prefix, total_layers = find_layers(directory, list(stored), text)
     partial = read_partial(directory)
     if partial is not None:
         model_id = model_id or ModelId(partial.record.model_id)
@@ -175,16 +170,16 @@ def read_manifest(
         model_id=model_id or checkpoint_name(path),
         directory=directory,
         config=config,
-        architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
+        architecture=str([*architectures, config.get("model_type", "")][0]),
         model_type=str(text.get("model_type", config.get("model_type", ""))),
         total_layers=total_layers,
-        hidden_size=_number(text, "hidden_size", "n_embd", "d_model") or embedding().shape[1],
-        vocab_size=_number(text, "vocab_size") or embedding().shape[0],
-        max_positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        hidden_size=number_in(text, "hidden_size", "n_embd", "d_model") or embedding().shape[1],
+        vocab_size=number_in(text, "vocab_size") or embedding().shape[0],
+        max_positions=number_in(text, "max_position_embeddings", "n_positions", "n_ctx"),
         dtype=_main_dtype(tensors),
         tensors=tensors,
         layer_prefix=prefix,
-        layer_bytes=_layer_bytes(tensors, prefix, total_layers),
+        layer_bytes=layer_bytes(tensors, prefix, total_layers),
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
         tied=not any(map(is_head, tensors)),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
@@ -194,6 +189,17 @@ def read_manifest(
         cache_dir=cache_dir,
         heads=heads,
     )
+
+
+def _parts(directory: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
+    """What a config says of the language model, and its architectures. Raises BadCheckpoint."""
+    text, architectures = config.get("text_config") or config, config.get("architectures") or []
+    if not isinstance(text, Mapping) or not isinstance(architectures, list):
+        raise BadCheckpoint(
+            f"{directory / 'config.json'} has text_config or architectures of another form.",
+            fix="Download it again, or use another checkpoint.",
+        )
+    return text, architectures
 
 
 def _hashed(
@@ -314,47 +320,10 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _find_layers(directory: Path, names: list[str], text: Mapping[str, Any]) -> tuple[str, int]:
-    """The prefix of the decoder layers' tensor names, and how many layers there are."""
-    found: dict[str, set[int]] = defaultdict(set)
-    for name in names:
-        if match := _INDEXED.match(name):
-            found[match[1]].add(int(match[2]))
-    known = [prefix for prefix in _LAYER_PREFIXES if prefix in found]
-    ordered = known + sorted(set(found) - set(known), key=lambda prefix: -len(found[prefix]))
-    total = _number(text, "num_hidden_layers", "n_layer", "num_layers")
-    if total is None and ordered:
-        total = max(found[ordered[0]]) + 1
-    if not ordered or not total:
-        raise BadCheckpoint(
-            f"No decoder layers were found among the {len(names)} tensors of {directory}.",
-            fix="Only decoder language models can be spread over machines.",
-        )
-    for prefix in ordered:
-        if found[prefix].issuperset(range(total)):
-            return prefix, total
-    missing = sorted(set(range(total)) - found[ordered[0]])
-    raise BadCheckpoint(
-        f"{directory} lacks layers {', '.join(map(str, missing[:8]))}: {len(missing)} of {total}.",
-        fix="Download the missing weights files.",
-    )
-
-
-def _layer_bytes(
-    tensors: Mapping[str, TensorEntry], prefix: str, total_layers: int
-) -> tuple[int, ...]:
-    sizes = [0] * total_layers
-    for name, entry in tensors.items():
-        index = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-        if index.isdigit() and int(index) < total_layers:
-            sizes[int(index)] += entry.nbytes
-    return tuple(sizes)
-
-
 def _is_end(name: str, prefix: str) -> bool:
     if name.startswith(prefix):
         return False
-    inside = name.startswith(_parent(prefix)) and not _INDEXED.match(name)
+    inside = name.startswith(_parent(prefix)) and not INDEXED.match(name)
     return inside or is_head(name)
 
 
@@ -380,19 +349,12 @@ def _eos_ids(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> t
     generation = directory / "generation_config.json"
     sources = [_read_object(generation)] if generation.is_file() else []
     ids: dict[int, None] = {}
-    for source in (*sources, config, text):
+    for source in filter(lambda each: isinstance(each, Mapping), (*sources, config, text)):
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int):
                 ids.setdefault(item)
     return tuple(ids)
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    return None
 
 
 def _parent(layer_prefix: str) -> str:

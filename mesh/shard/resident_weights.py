@@ -54,6 +54,11 @@ class ResidentWeights(Generic[T]):
         # Shielded: one opener that gives up must not stop the load for the others.
         return await asyncio.shield(self._loading)
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether they are on their way; whoever evicts waits for that."""
+        return self._loading is not None
+
     def keep(self) -> None:
         """A session is here: do not free the weights."""
         if self._timer is not None:

@@ -114,7 +114,10 @@ class ShardServer:
     @property
     def idle_s(self) -> float | None:
         """For how long no stream has needed its weights, but for parked ones; None while one does,
-        or while they are not here, or where they stay."""
+        or while they are not here, or where they stay, or while some of them load: that may need
+        room, for which it cannot make way itself."""
+        if self.weights.is_loading or (self.ends is not None and self.ends.is_loading):
+            return None
         if self.sessions.active or self.weights.loaded is None or self.weights.stays:
             return None
         return _now() - self._used_at

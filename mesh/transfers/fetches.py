@@ -213,7 +213,7 @@ def scan(models_dir: Path) -> list[StoredCheckpoint]:
     for file in sorted(models_dir.glob(f"*/{RECORD}")):
         try:
             found.append(kept_in(file.parent))
-        except MeshError as error:
+        except (MeshError, OSError, ValueError) as error:
             logger.warning("%s is not served: %s", file.parent, error)
     return found
 

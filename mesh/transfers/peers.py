@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import BadCheckpoint, MeshError, TransferFailed, UnsupportedFamily
+from mesh.errors import BadCheckpoint, MeshError, TransferFailed
 from mesh.models.gguf.container import header_of_beginning
 from mesh.models.gguf.contents import settings_of
 from mesh.models.header import TensorEntry
@@ -131,7 +131,7 @@ def _create(
     create_partial(directory, record, sparse, small | journal)
     try:
         read_manifest(directory)
-    except (BadCheckpoint, UnsupportedFamily):
+    except BaseException:
         shutil.rmtree(directory, ignore_errors=True)  # else it would be taken for what it is not
         raise
 
