@@ -51,6 +51,8 @@ class HomeLayers:
         self._on_change = on_change
         self._wanted: dict[ShardId, tuple[LocalModel, LayerRange]] = {}
         self._errors: dict[ShardId, MeshError] = {}
+        self._tries: dict[ShardId, tuple[int, float]] = {}
+        """Of what did not load: how often it was tried in vain, and when it is tried again."""
         self._judges_mb: dict[ShardId, int] = {}
         self._judging = asyncio.Lock()
         self._due = asyncio.Event()
@@ -70,7 +72,9 @@ class HomeLayers:
         routing = self._config.routing
         for layers in home_layers(model.total_layers, routing.keep_first, routing.keep_last):
             if model.layers is None or not model.layers.covers(layers):
-                self._wanted[shard_id(model.model_id, layers)] = model, layers
+                name = shard_id(model.model_id, layers)
+                self._wanted[name] = model, layers
+                self._tries.pop(name, None)
         if self._is_started:
             self.start()
             self.look()
@@ -81,6 +85,7 @@ class HomeLayers:
         for name in gone:
             del self._wanted[name]
             self._errors.pop(name, None)
+            self._tries.pop(name, None)
 
     async def stop(self) -> None:
         """Load no more."""
@@ -131,20 +136,18 @@ class HomeLayers:
         ]
 
     async def _keep(self) -> None:
-        failures = 0
+        loop = asyncio.get_running_loop()
         while True:
             self._due.clear()
             missing = [name for name in self._wanted if name not in self._host.private]
-            for name in missing:
+            now = [name for name in missing if self._tries.get(name, (0, 0.0))[1] <= loop.time()]
+            for name in now:
                 await self._load(name)
-            if missing:
+            if now:
                 self._on_change()
-            failures = failures + 1 if self._errors else 0
-            if failures:
-                await asyncio.sleep(min(_LAST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(failures, 16)))
-                continue
+            next_at = min((at for _, at in self._tries.values()), default=float("inf"))
             with suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_RETRY_S):
+                async with asyncio.timeout_at(min(next_at, loop.time() + _LAST_RETRY_S)):
                     await self._due.wait()
 
     async def _load(self, name: ShardId) -> None:
@@ -154,7 +157,11 @@ class HomeLayers:
         try:
             await load_at_home(self._config, model, layers, self._host)
             self._errors.pop(name, None)
+            self._tries.pop(name, None)
         except MeshError as error:
             if name not in self._errors:
                 logger.warning("%s has to run on this machine: %s", name, error)
             self._errors[name] = error
+            count = self._tries.get(name, (0, 0.0))[0] + 1
+            wait_s = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(count, 16))
+            self._tries[name] = count, asyncio.get_running_loop().time() + wait_s

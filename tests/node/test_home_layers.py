@@ -52,3 +52,37 @@ async def test_what_is_loaded_to_check_others_is_bounded_in_all() -> None:
             await home.judge(model, two)  # what ended with the process takes no room
     finally:
         await host.stop()
+
+
+@pytest.mark.slow
+async def test_what_does_not_fit_holds_up_nothing_else() -> None:
+    manifest = await asyncio.to_thread(checkpoint)
+    total, directory = manifest.total_layers, str(manifest.directory)
+    rest = LayerRange(1, total)
+    small = LocalModel(ModelId("small"), directory, "", total, None, rest, total * LAYER_MB)
+    large = LocalModel(ModelId("large"), directory, "", total, None, rest, total * 10 * LAYER_MB)
+    limits = {
+        "routing": {"keep_first": 1},
+        "research": {"distributed_inference": {"host": {"shard_max_vram_mb": 2 * LAYER_MB}}},
+    }
+    config = await asyncio.to_thread(Config.model_validate, limits)
+    changed = asyncio.Event()
+    host = ShardSupervisor(secure.start_command(), (), changed.set)
+    home = HomeLayers(config, [large], host, changed.set)
+    host.start()
+    home.start()
+    try:
+        async with asyncio.timeout(60):
+            await changed.wait()
+            while "is loading" in home.lacking()[0]:
+                changed.clear()
+                await changed.wait()
+            home.add(small)
+        async with asyncio.timeout(8):  # the other one is tried again after ten
+            while len(home.lacking()) > 1:
+                changed.clear()
+                await changed.wait()
+        assert home.lacking()[0].startswith("large:0-0 has to run on this machine")
+    finally:
+        await home.stop()
+        await host.stop()
