@@ -15,6 +15,7 @@ from mesh.models.local import find_local_models
 from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.shared_pages import unmap_files
+from mesh.processes.tasks import abandonable
 from mesh.runtime import DaemonRecord, sole_use
 
 
@@ -33,7 +34,8 @@ async def _run(
 ) -> None:
     config = await asyncio.to_thread(with_known_name, config, paths)
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
-    models = await asyncio.to_thread(find_local_models, config, cache_dir())
+    # The first time that reads all weights: Ctrl-C is not to wait for it.
+    models = await abandonable(find_local_models, config, cache_dir())
     node = Node(config, key, models)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -41,6 +42,33 @@ async def to_its_end(work: Callable[..., T], *args: Any) -> T:
                 await asyncio.wait([running])
         running.exception()  # it was cancelled: an error of the work is of no interest any more
         raise
+
+
+async def abandonable(work: Callable[..., T], *args: Any) -> T:
+    """What `work` returns, from a thread that ends with the process at the latest. Who is cancelled
+    meanwhile leaves it behind, and the process may end at once. Raises what it raises."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work(*args)
+        except BaseException as caught:  # noqa: BLE001 - raised where it is awaited
+            error = caught
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=getattr(work, "__name__", "work"), daemon=True).start()
+    return await done
 
 
 def _report(task: asyncio.Task[None]) -> None:
