@@ -360,12 +360,12 @@ class ScriptedView:
         position = len(self.happened) if after is None else after
         try:
             while True:
+                self.news.clear()  # what comes from here on is for the next one
                 found = self.happened[position:]
                 position += len(found)
                 yield found
                 await asyncio.sleep(pace_s)
                 if position == len(self.happened):
-                    self.news.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(idle_s):
                             await self.news.wait()

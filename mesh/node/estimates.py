@@ -66,17 +66,7 @@ class _KnownModel:
     """A model that was asked about; `here` are the layers that lie on this machine's disk."""
 
     shape: ModelShape
-    most_positions: int | None
     here: tuple[LayerRange, ...]
-
-    def require_positions(self, context: int) -> None:
-        """Raise BadRequest for more positions than the model can tell apart."""
-        if self.most_positions is not None and context > self.most_positions:
-            raise BadRequest(
-                f"{self.shape.model_id} takes {self.most_positions} positions, not {context}.",
-                fix=f"Ask for a context of {self.most_positions} or less.",
-                param="context",
-            )
 
 
 class Estimates:
@@ -92,7 +82,6 @@ class Estimates:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
         known = await self._look_up(order["model"], order["context"])
-        known.require_positions(order["context"])
         model = known.shape
         machines, demand = self._asked(model, order)
         return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
@@ -312,7 +301,7 @@ def _require_layers_of(model: ModelShape, wish: Wish) -> None:
 def _known(manifest: Manifest, context: int) -> _KnownModel:
     is_read = bool(manifest.weights_sha256)  # else there are the headers alone
     here = manifest.layers_here() if is_read else ()
-    return _KnownModel(shape_of(manifest, context), manifest.max_positions, here)
+    return _KnownModel(shape_of(manifest, context), here)
 
 
 def _is_measured(machine: Machine) -> bool:

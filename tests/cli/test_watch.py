@@ -24,6 +24,8 @@ class Fetching(ScriptedView):
 
     def status(self) -> dict[str, Any]:
         self.here += self.steps
+        if self.steps:
+            self.news.set()  # as a fetch stirs, with each of its bytes
         if self.here >= 400:
             self.steps = 0
             self.has_come.set()
@@ -39,6 +41,7 @@ class Fetching(ScriptedView):
 def watch(daemon: Served) -> Fetching:
     view = Fetching()
     daemon.view.status = view.status  # type: ignore[method-assign]
+    view.news = daemon.view.news
     return view
 
 

@@ -179,7 +179,6 @@ async def test_what_does_not_fit_is_an_answer(
     [
         ({"nodes": ["nobody"]}, BadRequest),
         ({"layers": ["Own=9"]}, BadRequest),
-        ({"context": 4097}, BadRequest),
         ({"layers": ["nobody=0-1"]}, BadRequest),
         ({"model": "none/such"}, ModelNotFound),
     ],
