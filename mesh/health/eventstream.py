@@ -51,27 +51,15 @@ class EventFeed:
         """The newest `count` events, oldest first."""
         return list(self._events)[-count:]
 
-    async def follow(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        """Events with an id above `after` (None: only new ones), then new ones for ever.
-
-        An `after` that no event has yet is from before a restart, and counts as 0.
-        """
-        position = self._position(after)
-        with self._reading() as news:
-            while True:
-                news.clear()
-                for event in self._since(position):
-                    position = event["id"]
-                    yield event
-                await news.wait()
-
     async def batches(
         self, after: int | None, *, pace_s: float, idle_s: float
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """As `follow`, in lists that come at least `pace_s` apart.
+        """Events with an id above `after` (None: only new ones), then new ones for ever, in lists
+        that come at least `pace_s` apart.
 
-        The first comes at once. One comes, if only an empty one, whenever somebody stirs, and
-        `idle_s` after the last.
+        An `after` that no event has yet is from before a restart, and counts as 0. The first list
+        comes at once. One comes, if only an empty one, whenever somebody stirs, and `idle_s` after
+        the last.
         """
         position = self._position(after)
         with self._reading() as news:

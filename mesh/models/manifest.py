@@ -235,7 +235,7 @@ def _read(path: Path) -> _Contents:
         )  # fmt: skip
     config = _read_object(path / "config.json")
     require_unquantised(config, checkpoint_name(path))
-    text = config.get("text_config") or config
+    text, _ = _parts(path, config)
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     eos_ids = _eos_ids(path, config, text)
     return _Contents(path, config, read_tensors(path), has_tokenizer, eos_ids)
@@ -345,11 +345,13 @@ def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
     return _DTYPES.get(most, most.lower())
 
 
-def _eos_ids(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(
+    directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]
+) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
     sources = [_read_object(generation)] if generation.is_file() else []
     ids: dict[int, None] = {}
-    for source in filter(lambda each: isinstance(each, Mapping), (*sources, config, text)):
+    for source in (*sources, config, text):
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int):

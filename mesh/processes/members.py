@@ -49,7 +49,7 @@ class MemberFeed:
     def require_trusted(self, link: WebSocketLink, goods: str) -> None:
         """Raise UntrustedPeer unless a link that came in is of whom it says, who is still trusted
         with `goods`: one may have been put out between its handshake and its hello."""
-        require_node(link.peer_certificate, link.peer.node_id)
+        self.identify(link)
         if not self.tls.trusts(link.peer.node_id):
             raise UntrustedPeer(
                 f"This node does not trust you with its {goods}.", fix="See `hearthnet members`."

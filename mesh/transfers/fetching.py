@@ -112,6 +112,7 @@ class Fetch:
     ) -> None:
         """A source that has these tensors; `on_error` hears once why it is not used any more."""
         asked = _Asked(source, on_error)
+        self._given_up.pop(source.name, None)
         if self._plan is None:
             self._early[name] = (asked, holds, is_spared)
             return
@@ -245,7 +246,6 @@ class Fetch:
                 self._asked.pop(name)
                 self._leave_plan(name)
                 asked.source.close()
-                self.note(asked.source.name, error.message)
                 asked.on_error(error)
             return None
         assert self._plan is not None  # noqa: S101 - whoever asks has one

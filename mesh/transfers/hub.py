@@ -34,8 +34,8 @@ REPOSITORY = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 _TIMEOUT_S, _CONNECT_TIMEOUT_S = 30.0, 10.0
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 _LONGEST_WAIT_S = 300.0
-_TRIES_TO_REACH = 3
-"""Without a connection somebody waits in vain who has only just asked: these take two seconds."""
+_REACH_S = _RETRY_S[:2]
+"""Without a connection somebody waits in vain who has only just asked."""
 _MAX_LISTING_BYTES = 32 << 20
 
 
@@ -180,9 +180,8 @@ class Hub:
             if is_all:
                 return bytes(body)
             failures += 1
-            if failure.is_unreachable and failures >= _TRIES_TO_REACH:
-                failures = len(_RETRY_S) + 1
-            await _pause(failures, failure, name, 0)
+            waits_s = _REACH_S if failure.is_unreachable else _RETRY_S
+            await _pause(failures, failure, name, 0, waits_s)
 
     @contextmanager
     def _failing(self) -> Iterator[_Failure]:
@@ -246,15 +245,18 @@ class _Failure:
     is_unreachable: bool = False
 
 
-async def _pause(failures: int, failure: _Failure, name: str, at: int) -> None:
-    """Wait for the next try after so many in vain; raises TransferFailed after the last."""
-    if failures > len(_RETRY_S):
+async def _pause(
+    failures: int, failure: _Failure, name: str, at: int, waits_s: Sequence[float] = _RETRY_S
+) -> None:
+    """Wait for the next try after so many in vain, at least as long as `waits_s` says of it; raises
+    TransferFailed after the last."""
+    if failures > len(waits_s):
         raise TransferFailed(
             f"The hub did not give {name}: {failure.why}.",
             fix="Check the connection to the internet, then try again; what came is kept.",
         )
     logger.info("hub: %s for %s; going on at byte %d", failure.why, name, at)
-    await asyncio.sleep(max(failure.wait_s, _RETRY_S[failures - 1]))
+    await asyncio.sleep(max(failure.wait_s, waits_s[failures - 1]))
 
 
 class _Wait(Exception):

@@ -158,8 +158,6 @@ class PeerSources:
         self._peers: dict[NodeId, PeerHolding] = {}
         self._news: dict[NodeId, asyncio.Event] = {}
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
-        self.errors: dict[str, str] = {}
-        """Why peers are not asked now, by their names."""
 
     def update(self, peers: Sequence[PeerHolding]) -> None:
         """These advertise something of the checkpoint now, and nobody else does."""
@@ -192,7 +190,7 @@ class PeerSources:
                 failures = 0
             except MeshError as error:
                 self._fetch.leave(node)
-                self.errors[name] = error.message
+                self._fetch.note(name, error.message)
                 logger.info("peer=%s gives no weights now: %s", name, error)
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1
@@ -211,7 +209,6 @@ class PeerSources:
 
             source = Peer(peer.node_name, link, self._sha256)
             self._fetch.join(node, source, document.here, on_error)
-            self.errors.pop(peer.node_name, None)
             while True:
                 told: asyncio.Future[Any] = asyncio.ensure_future(news.wait())
                 either: list[asyncio.Future[Any]] = [told, failed]

@@ -12,8 +12,12 @@ from mesh.health.eventstream import EventFeed
 
 
 async def _read(stream: EventFeed, after: int | None, count: int) -> list[int]:
-    async with aclosing(stream.follow(after)) as events, asyncio.timeout(5):
-        return [(await anext(events))["id"] for _ in range(count)]
+    ids: list[int] = []
+    batches = stream.batches(after, pace_s=0.0, idle_s=5.0)
+    async with aclosing(batches), asyncio.timeout(5):
+        while len(ids) < count:
+            ids += [event["id"] for event in await anext(batches)]
+    return ids
 
 
 @pytest.mark.parametrize(

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 
 import numpy as np
 import pytest
 
 from mesh.errors import LimitReached, LinkLost
-from mesh.pipeline.claims import Claims
-from mesh.pipeline.hop import HopSession, Patience
+from mesh.pipeline.hop import HopSession
 from mesh.pipeline.links import HopLink
-from mesh.pipeline.terms import SessionTerms
-from mesh.routing.cover import key_of
-from mesh.types import (
-    Endpoint,
-    LayerRange,
-    ModelId,
-    NodeId,
-    RouteHop,
-    ShardDescriptor,
-    WireDtype,
-    shard_id,
-)
 from mesh.wire.messages import Hello, Message, Open, Opened, Resume, WireTensor
-
-HOST, MODEL = NodeId("far"), ModelId("toy")
+from tests.pipeline.one_hop import HOST, session_over
 
 
 class FullLink:
@@ -58,17 +43,7 @@ class FullLink:
 
 
 async def opened() -> tuple[HopSession, FullLink, list[str]]:
-    layers = LayerRange(0, 2)
-    descriptor = ShardDescriptor(
-        shard_id(MODEL, layers), MODEL, "0" * 64, layers, 2, 0, 1, HOST, HOST,
-        Endpoint("wss://127.0.0.1:1"), "fp32", "", datetime.now(UTC),
-    )  # fmt: skip
-    link = HopLink(descriptor.endpoint, HOST)
-    way = FullLink(link)
-    link.attach(way)
-    claim = Claims().claim(key_of(descriptor))
-    terms = SessionTerms(MODEL, "0" * 64, 1024, WireDtype.FP16)
-    session = HopSession(RouteHop(descriptor, layers), link, claim, terms, Patience(5.0, 5.0))
+    session, way = session_over(FullLink)
     lost: list[str] = []
     session.on_lost = lambda: lost.append(str(session.error))
     await session.open()

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 import pytest
 
-from mesh.pipeline.claims import Claims
-from mesh.pipeline.hop import HopSession, Patience
 from mesh.pipeline.links import HopLink
-from mesh.pipeline.terms import SessionTerms
-from mesh.routing.cover import key_of
-from mesh.types import (
-    Endpoint,
-    HopTiming,
-    LayerRange,
-    ModelId,
-    NodeId,
-    RouteHop,
-    ShardDescriptor,
-    WireDtype,
-    shard_id,
-)
+from mesh.types import HopTiming
 from mesh.wire.messages import Hello, Message, Open, Opened, Result, Step, WireTensor
+from tests.pipeline.one_hop import HOST, session_over
 from tests.simulation.virtual_loop import run_virtually
 
-HOST, MODEL = NodeId("far"), ModelId("toy")
 WIDTH = 2048
 WAY_S, COMPUTE_S_PER_ROW = 0.004, 0.0005
 
@@ -69,16 +55,7 @@ class _Way:
 
 async def timed(bytes_per_s: float, *prompt: int) -> HopTiming:
     """A prompt in pieces of so many rows, sent at once, and a few tokens behind it."""
-    layers = LayerRange(0, 2)
-    descriptor = ShardDescriptor(
-        shard_id(MODEL, layers), MODEL, "0" * 64, layers, 2, 0, 1, HOST, HOST,
-        Endpoint("wss://127.0.0.1:1"), "fp32", "", datetime.now(UTC),
-    )  # fmt: skip
-    link = HopLink(descriptor.endpoint, HOST)
-    link.attach(_Way(link, bytes_per_s))
-    claim = Claims().claim(key_of(descriptor))
-    terms = SessionTerms(MODEL, "0" * 64, 1024, WireDtype.FP16)
-    hop = HopSession(RouteHop(descriptor, layers), link, claim, terms, Patience(5.0, 5.0))
+    hop, _ = session_over(partial(_Way, bytes_per_s=bytes_per_s))
     await hop.open()
     place = 0
     answers = []

@@ -137,6 +137,13 @@ async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(
     await again.child.stop(TIMEOUT_S)
 
 
+async def started(script: str) -> asyncio.subprocess.Process:
+    """A daemon that runs this script; what it prints can be read."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE
+    )
+
+
 async def test_a_start_that_finds_no_descriptor_leaves_the_others_alone() -> None:
     script = (
         "import asyncio, os, resource\n"
@@ -174,9 +181,7 @@ async def test_a_start_that_finds_no_descriptor_leaves_the_others_alone() -> Non
         "    os._exit(0)\n"
         "asyncio.run(main())\n"
     )
-    daemon = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdout=subprocess.PIPE
-    )
+    daemon = await started(script)
     async with asyncio.timeout(TIMEOUT_S):
         output, _ = await daemon.communicate()
     assert output.decode().split() == ["refused", "runs", "None"]
@@ -195,9 +200,7 @@ async def test_all_end_with_the_daemon_however_it_ends() -> None:
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    daemon = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", script, stdout=subprocess.PIPE
-    )
+    daemon = await started(script)
     assert daemon.stdout is not None
     async with asyncio.timeout(TIMEOUT_S):
         left = [psutil.Process(int(pid)) for pid in (await daemon.stdout.readline()).split()]
