@@ -16,7 +16,7 @@ from tests.tui.house import ATTIC, GAP, SOFA, whole
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
 VERBS = "[...document.querySelectorAll('#deployed button')].map(each => each.ariaLabel).join()"
-FOCUS = "document.activeElement.ariaLabel || document.activeElement.id"
+FOCUS = "(document.activeElement.ariaLabel || document.activeElement.id)"
 LLAMA, QWEN = "0" * 15 + "1", "0" * 15 + "2"
 
 

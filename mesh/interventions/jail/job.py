@@ -333,7 +333,8 @@ class Jail:
     ) -> JailedJob:
         self._running += 1
         try:
-            job = self._standby.take(kind, len(payload)) or await self._fork(kind, len(payload))
+            job = await self._standby.take(kind, len(payload))
+            job = job or await self._fork(kind, len(payload))
         except BaseException:
             self._one_less()
             raise

@@ -42,10 +42,14 @@ class Standby:
         self._kind: JobKind | None = None
         self._job: JailedJob | None = None
         self._forking: asyncio.Task[None] | None = None
+        self._begun: JobKind | None = None
+        """What is forked at this moment."""
         self._is_closed = False
 
-    def take(self, kind: JobKind, payload_bytes: int) -> JailedJob | None:
-        """The job that stands by, where it is of that kind and lives."""
+    async def take(self, kind: JobKind, payload_bytes: int) -> JailedJob | None:
+        """The job that stands by or nearly does, where it is of that kind and lives."""
+        if self._forking is not None and kind == self._begun:
+            await asyncio.wait([self._forking])
         job = self._job
         if job is None or not job.lives or kind != self._kind or payload_bytes > _PAYLOAD_BYTES:
             return None
@@ -70,11 +74,12 @@ class Standby:
     async def _refill(self, kind: JobKind) -> None:
         try:
             await asyncio.sleep(_AFTER_S)
+            self._begun = kind
             self._kind, self._job = kind, await self._fork(kind, _PAYLOAD_BYTES)
         except (Busy, JailUnavailable) as error:  # the next job is forked when it comes
             logger.info("no job stands by: %s", error)
         finally:
-            self._forking = None
+            self._forking = self._begun = None
 
     def _drop(self) -> None:
         job, self._job = self._job, None
