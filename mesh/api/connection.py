@@ -8,6 +8,7 @@ asked.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import h11
@@ -34,6 +35,8 @@ class BoundedConnection(H11Protocol):
         }
         self._unread_limit_s = settings.unread_timeout_s
         self._max_connections = settings.max_connections
+        self.opened_at = 0.0
+        """Seconds, on the loop's clock."""
         self._phase: object = None
         self._asking: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -42,8 +45,9 @@ class BoundedConnection(H11Protocol):
         """Start the clock of the first request's head; who is at the other end is looked up when
         asked."""
         super().connection_made(transport)
+        self.opened_at = self.loop.time()
         if len(self.connections) > self._max_connections:
-            transport.abort()
+            self._make_room()
         self.app_state = {**self.app_state, NEIGHBOUR: Neighbour(transport)}
         self._follow_phase()
 
@@ -75,6 +79,27 @@ class BoundedConnection(H11Protocol):
         if self._unread is not None:
             self._unread.cancel()
 
+    def _make_room(self) -> None:
+        """Cut whoever stands open and asks nothing for longest, of the address with most of these.
+
+        Else connections that only stand open would keep everybody out. This one goes where all
+        others are being served.
+        """
+        idle = [
+            each
+            for each in self.connections
+            if isinstance(each, BoundedConnection) and each.is_idle and each is not self
+        ]
+        by_host = Counter(map(_host, idle))
+        cut = min(idle, key=lambda each: (-by_host[_host(each)], each.opened_at), default=self)
+        self.connections.discard(cut)
+        cut.transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has come whole that is not answered."""
+        return self._asking is not None
+
     def _follow_phase(self) -> None:
         """One limit for the whole head and one for the whole body, however the bytes come."""
         phase = self.conn.their_state
@@ -83,8 +108,13 @@ class BoundedConnection(H11Protocol):
         self._phase = phase
         if self._asking is not None:
             self._asking.cancel()
+            self._asking = None
         # h11 never sees the end of a request whose connection a WebSocket has taken over.
         upgraded = self.transport.get_protocol() is not self
         limit_s = None if upgraded else self._limits_s.get(phase)
         if limit_s is not None and not self.transport.is_closing():
             self._asking = self.loop.call_later(limit_s, self.transport.abort)
+
+
+def _host(connection: BoundedConnection) -> str:
+    return connection.client[0] if connection.client else ""

@@ -157,7 +157,6 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=app.state.settings.max_connections,
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config, listener, tls, app.state.settings)

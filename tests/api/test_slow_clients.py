@@ -29,8 +29,9 @@ async def quick() -> AsyncIterator[Served]:
 
 
 @asynccontextmanager
-async def raw(api: Served) -> AsyncIterator[Streams]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+async def raw(api: Served, host: str = "127.0.0.1") -> AsyncIterator[Streams]:
+    port = api.server.port
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(host, 0))
     try:
         yield reader, writer
     finally:
@@ -120,14 +121,38 @@ async def test_too_large_bodies_are_refused_whether_they_say_so_or_not(quick: Se
             assert refused.status_code == 413
 
 
-async def test_connections_beyond_the_limit_are_dropped_at_once() -> None:
-    async with serving(replace(SETTINGS, head_timeout_s=60, max_connections=20)) as api:
-        async with AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(raw(api)) for _ in range(40)]
-            reads = [asyncio.create_task(reader.read()) for reader, _ in streams]
-            async with asyncio.timeout(LONG_S):
-                await asyncio.gather(*reads[20:], return_exceptions=True)
-            assert not any(read.done() for read in reads[:20])
-        await asyncio.gather(*reads, return_exceptions=True)
-        async with httpx.AsyncClient(base_url=api.url, trust_env=False) as http:
+async def test_connections_that_ask_nothing_keep_nobody_out() -> None:
+    settings = replace(SETTINGS, head_timeout_s=60, max_connections=20)
+    async with (
+        serving(settings) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False) as http,
+        AsyncExitStack() as stack,
+    ):
+        following = http.stream("GET", "/mesh/v1/events")
+        followed = (await stack.enter_async_context(following)).aiter_lines()
+        first = await anext(followed)
+        late, _ = await stack.enter_async_context(raw(api, "127.0.0.2"))
+        reads = [asyncio.create_task(late.read())]
+        for _ in range(40):
+            reader, _ = await stack.enter_async_context(raw(api))
+            reads.append(asyncio.create_task(reader.read()))
+        async with asyncio.timeout(LONG_S):
+            await asyncio.gather(*reads[1:23], return_exceptions=True)
             assert (await http.get("/v1/models")).status_code == 200
+            await asyncio.gather(reads[23], return_exceptions=True)  # which made room for it
+            assert not any(read.done() for read in (reads[0], *reads[24:]))
+            assert first
+            assert await anext(followed) is not None
+    await asyncio.gather(*reads, return_exceptions=True)
+
+
+async def test_a_connection_beyond_the_limit_is_dropped_where_all_are_served() -> None:
+    async with (
+        serving(replace(SETTINGS, max_connections=3)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False) as http,
+        AsyncExitStack() as stack,
+    ):
+        for _ in range(3):
+            await stack.enter_async_context(http.stream("GET", "/mesh/v1/events"))
+        with pytest.raises(httpx.TransportError):
+            await http.get("/v1/models")
