@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from datetime import UTC, datetime, timedelta
+from random import Random
 from typing import Protocol
 
 
@@ -41,6 +42,17 @@ class SteadyClock(SystemClock):
     def now(self) -> datetime:
         """`start` and the monotonic seconds since."""
         return self._start + timedelta(seconds=self.monotonic() - self._began)
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
+    """For how long something is left alone that failed so often in a row, once at least: twice as
+    long each time."""
+    return min(longest_s, first_s * 2.0 ** min(failures - 1, 32))
+
+
+def jittered_s(seconds: float, randomness: Random) -> float:
+    """Between a half and all of it, so that those who wait for one thing do not come in step."""
+    return seconds * randomness.uniform(0.5, 1.0)
 
 
 def next_tick(every_s: float) -> float:

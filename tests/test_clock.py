@@ -1,10 +1,11 @@
-"""Ticks: at the same moments for all that tick."""
+"""Ticks, at the same moments for all that tick, and waits that grow."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 
-from mesh.clock import next_tick, tick
+from mesh.clock import backoff_s, jittered_s, next_tick, tick
 from tests.simulation.virtual_loop import run_virtually
 
 
@@ -35,3 +36,11 @@ def test_a_tick_can_be_given_up() -> None:
         assert ticking.cancelled()
 
     run_virtually(main)
+
+
+def test_waits_double_up_to_the_longest_with_jitter() -> None:
+    for failures, whole_s in ((1, 0.5), (2, 1.0), (4, 4.0), (7, 30.0), (10_000, 30.0)):
+        assert backoff_s(failures, 0.5, 30.0) == whole_s
+        waits = {jittered_s(whole_s, random.SystemRandom()) for _ in range(50)}
+        assert len(waits) > 1
+        assert all(whole_s / 2 <= wait_s <= whole_s for wait_s in waits)

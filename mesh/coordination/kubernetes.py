@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from mesh import codec
-from mesh.clock import Clock
+from mesh.clock import Clock, backoff_s
 from mesh.codec import Fault
 from mesh.coordination import custom_resource as forms
 from mesh.coordination.custom_resource import (
@@ -233,7 +233,7 @@ class KubernetesStore:
                     body,
                 )
                 return forms.resource_from(written)
-            longest_s = min(_LAST_BACK_OFF_S, _FIRST_BACK_OFF_S * 2.0**attempt)
+            longest_s = backoff_s(attempt + 1, _FIRST_BACK_OFF_S, _LAST_BACK_OFF_S)
             await asyncio.sleep(random.uniform(0, longest_s))  # noqa: S311 - not a secret
         raise _too_often(model)
 

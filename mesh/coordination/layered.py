@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mesh.clock import backoff_s
 from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.coordination.store import MemoryRecords, ReadyMirror, RecordStore
@@ -180,9 +181,7 @@ class LayeredRecords:
                 self._error = error
             self._failures += 1
             pace = self._pace
-            await asyncio.sleep(
-                min(pace.last_retry_s, pace.first_retry_s * 2.0 ** min(self._failures - 1, 16))
-            )
+            await asyncio.sleep(backoff_s(self._failures, pace.first_retry_s, pace.last_retry_s))
 
     async def _serve(self, store: RecordStore) -> None:
         """Read back, then write and read again, until something fails."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from mesh.clock import backoff_s
 from mesh.errors import DiskFull, InternalError, MeshError, NotEnoughMemory
 from mesh.types import ShardId
 
@@ -148,7 +149,7 @@ class Phases:
 
 def wait_s(failures: int) -> float:
     """For how long something is left alone that failed so often, once at least, without a break."""
-    return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 16))
+    return backoff_s(failures, FIRST_WAIT_S, LONGEST_WAIT_S)
 
 
 def unforeseen(error: Exception) -> MeshError:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from mesh.clock import backoff_s
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import make_plan, planner, stale, without
 from mesh.deployments.turns import Turns
@@ -132,7 +133,7 @@ class Replanner:
         waits = now - since < self._settle_s or now < self._not_before.get(deployment.id, 0.0)
         if is_mine and not waits:
             tries = self._tries[deployment.id] = self._tries.get(deployment.id, 0) + 1
-            pause_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(tries - 1, 16))
+            pause_s = backoff_s(tries, RETRY_S, LONGEST_RETRY_S)
             self._not_before[deployment.id] = now + pause_s
             await self._plan(deployment, machines, why, refused)
 

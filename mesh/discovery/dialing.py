@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from mesh.clock import backoff_s, jittered_s
 from mesh.errors import BadValue
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -144,12 +145,13 @@ class Dialer:
                     failures = 0  # it held for a while
                     continue
             elif await self._try_endpoints(target) is DialResult.REFUSED:
-                await self._pause(target, _cut(settings.refused_s))
+                await self._pause(target, jittered_s(settings.refused_s, _jitter))
                 continue
             elif self._linked(target):
                 continue
-            await self._pause(target, backoff_s(failures, settings))
             failures += 1
+            wait_s = backoff_s(failures, settings.first_s, settings.most_s)
+            await self._pause(target, jittered_s(wait_s, _jitter))
 
     def _linked(self, target: Target) -> bool:
         return target.node_id is not None and self._is_linked(target.node_id)
@@ -180,11 +182,6 @@ class Dialer:
         target.wake.clear()
 
 
-def backoff_s(failures: int, settings: DialSettings) -> float:
-    """How long to wait after so many failures in a row."""
-    return _cut(min(settings.most_s, settings.first_s * 2.0 ** min(failures, 32)))
-
-
 def parse_endpoint(text: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[IPV6]:PORT``; raises BadValue with the parameter ``peer``."""
     host, _, port = text.rpartition(":")
@@ -194,7 +191,3 @@ def parse_endpoint(text: str) -> tuple[str, int]:
             f"{text!r} is not HOST:PORT.", fix="For example 192.168.1.5:7700.", param="peer"
         )
     return host, int(port)
-
-
-def _cut(seconds: float) -> float:
-    return seconds * _jitter.uniform(0.5, 1.0)

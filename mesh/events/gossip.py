@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import inf
 
 from mesh.accounts.ledger import Resource, of_peer
+from mesh.clock import backoff_s, jittered_s
 from mesh.errors import LimitReached, MeshError
 from mesh.events.log import EventLog, LogChange
 from mesh.events.messages import Ask, Heads, LogMessage, Page, Probe, Pull
@@ -30,6 +31,7 @@ _MAX_REQUESTS = 8
 _REQUESTS_PER_S = 64.0
 """As many are answered, and asked, of one peer at most."""
 _REFUSED_PAUSE_S = 5.0
+_FIRST_BACKOFF_S = 0.5
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -171,8 +173,8 @@ class _Peer:
                 failures += 1
                 logger.info("gossip failed: peer=%s reason=%s", self._peer, error)
             if failures:
-                longest = min(self._settings.max_backoff_s, 0.25 * 2.0 ** min(failures, 16))
-                await asyncio.sleep(longest * (0.5 + self._rng.random() / 2))
+                wait_s = backoff_s(failures, _FIRST_BACKOFF_S, self._settings.max_backoff_s)
+                await asyncio.sleep(jittered_s(wait_s, self._rng))
 
     async def _exchange(self) -> bool:
         """Catch up once; False when the peer announced what it could not show, or has no end."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from mesh.clock import backoff_s
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError, NotEnoughMemory
@@ -163,5 +164,5 @@ class HomeLayers:
                 logger.warning("%s has to run on this machine: %s", name, error)
             self._errors[name] = error
             count = self._tries.get(name, (0, 0.0))[0] + 1
-            wait_s = min(_LAST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(count, 16))
+            wait_s = backoff_s(count, _FIRST_RETRY_S, _LAST_RETRY_S)
             self._tries[name] = count, asyncio.get_running_loop().time() + wait_s

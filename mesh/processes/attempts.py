@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 
+from mesh.clock import backoff_s
 from mesh.errors import DeviceFailed, MeshError, NotEnoughMemory, WeightsCorrupted
 from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
@@ -50,7 +51,7 @@ class Attempts:
         """It failed, and said why."""
         known = self._failures.get(name)
         count = 1 if known is None else known.count + 1
-        wait_s = min(LONGEST_WAIT_S, self._first_wait_s * 2.0 ** min(count - 1, 16))
+        wait_s = backoff_s(count, self._first_wait_s, LONGEST_WAIT_S)
         lives, enough_mb = (known.lives, known.enough_mb) if known is not None else (0, 0)
         self._failures[name] = _Failure(error, now + wait_s, count, lives, enough_mb)
 
