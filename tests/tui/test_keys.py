@@ -16,7 +16,7 @@ from textual.widgets import Button, DataTable, Input
 from mesh.client import Client
 from mesh.errors import NotRunning
 from tests.tui.conftest import Daemon, running
-from tests.tui.house import ATTIC, GAP, SOFA, STUDY, whole
+from tests.tui.house import ATTIC, GAP, SOFA, STUDY, shard, whole
 from tui.app import TopApp
 from tui.commands import HERE
 from tui.screens.chat import ChatScreen
@@ -369,6 +369,16 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         await top.press("ctrl+n")
         await top.until(lambda: "▸ hello" not in top.text())
         assert chat.turns == []
+
+
+async def test_names_with_brackets_are_shown_as_they_are(daemon: Daemon) -> None:
+    odd = "[/b]l[red]"
+    peers = [{**peer, "shards": [shard(odd, "0-3")]} for peer in whole()["peers"]]
+    daemon.house.change(peers=peers)
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("2")
+        await top.until(f"B  attic    ● up           0.7 ms  {odd} 0-3")
 
 
 async def test_the_palette_has_every_verb(daemon: Daemon) -> None:

@@ -10,13 +10,14 @@ from textual.widgets import DataTable
 Row = Sequence[str | Text]
 
 
-class Table(DataTable[str | Text]):
-    """Rows have keys; cells that are the same are left alone."""
+class Table(DataTable[Text]):
+    """Rows have keys; cells that are the same are left alone. Texts are shown as they are: textual
+    would take what is in brackets for markup, and names come from other machines."""
 
     def __init__(self, *columns: str, id: str | None = None) -> None:
         super().__init__(id=id, cursor_type="row", zebra_stripes=False)
         self._names = columns
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, list[Text]] = {}
 
     def on_mount(self) -> None:
         """Make the columns."""
@@ -29,8 +30,9 @@ class Table(DataTable[str | Text]):
         keys = list(self._rows)
         return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
 
-    def fill(self, rows: Mapping[str, Row]) -> None:
+    def fill(self, told: Mapping[str, Row]) -> None:
         """Show these rows, in their order; the cursor stays on its row."""
+        rows = {key: [_as_text(cell) for cell in row] for key, row in told.items()}
         if list(rows) != list(self._rows):
             chosen = self.chosen
             self.clear()
@@ -43,4 +45,8 @@ class Table(DataTable[str | Text]):
                 for name, cell, before in zip(self._names, row, self._rows[key], strict=True):
                     if cell != before:
                         self.update_cell(key, name, cell, update_width=True)
-        self._rows = dict(rows)
+        self._rows = rows
+
+
+def _as_text(cell: str | Text) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
