@@ -371,6 +371,24 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         assert chat.turns == []
 
 
+async def test_a_new_conversation_keeps_nothing_of_the_answer_that_ran(daemon: Daemon) -> None:
+    stuck = {**whole()["models"][0], "id": "stuck"}
+    daemon.house.change(models=[stuck])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask stuck")
+        await top.press(*"old", "enter")
+        await top.until("one")
+        await top.press("ctrl+n")
+        await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 10)
+        daemon.generations.proceed.set()
+        await top.press(*"new", "enter")
+        await top.until("one two")
+    last = daemon.generations.requests[-1]
+    assert last.messages == ({"role": "user", "content": "new"},)
+
+
 async def test_names_with_brackets_are_shown_as_they_are(daemon: Daemon) -> None:
     odd = "[/b]l[red]"
     peers = [{**peer, "shards": [shard(odd, "0-3")]} for peer in whole()["peers"]]

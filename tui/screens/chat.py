@@ -76,7 +76,7 @@ class ChatScreen(TopScreen):
         """Begin a new conversation."""
         if self._answering is not None:
             self._answering.cancel()
-        self.turns.clear()
+        self.turns = []
         await self.query_one("#said").remove_children()
         self.query_one("#ask").focus()
 
@@ -97,13 +97,14 @@ class ChatScreen(TopScreen):
         answer = Markdown("", open_links=False)
         await said.mount(Static(f"▸ {text}", classes="question", markup=False), answer)
         said.anchor()
-        self.turns.append({"role": "user", "content": text})
+        turns = self.turns  # a new conversation has others, whatever still comes of this answer
+        turns.append({"role": "user", "content": text})
         beside = self.query_one(Beside)
         beside.happened, beside.shown, beside.ended = (), "", {}
         stream = Markdown.get_stream(answer)
         told: list[str] = []
         try:
-            chunks = self.daemon().chat(self.model, list(self.turns))
+            chunks = self.daemon().chat(self.model, list(turns))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     piece = self._take(chunk, beside)
@@ -116,9 +117,9 @@ class ChatScreen(TopScreen):
             beside.shown = ""
             await stream.stop()
             if "".join(told):
-                self.turns.append({"role": "assistant", "content": "".join(told)})
+                turns.append({"role": "assistant", "content": "".join(told)})
             else:
-                self.turns.pop()
+                turns.pop()
 
     def _take(self, chunk: Mapping[str, Any], beside: Beside) -> str:
         """The text of a chunk; what it says of the route goes beside the answer."""
