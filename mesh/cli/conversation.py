@@ -29,6 +29,8 @@ class Conversation:
     last: ReceivedAnswer | None = None
     asked: list[dict[str, str]] = field(default_factory=list)
     """What `last` answers."""
+    unanswered: str | None = None
+    """The last question, where nothing came of it; it is not among the turns."""
 
     def messages(self) -> list[dict[str, str]]:
         """What the model is shown."""
@@ -43,6 +45,7 @@ class Conversation:
         try:
             await receive(client.chat(self.model, asked, **options), answer, shown)
         finally:
+            self.unanswered = None if answer.text else text
             if answer.text:
                 self.turns.append({"role": "assistant", "content": answer.text})
             else:
@@ -53,6 +56,9 @@ class Conversation:
 
     def undo(self) -> str | None:
         """Take the last question and its answer back; the question, or None without one."""
+        if self.unanswered is not None:
+            question, self.unanswered = self.unanswered, None
+            return question
         for number in reversed(range(len(self.turns))):
             if self.turns[number]["role"] == "user":
                 question = self.turns[number]["content"]
@@ -60,6 +66,10 @@ class Conversation:
                 self.last = None
                 return question
         return None
+
+    def forget(self) -> None:
+        """Begin anew; the settings stay."""
+        self.turns, self.last, self.unanswered = [], None, None
 
     def set(self, name: str, value: str) -> str:
         """Change a setting; what to say of it. Without a name: all settings."""

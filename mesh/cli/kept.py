@@ -140,9 +140,9 @@ class SavedChats:
             raise _unusable(path, error) from error
         except (KeyError, ValueError) as error:
             raise BadValue(f"{path} is no saved chat: {error}.", fix="Remove it.") from error
+        chat.forget()
         chat.model, chat.system, chat.options = saved.model, saved.system, options
         chat.turns = [asdict(turn) for turn in saved.turns]
-        chat.last = None
 
     def _path(self, name: str) -> Path:
         if _NAME.fullmatch(name) is None:

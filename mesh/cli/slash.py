@@ -165,8 +165,7 @@ class SlashCommands:
         )
 
     async def _clear(self, _: str) -> CommandResult:
-        self._chat.turns.clear()
-        self._chat.last = None
+        self._chat.forget()
         return CommandResult("forgotten")
 
     async def _save(self, name: str) -> CommandResult:

@@ -175,6 +175,33 @@ async def test_conversations_are_repeated_undone_saved_and_loaded(
     assert fourth.sampling.ignore_eos
 
 
+async def test_a_question_that_got_no_answer_is_the_last_one(
+    screen: dict[str, str], served: Served
+) -> None:
+    try:
+        async with Terminal(screen, "chat", "echo") as terminal:
+            await terminal.prompt()
+            terminal.type("alpha\r")
+            await terminal.until_screen("\nalpha\n")
+            await terminal.prompt()
+            served.generations.scripts["echo"] = "busy"
+            for line in ("beta", "/retry"):
+                terminal.type(f"{line}\r")
+                await terminal.until("4 generations run already")
+                await terminal.prompt()
+            del served.generations.scripts["echo"]
+            terminal.type("/retry\r")
+            await terminal.until_screen("\nbeta\n")
+            await leave(terminal)
+    finally:
+        served.generations.scripts.clear()
+    assert served.generations.requests[-1].messages == (
+        {"role": "user", "content": "alpha"},
+        {"role": "assistant", "content": "alpha"},
+        {"role": "user", "content": "beta"},
+    )
+
+
 async def test_why_tells_what_else_each_token_could_have_been(screen: dict[str, str]) -> None:
     async with Terminal(screen, "chat", "echo") as terminal:
         await terminal.prompt()
