@@ -93,6 +93,12 @@ class Conversation:
         return f"{name} = {one_line(value)}"
 
 
+def _stop(text: str) -> str:
+    if not text:
+        raise ValueError(text)
+    return text
+
+
 def _flag(text: str) -> bool:
     if text not in {"true", "on", "false", "off"}:
         raise ValueError(text)
@@ -119,7 +125,7 @@ SETTINGS: dict[str, Any] = {
     "repetition_penalty": _number,
     "seed": int,
     "max_tokens": int,
-    "stop": str,
+    "stop": _stop,
     "wire_dtype": _format,
     "ignore_eos": _flag,
 }

@@ -140,7 +140,8 @@ async def test_debug_shows_the_traceback(hearthnet: Run, daemon: Served) -> None
 async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon: Served) -> None:
     lines = [
         "hello there", "", "/set temperature 0.25", "/set sytem x", "/set system be kind",
-        "/set seed x", '"""two', 'lines"""', "/route", "/clear", "fresh", "/bye", "never",
+        "/set seed x", "/set stop", '"""two', 'lines"""', "/route", "/clear", "fresh", "/bye",
+        "never",
     ]  # fmt: skip
     finished = await hearthnet("chat", stdin="\n".join(lines))
     assert (finished.code, finished.out) == (0, "hello there\ntwo\nlines\nfresh\n")
@@ -157,6 +158,7 @@ async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon
     assert temperatures == [0.0, 0.25, 0.25]
     assert "did you mean system?" in finished.err
     assert "'x' is no value for seed" in finished.err
+    assert "'' is no value for stop" in finished.err
     assert "kitchen 6-11: 1.0 ms a step" in finished.err
 
 
