@@ -41,6 +41,8 @@ async def bring_up(client: Client, model: str, error: MeshError | None = None) -
     after all.
     """
     row = await _row(client, model)
+    if error is None and row is not None and row["runnable"]:
+        return model
     if row is not None and row["local"] and not await _is_deployed(client, model):
         if error is not None:
             raise error

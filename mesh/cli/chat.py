@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from mesh.cli.answers import Hidden, display, is_screen
-from mesh.cli.options import ApiPort, Host, Plain, StateDir, Verbose, locate_daemon
+from mesh.cli.options import ApiPort, AskedDaemon, Host, Plain, StateDir, Verbose
 from mesh.cli.output import note, one_line, print_json_line, report
 from mesh.cli.quotes import unquoted
 from mesh.errors import MeshError
@@ -42,29 +42,44 @@ def chat(  # noqa: PLR0913 - flags
     api_port: ApiPort = None,
 ) -> None:
     """Talk to a model. Without MODEL the first that can answer is taken. /? lists its commands."""
+    from mesh.cli.conversation import Conversation
+
+    shown = ShownAnswers(markdown=not plain, verbose=verbose, as_json=as_json)
+    daemon = AskedDaemon(state_dir, host, api_port)
+    converse(daemon, model, Conversation(""), shown, keeps=not no_history)
+
+
+def converse(
+    daemon: AskedDaemon,
+    model: str | None,
+    conversation: Conversation,
+    shown: ShownAnswers,
+    *,
+    keeps: bool = True,
+) -> None:
+    """Talk to the model, with the conversation's settings; what is typed is kept if it `keeps`."""
     import asyncio
 
-    from mesh.cli.conversation import Conversation
     from mesh.cli.kept import SavedChats
     from mesh.cli.slash import SlashCommands
 
-    client = locate_daemon(state_dir, host, api_port)
-    paths = _paths(state_dir)
-    conversation = Conversation("")
+    client = daemon.client()
+    paths = _paths(daemon.state_dir)
     commands = SlashCommands(client, conversation, SavedChats(paths.chats_dir))
     with asyncio.Runner() as runner:
         try:
             if warning := runner.run(commands.choose(model)):
                 note(warning)
-            shown = _Shown(markdown=not plain, verbose=verbose, as_json=as_json)
             loop = _Loop(runner, client, conversation, commands, shown)
-            loop.run(_reader(paths, commands, shown, keeps=not no_history))
+            loop.run(_reader(paths, commands, shown, keeps=keeps))
         finally:
             runner.run(client.close())
 
 
 @dataclass(frozen=True)
-class _Shown:
+class ShownAnswers:
+    """In which form answers are printed."""
+
     markdown: bool
     verbose: bool
     as_json: bool
@@ -83,7 +98,7 @@ class _Loop:
     client: Client
     conversation: Conversation
     commands: SlashCommands
-    shown: _Shown
+    shown: ShownAnswers
 
     def run(self, reader: _Reader) -> None:
         is_interactive = sys.stdin.isatty()
@@ -133,7 +148,9 @@ def _paths(state_dir: Path | None) -> StatePaths:
     return StatePaths(load_config({"state_dir": state_dir}).config.state_dir)
 
 
-def _reader(paths: StatePaths, commands: SlashCommands, shown: _Shown, *, keeps: bool) -> _Reader:
+def _reader(
+    paths: StatePaths, commands: SlashCommands, shown: ShownAnswers, *, keeps: bool
+) -> _Reader:
     if is_screen(sys.stdin) and is_screen(sys.stdout) and not shown.as_json:
         from mesh.cli.kept import TypedLines
         from mesh.cli.line_editor import Editor

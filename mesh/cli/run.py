@@ -59,14 +59,17 @@ def run(  # noqa: PLR0913 - flags
     """Ask once, or chat where there is no prompt. A model that is not up is deployed first.
 
     Piped input is added to the prompt; the answer is the only thing on stdout."""
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        _converse(daemon, model, plain=plain, verbose=verbose)
-        return
-    text = _whole_prompt(prompt)
     options: dict[str, Any] = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
         "max_tokens": max_tokens, "ignore_eos": ignore_eos, "wire_dtype": wire_dtype,
     }  # fmt: skip
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        if raw or show_why or show_lens:
+            raise _no_prompt_to_look_at()
+        shown_so = chat.ShownAnswers(markdown=not plain, verbose=verbose, as_json=daemon.json)
+        _converse(daemon, model, system or "", options, shown_so)
+        return
+    text = _whole_prompt(prompt)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     if show_why or show_lens:
@@ -81,12 +84,7 @@ def run(  # noqa: PLR0913 - flags
     )
     if show_why:
         seen["tokens"] = answer.tokens
-    if daemon.json:
-        print_json(answer.to_dict() | seen)
-    else:
-        _explain(seen)
-    if verbose or not daemon.json:
-        note(answer.timings() if verbose else answer.summary)
+    _conclude(answer, seen, as_json=daemon.json, verbose=verbose)
 
 
 @dataclass(frozen=True)
@@ -117,12 +115,18 @@ class _Question:
             seen["lens"] = await lens.look(client, model, self.messages, answer.tokens)
 
 
-def _converse(daemon: AskedDaemon, model: str, *, plain: bool, verbose: bool) -> None:
+def _converse(
+    daemon: AskedDaemon,
+    model: str,
+    system: str,
+    options: dict[str, Any],
+    shown: chat.ShownAnswers,
+) -> None:
+    from mesh.cli.conversation import Conversation
+
     name = daemon.ask(lambda client: bring_up(client, model))
-    chat.chat(
-        name, plain=plain, verbose=verbose, as_json=daemon.json, state_dir=daemon.state_dir,
-        host=daemon.host, api_port=daemon.api_port,
-    )  # fmt: skip
+    wanted = {key: given for key, given in options.items() if given is not None}
+    chat.converse(daemon, name, Conversation("", system, wanted), shown)
 
 
 def _alternatives(*, raw: bool) -> dict[str, Any]:
@@ -131,6 +135,25 @@ def _alternatives(*, raw: bool) -> dict[str, Any]:
             f"--why and {lens.FLAG} look at an answer in a chat.", fix="Leave --raw out."
         )
     return {"logprobs": True, "top_logprobs": ALTERNATIVES}
+
+
+def _no_prompt_to_look_at() -> BadRequest:
+    return BadRequest(
+        f"--raw, --why and {lens.FLAG} are for one answer.",
+        fix=f"Write the prompt after the model; in a chat, ask /why or /why {lens.FLAG}.",
+    )
+
+
+def _conclude(
+    answer: ReceivedAnswer, seen: dict[str, Any], *, as_json: bool, verbose: bool
+) -> None:
+    """What is printed once the answer is complete."""
+    if as_json:
+        print_json(answer.to_dict() | seen)
+    else:
+        _explain(seen)
+    if verbose or not as_json:
+        note(answer.timings() if verbose else answer.summary)
 
 
 def _explain(seen: dict[str, Any]) -> None:

@@ -202,6 +202,25 @@ async def test_a_question_that_got_no_answer_is_the_last_one(
     )
 
 
+async def test_run_without_a_prompt_is_a_chat_with_what_its_flags_say(
+    screen: dict[str, str], served: Served
+) -> None:
+    flags = ("--system", "be kind", "--temperature", "0.5", "--seed", "0", "--ignore-eos")
+    async with Terminal(screen, "run", "echo", *flags) as terminal:
+        await terminal.prompt()
+        terminal.type("alpha\r")
+        await terminal.until_screen("\nalpha\n")
+        await leave(terminal)
+    asked = served.generations.requests[-1]
+    assert asked.messages is not None
+    assert asked.messages[0] == {"role": "system", "content": "be kind"}
+    sampling = asked.sampling
+    assert (sampling.temperature, sampling.seed, sampling.ignore_eos) == (0.5, 0, True)
+    async with Terminal(screen, "run", "echo", "--why") as terminal:
+        await terminal.until_screen("Write the prompt after the model")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 2
+
+
 async def test_why_tells_what_else_each_token_could_have_been(screen: dict[str, str]) -> None:
     async with Terminal(screen, "chat", "echo") as terminal:
         await terminal.prompt()
