@@ -104,19 +104,28 @@ def too_little(
                 min(lacks),
                 name,
             )
-    return _in_all(model, found, demand, quant, fix)
-
-
-def _in_all(
-    model: ModelShape, found: Sequence[Bench], demand: Demand, quant: Quant, fix: str
-) -> Refusal:
-    wanted = model.total_layers * demand.replicas
     if not found:
+        return _unknown(model, usable, quant, fix)
+    return _in_all(model, found, demand, fix)
+
+
+def _unknown(model: ModelShape, usable: Sequence[Machine], quant: Quant, fix: str) -> Refusal:
+    """Nobody computes in this format, as far as is known."""
+    if usable and not any(map(_is_measured, usable)):
         return Refusal(
             "not_enough_memory",
-            f"no machine that may be used can compute {model.model_id} in {quant}.",
-            f"See why below. {fix}",
+            "no machine that may be used has measured itself yet.",
+            "They do so within a few minutes of their start; ask again then.",
         )
+    return Refusal(
+        "not_enough_memory",
+        f"no machine that may be used can compute {model.model_id} in {quant}.",
+        f"Each machine is listed with its reason. {fix}",
+    )
+
+
+def _in_all(model: ModelShape, found: Sequence[Bench], demand: Demand, fix: str) -> Refusal:
+    wanted = model.total_layers * demand.replicas
     held = sum(layers_within(bench.seat(None)) for bench in found)
     if held < wanted <= sum(layers_within(_on_any_disk(bench)) for bench in found):
         missing = (wanted - held) * max(model.layer_bytes)
@@ -158,8 +167,7 @@ def _why(
         return barred
     found = benches(model, machine, demand, quant)
     if not found:
-        kinds = ", ".join(device.name for device in machine.devices)
-        return f"its speed in {quant} on {kinds} is not known"
+        return _no_speed(machine, quant)
     fitting = [(bench, most) for bench in found if (most := layers_within(bench.seat(None)))]
     if not fitting:
         return _no_room(model, machine, found)
@@ -170,6 +178,17 @@ def _why(
     if more <= 1e-9:
         return "as fast without it"
     return f"faster without it: {before:.1f} ms a token, at best {before + more:.1f} with it"
+
+
+def _no_speed(machine: Machine, quant: Quant) -> str:
+    if not _is_measured(machine):
+        return "it has not measured itself yet"
+    kinds = ", ".join(device.name for device in machine.devices)
+    return f"its speed in {quant} on {kinds} is not known"
+
+
+def _is_measured(machine: Machine) -> bool:
+    return any(device.speeds for device in machine.devices)
 
 
 def _no_room(model: ModelShape, machine: Machine, found: Sequence[Bench]) -> str:

@@ -232,6 +232,15 @@ def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
     assert all(row.layers_that_fit < 16 for row in found.machines)
 
 
+def test_machines_that_have_measured_nothing_yet_are_not_said_to_lack_memory() -> None:
+    unmeasured = [Machine(NodeId(name), name, (replace(cpu(9), speeds=()),), 0.0) for name in "ab"]
+    found = lay_out(model(), unmeasured, Demand(asker=ASKER))
+    assert found.refusal is not None
+    assert "measured itself yet" in found.refusal.message
+    assert found.refusal.fix.endswith("ask again then.")
+    assert reason(found, "b") == "it has not measured itself yet"
+
+
 def test_a_pin_that_does_not_fit_names_its_machine() -> None:
     pins = ((NodeId("b"), LayerRange(0, 16)),)
     found = lay_out(model(), [machine("a", 9), machine("b", 1)], Demand(pins=pins, quant="none"))
