@@ -23,7 +23,14 @@ def log(
         typer.Option("--type", metavar="TYPE", help="Only these, such as member or model."),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=200, help="So many at most.")
+        int,
+        typer.Option(
+            "--limit",
+            metavar="N",
+            min=1,
+            max=200,
+            help="So many at most of decisions, and of facts.",
+        ),
     ] = 30,
     after: Annotated[
         str | None, typer.Option("--after", metavar="PLACE", help="Go on where a page ended.")
