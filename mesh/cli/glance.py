@@ -32,7 +32,7 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
     if broken:
         row = broken[0]
         why = f": {row['ending']}" if row["ending"] else ""
-        return f"{row['name']} is {row['state']}{why}.", "hearthnet doctor"
+        return f"{row['name']} is {row['state']}{why}.", _DOCTOR
     if picture["node"]["paused"]:
         return "It is paused: others get nothing from it.", "hearthnet resume"
     ready = [model for model in picture["models"] if model["runnable"]]
@@ -41,6 +41,7 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
     return _silent(picture["models"])
 
 
+_DOCTOR = "hearthnet top; its key 7 says what is wrong"
 _WELL = ("up", "starting", "stopped", "resting")
 
 
@@ -71,4 +72,4 @@ def _silent(models: list[dict[str, Any]]) -> tuple[str, str]:
         return said, f"on another machine, hearthnet up --layers {model['missing'][0]}"
     if model["reason"] == "loading":
         return f"{name} is loading.", "hearthnet chat, in a moment"
-    return f"{name} does not answer: {model['reason']}.", "hearthnet doctor"
+    return f"{name} does not answer: {model['reason']}.", _DOCTOR
