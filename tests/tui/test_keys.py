@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 from textual._compositor import LayoutUpdate
 from textual.binding import Binding
+from textual.events import Paste
 from textual.widgets import Button, DataTable, Input
 
 from mesh.client import Client
@@ -387,6 +388,22 @@ async def test_a_new_conversation_keeps_nothing_of_the_answer_that_ran(daemon: D
         await top.until("one two")
     last = daemon.generations.requests[-1]
     assert last.messages == ({"role": "user", "content": "new"},)
+
+
+async def test_all_lines_of_a_pasted_text_are_asked(daemon: Daemon) -> None:
+    daemon.house.change(models=[{**whole()["models"][0], "id": "echo"}])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask echo")
+        await top.press("a", "b", "left")
+        top.app.screen.query_one(Input).post_message(Paste("one\r\ntwo\n\nthree\n"))
+        await top.until("aone two  threeb")
+        await top.press("enter")
+        await top.until("▸ aone two")
+    assert daemon.generations.requests[-1].messages == (
+        {"role": "user", "content": "aone two  threeb"},
+    )
 
 
 async def test_names_with_brackets_are_shown_as_they_are(daemon: Daemon) -> None:

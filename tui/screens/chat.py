@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from textual import work
+from textual import events, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
@@ -43,7 +43,7 @@ class ChatScreen(TopScreen):
         with Horizontal():
             with Vertical():
                 yield VerticalScroll(id="said", can_focus=True)
-                yield Input(placeholder="Ask …", id="ask")
+                yield Ask(placeholder="Ask …", id="ask")
             yield Beside()
 
     def took(self, picture: Picture) -> None:
@@ -133,6 +133,17 @@ class ChatScreen(TopScreen):
             beside.ended = extension
         texts = [choice["delta"].get("content") or "" for choice in chunk["choices"]]
         return "".join(texts)
+
+
+class Ask(Input):
+    """The field for a question. Of what is pasted all is taken, in one line: textual's own field
+    takes the first line and drops the others."""
+
+    def on_paste(self, event: events.Paste) -> None:
+        """Instead of what the field would do."""
+        event.prevent_default()
+        event.stop()
+        self.replace(" ".join(event.text.splitlines()), *self.selection)
 
 
 def _ready(picture: Picture) -> list[str]:
