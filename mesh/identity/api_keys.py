@@ -22,7 +22,7 @@ from mesh import codec
 from mesh.accounts.ledger import Personal, Resource
 from mesh.clock import Clock
 from mesh.codec import Fault
-from mesh.errors import BadValue, KeyUnreadable, Unauthorized
+from mesh.errors import BadValue, KeyUnreadable, NotFound, Unauthorized
 from mesh.identity.private_files import read_private, write_private
 from mesh.types import Principal, PrincipalKind
 
@@ -140,10 +140,10 @@ class ApiKeys:
         return key, f"hn_{key_id}_{secret}"
 
     def revoke(self, key_id: str) -> ApiKey:
-        """Forget a key at once. Raises BadValue when there is none, KeyUnreadable."""
+        """Forget a key at once. Raises NotFound when there is none, KeyUnreadable."""
         key = self._keys.get(key_id)
         if key is None:
-            raise BadValue(
+            raise NotFound(
                 f"There is no API key {key_id}.", fix="See `hearthnet keys`.", param="key_id"
             )
         self._save({known: kept for known, kept in self._keys.items() if known != key_id})

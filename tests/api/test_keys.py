@@ -156,7 +156,7 @@ async def test_the_owner_makes_lists_and_revokes_keys(
     assert revoked.json() == made
     assert code(await http.get("/v1/models", headers=bearer(key))) == (401, "unauthorized")
     again = await http.post("/mesh/v1/keys/revoke", json=gone, headers=bearer(OWNERS))
-    assert code(again) == (400, "bad_value")
+    assert code(again) == (404, "not_found")
     nonsense = wish | {"scopes": ["root"]}
     refused = await http.post("/mesh/v1/keys", json=nonsense, headers=bearer(OWNERS))
     assert code(refused) == (400, "bad_value")

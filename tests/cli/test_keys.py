@@ -76,6 +76,7 @@ async def test_keys_are_made_and_revoked_without_a_daemon(hearthnet: Run, tmp_pa
     (row,) = json.loads((await hearthnet("keys", *where, "--json")).out)["keys"]
     assert (row["name"], row["scopes"]) == ("key", ["chat"])
     assert (await hearthnet("keys", "revoke", row["id"], *where)).code == 0
+    assert (await hearthnet("keys", "revoke", row["id"], *where)).code == 4
     assert json.loads((await hearthnet("keys", *where, "--json")).out) == {"keys": []}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mesh.accounts.ledger import Resource, ResourceLedger
-from mesh.errors import BadValue, KeyUnreadable, QuotaExceeded, Unauthorized
+from mesh.errors import BadValue, KeyUnreadable, NotFound, QuotaExceeded, Unauthorized
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, quotas
 from mesh.types import Principal, PrincipalKind
 from tests.identity.support import ManualClock
@@ -99,7 +99,7 @@ def test_unusable_names_are_refused(name: str, path: Path, clock: ManualClock) -
 
 
 def test_revoking_what_is_not_there(path: Path) -> None:
-    with pytest.raises(BadValue):
+    with pytest.raises(NotFound):
         ApiKeys.load(path).revoke("00000000")
 
 
