@@ -323,19 +323,18 @@ class Supervisor(ABC):
         self._counted_until_s = loop.time()
         while self._silent_s < self._patience_s:
             was_up = self.is_up
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_tick(TICK_S)):
                     await self._gone.wait()
-            except TimeoutError:
-                now = loop.time()
-                self._silent_s += min(TICK_S, now - self._counted_until_s)
-                self._counted_until_s = now
-                if was_up and not self.is_up:
-                    self._up.clear()
-                    logger.warning("%s said nothing for %d s", self.name, self._silent_s)
-                    self.on_changed()
-            else:
+            if self._gone.is_set():  # also where it went at the very tick
                 return False
+            now = loop.time()
+            self._silent_s += min(TICK_S, now - self._counted_until_s)
+            self._counted_until_s = now
+            if was_up and not self.is_up:
+                self._up.clear()
+                logger.warning("%s said nothing for %d s", self.name, self._silent_s)
+                self.on_changed()
         logger.error("%s said nothing for %d s; it is replaced", self.name, self._silent_s)
         return True
 

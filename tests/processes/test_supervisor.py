@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
+from mesh.clock import next_tick
 from mesh.errors import BadRequest, DeviceLost
 from mesh.identity.tls import TlsMaterial
 from mesh.processes import supervisor
@@ -127,6 +128,16 @@ async def test_a_daemon_that_stood_still_itself_blames_nobody(process: Watched) 
     await asyncio.sleep(2 * supervisor.TICK_S)
     assert await process.up() == first
     assert not process.states
+
+
+async def test_one_that_goes_at_the_very_tick_was_not_silent(
+    process: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    await process.up()
+    at = next_tick(supervisor.TICK_S) + supervisor.TICK_S  # at the first it was not up yet
+    asyncio.get_running_loop().call_at(at, process.replace)
+    await process.sees(lambda: bool(process.endings))
+    assert "said nothing" not in caplog.text
 
 
 async def test_one_that_can_do_nothing_any_more_says_why_and_is_replaced(process: Watched) -> None:
