@@ -105,6 +105,7 @@ class ShardProcess(Worker):
         self._room: Room | None = None
         self._held: dict[ShardId, HeldShard] = {}
         self._watches: dict[ShardId, asyncio.Task[None]] = {}
+        self._watchers_turn = asyncio.Lock()
         self._is_paused = False
         self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
@@ -262,7 +263,7 @@ class ShardProcess(Worker):
         taps = TapServer(server, loaded.load_plain, queue, settings, room_for_traces)
         self._service.add(server, taps)
         self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
-        watch = WeightWatch(taps.weights, queue)
+        watch = WeightWatch(taps.weights, queue, self._watchers_turn)
         name = plan.shard_id
         self._watches[name] = self.keep(self._watch(name, watch), f"weights of {name}")
         self._changed.set()

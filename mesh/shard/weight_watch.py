@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 SLICE_BYTES = 4 << 20
 """A few milliseconds of one core, in which others compute on."""
 SHARE = 0.0025
-"""Of the time, which is what it costs a decode step at most."""
+"""Of the time, whatever is watched, which is what it costs a decode step at most."""
 IDLE_S = 1.0
+"""At least, from one slice to the next: waking up for a small one costs more than the slice."""
 _LONGEST_S = 60.0
 
 
@@ -31,11 +32,12 @@ Weights = Callable[[], "Iterable[Checkable]"]
 
 
 class WeightWatch:
-    """One shard's weights."""
+    """One shard's weights. The shards of a process take turns."""
 
-    def __init__(self, weights: Weights, scheduler: Scheduler) -> None:
+    def __init__(self, weights: Weights, scheduler: Scheduler, turn: asyncio.Lock) -> None:
         self._weights = weights
         self._scheduler = scheduler
+        self._turn = turn
         self._checks: WeakKeyDictionary[Checkable, Check] = WeakKeyDictionary()
 
     async def changed(self) -> str:
@@ -43,10 +45,11 @@ class WeightWatch:
         while True:
             checks = [self._check(each) for each in self._weights()]
             for check in checks:
-                name, took_s = await self._scheduler.load(partial(_timed_step, check))
-                if name is not None:
-                    return name
-                await asyncio.sleep(min(took_s / SHARE, _LONGEST_S))
+                async with self._turn:
+                    name, took_s = await self._scheduler.load(partial(_timed_step, check))
+                    if name is not None:
+                        return name
+                    await asyncio.sleep(min(max(took_s / SHARE, IDLE_S), _LONGEST_S))
             if not checks:
                 await asyncio.sleep(IDLE_S)
 

@@ -15,7 +15,10 @@ from mesh.errors import WeightsCorrupted
 from mesh.models.manifest import read_manifest
 from mesh.processes.attempts import MAX_RELOADS
 from mesh.shard.local_shard import LocalShard
+from mesh.shard.scheduler import Scheduler
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.shard.weight_check import WeightCheck
+from mesh.shard.weight_watch import WeightWatch
 from mesh.types import ShardId, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -117,3 +120,24 @@ async def test_weights_that_change_in_memory_are_withdrawn_and_loaded_again(tmp_
             await here.answer(await here.asker(), 1)
     finally:
         await here.host.stop()
+
+
+class Counted:
+    """A small layer's weights, and how often they were looked at."""
+
+    def __init__(self) -> None:
+        self.layer = torch.nn.Linear(8, 8)
+        self.check = WeightCheck(self.layer, {})
+
+    def weight_check(self) -> WeightCheck:
+        return self.check
+
+
+async def test_many_small_shards_cost_no_more_than_one() -> None:
+    shards, turn, scheduler = [Counted() for _ in range(8)], asyncio.Lock(), Scheduler()
+    watches = [WeightWatch(lambda each=each: [each], scheduler, turn) for each in shards]
+    looking = asyncio.gather(*(watch.changed() for watch in watches))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(looking, 0.8)
+    scheduler.close()
+    assert 1 <= sum(each.check.rounds for each in shards) <= 4
