@@ -131,20 +131,26 @@ class ChatSession(Session):
         if self.sequence is not None:
             return
         try:
+            # What loads for one that is closed already would stay: nobody else leaves it idle.
+            self._require_not_closed()
             runtime = await self._server.weights.acquire()
+            self._require_not_closed()
             ends = await self._server.acquire_ends() if self.needs_ends else None
             hooks = (
                 await self.recording.start(runtime, self.layers)
                 if self.recording is not None
                 else ()
             )
-            if self.closed:
-                raise gone()  # noqa: TRY301 - as what loading raises
+            self._require_not_closed()
             self.use(runtime, hooks, ends)
         except BaseException:
             self.close()
             raise
         self.active_at = _now()
+
+    def _require_not_closed(self) -> None:
+        if self.closed:
+            raise gone()
 
     # Steps
 

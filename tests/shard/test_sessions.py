@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Failure, Loading, Open, OpenPart, Step
+from mesh.wire.messages import Failure, Loading, Open, OpenEnds, OpenPart, Step
 from tests.shard.asker import Attic, CountedLoader, close_to, settled
 from tests.shard.spans import rows, step
 
@@ -279,6 +281,29 @@ async def test_a_link_that_closes_while_loading_leaves_nothing_behind() -> None:
     await settled(lambda: attic.server.load_now().loaded)
     await attic.server.evict()
     attic.queue.close()
+
+
+async def test_for_a_session_that_is_closed_nothing_is_loaded() -> None:
+    async with Attic() as attic:
+        server, loader = attic.server, attic.loader
+        server.descriptor = replace(server.descriptor, embeds=True)
+        server.lend_ends(lambda: pytest.fail("nobody needs them any more"), nullcontext)
+        await server.evict()
+        loads = loader.loads
+        fields = {"ids": True, "candidates": 0, "rows": 0}
+        session = server.admit(OpenEnds(**asdict(REQUEST) | fields))
+        opening = asyncio.create_task(session.opened())
+        await settled(lambda: server.weights.is_loading)
+        session.close()
+        with pytest.raises(SessionGone):
+            await opening
+        assert loader.loads == loads + 1
+        await server.evict()
+        session = server.admit(REQUEST)
+        session.close()
+        with pytest.raises(SessionGone):
+            await session.opened()
+        assert loader.loads == loads + 1
 
 
 async def test_a_peer_that_reads_less_than_it_asks_for_is_cut() -> None:
