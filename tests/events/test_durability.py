@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +31,7 @@ from tests.events.support import (
     received,
     reference,
 )
+from tests.full_disk import file_size_limit
 
 PEER = NodeId("peer")
 
@@ -87,17 +86,6 @@ async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> Non
 @pytest.mark.timeout(600)
 async def test_a_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     await kill_again_and_again(tmp_path / "events.db", 100)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond `size` bytes: a full disk without a disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Path) -> None:

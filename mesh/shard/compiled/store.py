@@ -7,18 +7,20 @@ header, is right; otherwise it is made again from the checkpoint. Blocks through
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
+_DRAFT = ".part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,21 +201,32 @@ def _keep(file: Path, products: Mapping[str, Product]) -> bool:
                 if (tensor := getattr(product.matrix, part)) is not None
             }
         )
+    metadata = {"sha256": _digest(io.BytesIO(save(tensors))), "version": str(VERSION)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-        os.close(handle)
+        _drop_abandoned(file)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=_DRAFT)
         draft = Path(name)
         try:
-            digest = _digest(io.BytesIO(save(tensors)))
-            save_file(tensors, draft, metadata={"sha256": digest, "version": str(VERSION)})
-            draft.replace(file)
+            with os.fdopen(handle, "wb") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stream.write(save(tensors, metadata))
+                stream.flush()
+                draft.replace(file)
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be kept, and is made again next time: %s", file, error)
         return False
     return True
+
+
+def _drop_abandoned(file: Path) -> None:
+    """Delete drafts of `file` whose writer has died: who writes one has it locked."""
+    for draft in file.parent.glob(f"{file.name}*{_DRAFT}"):
+        with suppress(BlockingIOError), draft.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink(missing_ok=True)
 
 
 def _kept(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mesh.shard.compiled.head import compile_head
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import GraphSpan
 from mesh.types import LayerRange
+from tests.full_disk import file_size_limit
 from tests.shard.compiled.spans import span, step
 from tests.shard.spans import CPU, checkpoint, rows
 
@@ -103,6 +105,26 @@ def test_where_nothing_can_be_kept_the_weights_stay_in_memory(tmp_path: Path) ->
     graphs = span("int8", layers=SPAN, cache_dir=blocked)
     assert not mapped(graphs)
     assert torch.equal(answer(graphs), answer(span("int8", layers=SPAN)))
+
+
+def test_where_the_disk_is_full_the_weights_stay_in_memory(tmp_path: Path) -> None:
+    with file_size_limit(4096):
+        graphs = span("int8", layers=SPAN, cache_dir=tmp_path)
+    assert not mapped(graphs)
+    assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path: Path) -> None:
+    span("int8", layers=SPAN, cache_dir=tmp_path)
+    first, second = files(tmp_path)
+    abandoned, in_use = (first.with_name(f"{each.name}abc.part") for each in (first, second))
+    for each in (first, second):
+        each.unlink()
+    abandoned.write_bytes(bytes(100))
+    with in_use.open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert mapped(span("int8", layers=SPAN, cache_dir=tmp_path))
+    assert sorted(tmp_path.rglob("*.*")) == [first, second, in_use]
 
 
 def test_no_dense_weight_is_left() -> None:
