@@ -52,6 +52,11 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 _DRAFT = ".part"
+_PARTS: dict[Quant, tuple[str, ...]] = {
+    "int8": ("codes", "scales"),
+    "int4": ("codes", "scales", "zeros"),
+}
+"""Of a `BlockMatrix`, what is kept of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +174,7 @@ def stored_products(
         )
         for name, linears in modules.items()
     }
-    if file is None or not _keep(file, fresh):
+    if file is None or not _keep(file, fresh, quant):
         return fresh, []
     return _kept(file, modules, quant) or (fresh, [])
 
@@ -189,18 +194,13 @@ def _rounded(
     )
 
 
-def _keep(file: Path, products: Mapping[str, Product]) -> bool:
+def _keep(file: Path, products: Mapping[str, Product], quant: Quant) -> bool:
     """Write them; whether that was possible."""
     tensors = {}
     for name, product in products.items():
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - just rounded
-        tensors.update(
-            {
-                f"{name}.{part}": tensor
-                for part in ("codes", "scales", "zeros")
-                if (tensor := getattr(product.matrix, part)) is not None
-            }
-        )
+        parts = _PARTS[quant]
+        tensors.update({f"{name}.{part}": getattr(product.matrix, part) for part in parts})
     metadata = {"sha256": _digest(io.BytesIO(save(tensors))), "version": str(VERSION)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -242,6 +242,8 @@ def _kept(
             digest = _digest(stream)
         if (metadata.get("version"), metadata.get("sha256")) != (str(VERSION), digest):
             return None
+        if entries.keys() != {f"{name}.{part}" for name in modules for part in _PARTS[quant]}:
+            return None
         pages = Pages.of_file(file)
     except (BadCheckpoint, OSError, ValueError) as error:
         logger.warning("%s is made again: %s", file, error)
@@ -249,11 +251,10 @@ def _kept(
     products = {}
     for name, linears in modules.items():
         tensors, stored = {}, {}
-        for part in ("codes", "scales", "zeros"):
-            entry = entries.get(f"{name}.{part}")
-            if entry is not None:
-                tensors[part] = pages.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
-                stored[part] = Stored(file, entry.offset, entry.nbytes)
+        for part in _PARTS[quant]:
+            entry = entries[f"{name}.{part}"]
+            tensors[part] = pages.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
+            stored[part] = Stored(file, entry.offset, entry.nbytes)
         shape = (sum(map(_rows, linears)), _columns(linears[0]))
         matrix = BlockMatrix(
             BITS[quant], shape, tensors["codes"], tensors["scales"], tensors.get("zeros")

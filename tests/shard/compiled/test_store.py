@@ -70,7 +70,7 @@ def test_a_second_start_reads_the_head_that_the_first_has_rounded(tmp_path: Path
 
 def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
     expected = answer(span("int8", layers=SPAN, cache_dir=tmp_path))
-    for damage in (_flip_last_byte, _cut_short, _empty):
+    for damage in (_flip_last_byte, _cut_short, _empty, _rename_a_tensor):
         damage(files(tmp_path)[0])
         assert torch.equal(answer(span("int8", layers=SPAN, cache_dir=tmp_path)), expected)
 
@@ -87,6 +87,10 @@ def _cut_short(file: Path) -> None:
 
 def _empty(file: Path) -> None:
     os.truncate(file, 0)
+
+
+def _rename_a_tensor(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b"codes", b"coder", 1))
 
 
 def test_codes_of_another_version_are_not_used(
