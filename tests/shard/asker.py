@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError, from_dict
+from mesh.shard.runtime import Runtime
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
@@ -62,17 +63,18 @@ def descriptor(layers: LayerRange = WHOLE, sha: str = SHA) -> ShardDescriptor:
 
 
 class CountedLoader:
-    """Loads the toy runtime and counts how often."""
+    """Loads the toy runtime, or `given`, and counts how often."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None, given: Runtime | None = None) -> None:
         self.loads = 0
         self.error = error
+        self._given = given
 
-    def __call__(self) -> TorchRuntime:
+    def __call__(self) -> Runtime:
         self.loads += 1
         if self.error is not None:
             raise self.error
-        return _served()
+        return self._given or _served()
 
 
 @cache

@@ -112,7 +112,8 @@ class SlotCache:
     @property
     def capacity(self) -> int:
         """Positions that it has memory for."""
-        return min(-(-self._written[0] // _STEP) * _STEP, self.bank.shape.positions)
+        most = min(self.max_tokens, self.bank.shape.positions)
+        return min(-(-self._written[0] // _STEP) * _STEP, most)
 
     @property
     def allocated_bytes(self) -> int:

@@ -1,0 +1,28 @@
+"""Sessions of a shard whose runtime is compiled: what their slots mean for who is let in."""
+
+from __future__ import annotations
+
+import pytest
+
+from mesh.shard.compiled.runtime import CompiledRuntime
+from tests.shard.asker import Attic, CountedLoader
+from tests.shard.compiled.spans import compiled
+from tests.shard.spans import rows
+
+
+@pytest.fixture(scope="module")
+def runtime() -> CompiledRuntime:
+    return compiled()
+
+
+async def test_a_parked_session_has_its_room_back_though_others_have_all_that_is_left(
+    runtime: CompiledRuntime,
+) -> None:
+    async with Attic(CountedLoader(given=runtime), kv_tokens=150) as attic:
+        asker = attic.asker()
+        for session, max_tokens in ((1, 50), (2, 100)):
+            await asker.open(session, max_tokens=max_tokens)
+            await asker.step(0, 0, rows(3), session)
+        asker.park(1)
+        await asker.resume(1, max_tokens=50)
+        await asker.step(1, 3, rows(1), 1)
