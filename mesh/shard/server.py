@@ -186,7 +186,12 @@ class ShardServer:
         runtime = self.weights.loaded
         if runtime is not None and recording is None and not session.is_loading:
             session.use(runtime, ends=self.ends.loaded if self.ends is not None else None)
-        self._end(self.sessions.admit(session, _now()))
+        try:
+            going = self.sessions.admit(session, _now())
+        except MeshError:
+            session.sequence = None  # its cache is not to wait for the garbage collector
+            raise
+        self._end(going)
         self._watch_leases()
         self.scheduler.streams += 1
         self.weights.keep()

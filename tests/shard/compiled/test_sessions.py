@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
+from mesh.errors import Busy
 from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.asker import Attic, CountedLoader
 from tests.shard.compiled.spans import compiled
@@ -13,6 +17,13 @@ from tests.shard.spans import rows
 @pytest.fixture(scope="module")
 def runtime() -> CompiledRuntime:
     return compiled()
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def test_a_parked_session_has_its_room_back_though_others_have_all_that_is_left(
@@ -26,3 +37,17 @@ async def test_a_parked_session_has_its_room_back_though_others_have_all_that_is
         asker.park(1)
         await asker.resume(1, max_tokens=50)
         await asker.step(1, 3, rows(1), 1)
+
+
+@pytest.mark.usefixtures("_no_collections")
+async def test_who_is_refused_takes_no_slot(runtime: CompiledRuntime) -> None:
+    async with Attic(CountedLoader(given=runtime), max_concurrent_streams=1) as attic:
+        asker = attic.asker()
+        await asker.open()
+        (session,) = attic.server.sessions
+        assert session.sequence is not None
+        for number in range(2, 5):
+            with pytest.raises(Busy):
+                await asker.open(number)
+        mine, next_one = session.sequence.cache, runtime.new_cache(8)
+        assert (mine.slot, next_one.slot) == (0, 1)
