@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SESSIONS = 1024
-
 
 class LinkSessions:
     """The sessions of one link; a `mesh.wire.link.LinkHandler`."""
@@ -97,22 +95,22 @@ class LinkSessions:
 
     def rows(self) -> list[dict[str, Any]]:
         """Who has which session open by which token on this link, JSON-able."""
+        self._forget_closed()
         peer = self._link.peer
         return [
             {
                 "node_id": peer.node_id,
                 "node": peer.node_name,
-                "purpose": session.purpose,
+                "purpose": self._sessions[number].purpose,
                 "token_id": token,
             }
             for number, token in self._tokens.items()
-            if (session := self._sessions.get(number)) is not None
         ]
 
     def uses(self, server: ShardServer) -> bool:
         """Whether a generation on this link has a session of this shard."""
         return any(
-            isinstance(session, ChatSession) and session.server is server
+            isinstance(session, ChatSession) and session.server is server and not session.closed
             for session in self._sessions.values()
         )
 
@@ -182,8 +180,7 @@ class LinkSessions:
                 f"{self._link.peer.node_name} is too old for jobs on this node.",
                 fix=f"Update hearthnet on {self._link.peer.node_name}.",
             )
-        if len(self._sessions) >= _MAX_SESSIONS:
-            self._forget_closed()
+        self._forget_closed()
         session = self._sessions[number] = self._service.admit(request, edits, self.peer)
         session.on_end = partial(self._ended, session)
         if token is not None:

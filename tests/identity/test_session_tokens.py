@@ -26,7 +26,7 @@ from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Failure, Hello, Message, Open, Opened, OpenTaps, Step
 from mesh.wire.websocket import connect, serve
 from tests.identity.support import ManualClock, Party
-from tests.shard.asker import MODEL, SHA, Asker, Attic
+from tests.shard.asker import MODEL, SHA, Asker, Attic, settled
 from tests.shard.spans import rows
 
 torch.set_num_threads(1)
@@ -196,6 +196,19 @@ async def test_revoking_a_token_ends_its_session_and_no_other(house: House) -> N
         await asker.step(0, 0, rows(2))
     assert torch.isfinite(await asker.step(0, 0, rows(2), session=2)).all()
     assert house.attic.service.sessions() == [second]
+    asker.link.close()
+
+
+async def test_a_session_that_was_ended_while_it_rested_is_not_said_to_be_open(
+    house: House,
+) -> None:
+    asker = await house.asker(HOLDER)
+    await asker.open(token=house.token())
+    asker.park()
+    await settled(lambda: house.attic.server.sessions.parked == 1)
+    assert len(house.attic.service.sessions()) == 1
+    await house.attic.server.evict()
+    assert house.attic.service.sessions() == []
     asker.link.close()
 
 
