@@ -63,6 +63,7 @@ class ShardServer:
         self._clock = clock or SystemClock()
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._used_at = 0.0
+        self._borrowed = 0
         self._sweep: asyncio.TimerHandle | None = None
         self.accounts = self.sessions.accounts
         """Streams and cache positions by who asked for them."""
@@ -83,11 +84,19 @@ class ShardServer:
         self._note_idle()
 
     async def borrow(self) -> Runtime:
-        """The loaded span, loaded first when it is not here. Raises what loading raises."""
+        """The loaded span, loaded first when it is not here; no disuse frees it before it is
+        `give_back`. Raises what loading raises."""
+        self._borrowed += 1
         try:
             return await self.weights.acquire()
-        finally:
-            self._note_idle()
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """What was borrowed once is not needed any more."""
+        self._borrowed -= 1
+        self._note_idle()
 
     def is_loaded(self, *, ends: bool) -> bool:
         """Whether a session can be opened now, one that needs the `ends` too."""
@@ -288,7 +297,7 @@ class ShardServer:
 
     def _note_idle(self) -> None:
         self._used_at = _now()
-        if not any(True for _ in self.sessions):
+        if not self._borrowed and not any(True for _ in self.sessions):
             self.weights.idle()
 
 

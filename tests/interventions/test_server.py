@@ -79,7 +79,10 @@ def _runtime() -> TorchRuntime:
 
 @asynccontextmanager
 async def shard(
-    settings: TapSettings | None = None, *, say: Callable[[Hello], Hello] = lambda hello: hello
+    settings: TapSettings | None = None,
+    *,
+    say: Callable[[Hello], Hello] = lambda hello: hello,
+    eviction_idle_s: float = 600.0,
 ) -> AsyncIterator[Shard]:
     """`say` is what becomes of both ends' hellos on their way."""
     manifest = await asyncio.to_thread(checkpoint, "llama")
@@ -91,8 +94,9 @@ async def shard(
     )  # fmt: skip
     queue = Scheduler()
     server = ShardServer(
-        descriptor, _runtime, ShardSettings(), hidden_size=manifest.hidden_size, scheduler=queue
-    )
+        descriptor, _runtime, ShardSettings(eviction_idle_s=eviction_idle_s),
+        hidden_size=manifest.hidden_size, scheduler=queue,
+    )  # fmt: skip
 
     def plain() -> Any:
         return load_span(manifest, WHOLE, dtype=torch.float32, device=CPU)

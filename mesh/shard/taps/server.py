@@ -111,6 +111,8 @@ class JobSession(Session):
 
     async def opened(self) -> None:
         """Wait until there are layers to tap. Raises MeshError, and is closed then."""
+        if self.closed:
+            raise _gone()
         try:
             tap = await self._server.tap(self.layers)
             if self.closed:
@@ -262,6 +264,7 @@ class TapServer:
         """Intervention sessions, and what they hold, by who asked for them."""
         self._sessions: set[JobSession] = set()
         self._tree: SpanTree | None = None
+        self._borrows = False
         self._loading = asyncio.Lock()
         self._idle: asyncio.TimerHandle | None = None
 
@@ -297,6 +300,8 @@ class TapServer:
     async def tap(self, layers: LayerRange) -> TapSession:
         """The device's side of a new session. Raises MeshError."""
         tree = await as_mesh_error(self._acquire(), "loading for interventions", device_failed)
+        if not self._sessions:  # whoever asked has gone meanwhile
+            self._note_idle()
         from mesh.shard.taps.session import TapLimits, TapSession
 
         return TapSession(
@@ -307,8 +312,7 @@ class TapServer:
         """It has closed."""
         self._sessions.discard(session)
         if not self._sessions:
-            loop = asyncio.get_running_loop()
-            self._idle = loop.call_later(self.settings.idle_s, self._forget_tree)
+            self._note_idle()
 
     def evict(self) -> None:
         """Let the modules go if no session needs them."""
@@ -327,32 +331,46 @@ class TapServer:
 
     # Private
 
+    def _note_idle(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        loop = asyncio.get_running_loop()
+        self._idle = loop.call_later(self.settings.idle_s, self._forget_tree)
+
     async def _acquire(self) -> SpanTree:
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
         async with self._loading:
             if self._tree is None:
-                runtime = await self._shard.borrow()
-                if (shared := await self.scheduler.load(lambda: _twin(runtime))) is not None:
-                    self._tree = await self.scheduler.load(lambda: _grow(runtime, shared))
-                else:
-                    async with self._make_room():
-                        self._tree = await self.scheduler.load(lambda: _grow(runtime, self._load()))
-                    self.weights_mb = runtime.weight_bytes / 2**20
+                self._tree = await self._new_tree()
             return self._tree
+
+    async def _new_tree(self) -> SpanTree:
+        """While its weights are chat's, those are borrowed: freeing them there would free nothing,
+        and chat would load them once more beside it."""
+        runtime = await self._shard.borrow()
+        try:
+            if (shared := await self.scheduler.load(lambda: twin(runtime.loaded))) is not None:
+                tree = await self.scheduler.load(lambda: _grow(runtime, shared))
+                self._borrows = True
+            else:
+                async with self._make_room():
+                    tree = await self.scheduler.load(lambda: _grow(runtime, self._load()))
+                self.weights_mb = runtime.weight_bytes / 2**20
+            return tree
+        finally:
+            if not self._borrows:
+                self._shard.give_back()
 
     def _forget_tree(self) -> None:
         self._idle = None
         if not self._sessions:
             self._tree = None
             self.weights_mb = 0.0
-
-
-def _twin(runtime: Runtime) -> LoadedSpan | None:
-    from mesh.shard.taps.server import twin
-
-    return twin(runtime.loaded)
+            if self._borrows:
+                self._borrows = False
+                self._shard.give_back()
 
 
 def _grow(runtime: Runtime, loaded: LoadedSpan) -> SpanTree:
