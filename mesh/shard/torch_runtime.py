@@ -124,7 +124,12 @@ class TorchRuntime:
         require_batch(self, steps)
         for step in steps:
             prepare(step)
-        layers = layers or self.layers
+        found = self._computed(layers or self.layers, steps)
+        for step in steps:
+            step.cache.commit(step.hidden.shape[1])
+        return found
+
+    def _computed(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         if self._lean is None:
             return self._by_modules(layers, steps)
         # Who has none of them keeps the bits that it has without those that have.
@@ -154,8 +159,6 @@ class TorchRuntime:
         output: torch.Tensor = self._lean.forward(
             hidden.to(self.device, self.dtype), positions, caches, own
         )
-        for cache in caches:
-            cache.commit(rows)
         return list(output.tensor_split(len(steps)))
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
@@ -163,9 +166,7 @@ class TorchRuntime:
         first = step.position
         positions = torch.arange(first, first + rows, device=self.device)[None]
         placed = [(0, hook) for hook in step.hooks]
-        output = self._run(view, step.hidden, positions, step.cache, placed)
-        step.cache.commit(rows)
-        return output
+        return self._run(view, step.hidden, positions, step.cache, placed)
 
     def _together(self, view: nn.Module, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         hidden = torch.cat([step.hidden for step in steps])
@@ -173,8 +174,6 @@ class TorchRuntime:
         placed = [(row, hook) for row, step in enumerate(steps) for hook in step.hooks]
         cache = BatchCache([_own_cache(step) for step in steps])
         output = self._run(view, hidden, positions, cache, placed)
-        for step in steps:
-            step.cache.commit(1)
         return list(output.tensor_split(len(steps)))
 
     def _run(

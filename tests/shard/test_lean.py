@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from mesh.errors import BadSteering
 from mesh.models.families import family_of
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
@@ -244,3 +246,21 @@ def test_a_halved_weight_that_changes_is_noticed() -> None:
 def test_modules_made_by_hand_are_no_reason_to_fail() -> None:
     module = load_span(checkpoint(), WHOLE, dtype=torch.float32, device=CPU).module
     assert not of_module(module).is_lean
+
+
+@dataclass(frozen=True)
+class _Refusing:
+    site: Site
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise BadSteering("Too strong.", fix="Lower it.")
+
+
+def test_where_one_of_a_batch_fails_no_cache_has_grown() -> None:
+    span = runtime()
+    caches = [span.new_cache(8) for _ in range(2)]
+    steps = [StepInput(cache, 0, rows(1)) for cache in caches]
+    steps[1] = replace(steps[1], hooks=(_Refusing(Site(1)),))
+    with pytest.raises(BadSteering):
+        span.forward(steps)
+    assert [cache.length for cache in caches] == [0, 0]
