@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
@@ -101,6 +102,7 @@ def read(path: Path, hearth_id: str, rules: Rules) -> Contents:
     """
     try:
         with closing(connect(path)) as connection:
+            _check_pages(connection)
             migrate(connection)
             _check_hearth(connection, path, hearth_id)
             return _load(connection, Docket(hearth_id, rules), rules)
@@ -108,18 +110,45 @@ def read(path: Path, hearth_id: str, rules: Rules) -> Contents:
         if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
             raise
         raise _corrupt(str(error)) from error
+    except UnicodeDecodeError as error:  # SQLite's own message shows what the bytes say now
+        raise _corrupt(str(error)) from error
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite says that the file's bytes are wrong."""
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    """Whether SQLite says that the file's bytes are wrong: also a table that is not as it was made,
+    and text that is none, for which there is no code."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    is_otherwise = isinstance(error, sqlite3.OperationalError) and code == sqlite3.SQLITE_ERROR
+    return is_otherwise or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def note(connection: sqlite3.Connection, name: str) -> bytes | None:
-    """A single stored value."""
+    """A single stored value. Raises LogCorrupt."""
     row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
-    return None if row is None else bytes(row[0])
+    if row is not None and type(row[0]) is not bytes:
+        raise _corrupt(f"the note {name!r} is no note")
+    return None if row is None else row[0]
+
+
+def own_head(connection: sqlite3.Connection) -> Place:
+    """The last place in its own chain that this node knows it has signed. Raises LogCorrupt."""
+    generation, _, seq = (note(connection, OWN_HEAD) or b"0:0").partition(b":")
+    if not generation.isdigit() or not seq.isdigit():
+        raise _corrupt("how far this node has signed cannot be read")
+    return int(generation), int(seq)
+
+
+def fork_row(row: Sequence[Any]) -> tuple[NodeId, Place] | None:
+    """Where the author of a row of `forks` forked its chain; None when that is not what its two
+    events show."""
+    author, generation, seq, *signed = row
+    try:
+        first, second = decode(*signed[:2]), decode(*signed[2:])
+    except (BadEvent, TypeError):
+        return None
+    shown = [(event.author, *event.place) for event in (first, second)]
+    is_fork = shown == [(author, generation, seq)] * 2 and first.id != second.id
+    return (first.author, first.place) if is_fork else None
 
 
 def put_note(connection: sqlite3.Connection, name: str, value: bytes) -> None:
@@ -132,6 +161,8 @@ def _check_hearth(connection: sqlite3.Connection, path: Path, hearth_id: str) ->
     if known is None:
         put_note(connection, HEARTH, hearth_id.encode())
     elif known != hearth_id.encode():
+        if any(each.hearth_id == hearth_id for each in _check_decisions(connection)):
+            raise _corrupt("the name of its hearth is another than its decisions'")
         raise BadValue(
             f"The event log {path} belongs to another hearth.",
             fix="Use another state directory for this hearth.",
@@ -139,16 +170,9 @@ def _check_hearth(connection: sqlite3.Connection, path: Path, hearth_id: str) ->
 
 
 def _load(connection: sqlite3.Connection, docket: Docket, rules: Rules) -> Contents:
-    _check_pages(connection)
     docket.load(_check_decisions(connection))
     chains, count = _check_chains(connection)
-    frozen = {
-        NodeId(author): (generation, seq - 1)
-        for author, generation, seq in connection.execute(
-            "SELECT author, generation, seq FROM forks"
-        )
-    }
-    state = State(docket.membership, frozen=frozen)
+    state = State(docket.membership, frozen=dict(_check_forks(connection)))
     saved = note(connection, SNAPSHOT)
     if saved is not None:
         state = snapshots.load(saved, state, rules.version)
@@ -157,18 +181,25 @@ def _load(connection: sqlite3.Connection, docket: Docket, rules: Rules) -> Conte
     orphans: dict[NodeId, dict[Place, Signed]] = {}
     for author, generation, seq, body, signature in connection.execute("SELECT * FROM orphans"):
         orphans.setdefault(NodeId(author), {})[generation, seq] = (body, signature)
-    generation, _, seq = (note(connection, OWN_HEAD) or b"0:0").partition(b":")
-    restart = bool(note(connection, RESTART))
-    return Contents(
-        docket, chains, state, count, covered, (int(generation), int(seq)), restart, orphans
-    )
+    head, restart = own_head(connection), bool(note(connection, RESTART))
+    return Contents(docket, chains, state, count, covered, head, restart, orphans)
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
-    """SQLite's own look at its pages, without comparing every index entry."""
-    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    """SQLite's own look at its pages, and whether tables and indexes say the same: what an index
+    does not find would be withheld from peers."""
+    (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if verdict != "ok":
         raise _corrupt(verdict)
+
+
+def _check_forks(connection: sqlite3.Connection) -> Iterator[tuple[NodeId, Place]]:
+    """The authors that forked, with the last place of each that counts."""
+    for row in connection.execute("SELECT * FROM forks"):
+        if (found := fork_row(row)) is None:
+            raise _corrupt("the proof of a fork is damaged")
+        author, (generation, seq) = found
+        yield author, (generation, seq - 1)
 
 
 def _check_decisions(connection: sqlite3.Connection) -> Iterator[SignedDecision]:
@@ -177,7 +208,7 @@ def _check_decisions(connection: sqlite3.Connection) -> Iterator[SignedDecision]
     ):
         try:
             decision = decisions.decode(body, signature)
-        except BadEvent as error:
+        except (BadEvent, TypeError) as error:
             raise _corrupt("a decision is damaged") from error
         if decision.id != event_id or digest(body, signature) != stored_digest:
             raise _corrupt("a decision is damaged")
@@ -199,7 +230,9 @@ def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], 
             chain = chains[author] = Chain(generation)
             ends[author] = 0, GENESIS
         if (
-            sha256(body).digest() != event_id
+            type(body) is not bytes
+            or type(signature) is not bytes
+            or sha256(body).digest() != event_id
             or blake2b(body + signature, digest_size=8).digest() != stored
         ):
             raise _corrupt(f"event {seq} of {author} is damaged")

@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesh.errors import BadEvent
+from mesh.errors import BadEvent, LogCorrupt
 from mesh.events import decision as decisions
 from mesh.events.decision import DecisionId, SignedDecision
 from mesh.events.migrations import migrate
@@ -31,16 +31,20 @@ from mesh.events.opening import (
     decision_row,
     digest,
     event_row,
+    fork_row,
     note,
+    own_head,
+    place_note,
     put_note,
 )
-from mesh.events.types import GENESIS, Event, Place, decode
+from mesh.events.types import GENESIS, MAX_EVENT_BYTES, Event, Place, decode
 from mesh.types import NodeId
 
 _MAGIC = b"SQLite format 3\0"
 _LEAF = 13
 _PAGE_BYTES = 4096
 _WAL_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+_MAX_ROW_BYTES = MAX_EVENT_BYTES + 4096
 # Sizes of the integer and float serial types, by type.
 _NUMBER_BYTES = (0, 1, 2, 3, 4, 6, 8, 8, 0, 0)
 
@@ -48,17 +52,21 @@ _NUMBER_BYTES = (0, 1, 2, 3, 4, 6, 8, 8, 0, 0)
 def rows(path: Path) -> Iterator[list[bytes]]:
     """The raw columns of every row found in the file and its write-ahead log."""
     content = path.read_bytes()
-    size = _PAGE_BYTES
-    if content.startswith(_MAGIC):
-        size = struct.unpack_from(">H", content, 16)[0]
-        size = 65536 if size == 1 else size
-    pages = {at // size + 1: content[at : at + size] for at in range(0, len(content), size or 1)}
+    size = _page_bytes(content)
+    pages = {at // size + 1: content[at : at + size] for at in range(0, len(content), size)}
     log = Path(f"{path}-wal")
     written = list(_frames(log.read_bytes(), size)) if log.exists() else []
     newest = {**pages, **dict(written)}
     for number, page in [*pages.items(), *written]:
         if len(page) == size and number > 1 and page[0] == _LEAF:
             yield from _leaf(page, newest)
+
+
+def _page_bytes(content: bytes) -> int:
+    """As the header says, if it is whole; else what SQLite chooses."""
+    said = int.from_bytes(content[16:18], "big") if content.startswith(_MAGIC) else 0
+    size = 65536 if said == 1 else said
+    return size if size >= 512 and size.bit_count() == 1 else _PAGE_BYTES
 
 
 def _frames(log: bytes, size: int) -> Iterator[tuple[int, bytes]]:
@@ -81,6 +89,8 @@ def _leaf(page: bytes, pages: dict[int, bytes]) -> Iterator[list[bytes]]:
 def _payload(page: bytes, at: int, pages: dict[int, bytes]) -> bytes:
     """A cell's content, with the overflow pages it continues on."""
     total, at = _varint(page, at)
+    if total > _MAX_ROW_BYTES:
+        raise IndexError("the row is larger than any of ours")
     _, at = _varint(page, at)
     usable = len(page)
     local = total
@@ -169,7 +179,7 @@ class _Salvage:
         self.events: dict[tuple[NodeId, Place], Event] = {}
         self.decisions: dict[DecisionId, SignedDecision] = {}
         self.forks: list[tuple[object, ...]] = []
-        self.own_head: bytes | None = None
+        self.own_head: Place = (0, 0)
         self.restart = False
         for columns in rows(path):
             event, decision = _event(columns), _decision(columns)
@@ -184,14 +194,18 @@ class _Salvage:
 
     def _read(self, source: sqlite3.Connection) -> None:
         try:
-            self.own_head = note(source, OWN_HEAD)
-            self.restart = bool(note(source, RESTART))
-            self.forks = source.execute("SELECT * FROM forks").fetchall()
+            for row in source.execute("SELECT * FROM forks"):
+                if fork_row(row) is None:
+                    self.unreadable += 1
+                else:
+                    self.forks.append(row)
             for table, found in (("events", self.events), ("decisions", self.decisions)):
                 query = f"SELECT count(*) FROM {table}"  # noqa: S608 - two names of ours
                 (count,) = source.execute(query).fetchone()
                 self.unreadable += max(0, (count or 0) - len(found))
-        except sqlite3.DatabaseError:
+            self.restart = bool(note(source, RESTART))
+            self.own_head = own_head(source)
+        except (sqlite3.DatabaseError, UnicodeDecodeError, LogCorrupt):
             self.unreadable += 1
 
 
@@ -220,8 +234,7 @@ def _decision(columns: list[bytes]) -> SignedDecision | None:
 
 def _write(target: sqlite3.Connection, salvage: _Salvage, hearth_id: str) -> tuple[int, int]:
     put_note(target, HEARTH, hearth_id.encode())
-    if salvage.own_head is not None:
-        put_note(target, OWN_HEAD, salvage.own_head)
+    put_note(target, OWN_HEAD, place_note(salvage.own_head))
     if salvage.restart or salvage.unreadable:
         # How far this node had signed may not be known any more: it goes on in a new chain.
         put_note(target, RESTART, b"1")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from mesh.events.types import MODEL_PUBLISHED, Event
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,
+    Author,
     Record,
     facts,
     found,
@@ -291,6 +294,75 @@ async def test_damaged_decisions_come_back_from_peers_and_lose_nobody(tmp_path: 
     node = await open_node(path, 9)
     assert meaning(node.log.state) == meaning(reference([*events, *said]))
     await node.log.close()
+
+
+TABLE_PAGE, INDEX_PAGE = 13, 10
+
+
+def flip_in(path: Path, text: bytes, kind: int | None = None) -> None:
+    """Flip a bit of the first such text, on a page of this kind if one is given."""
+    content = bytearray(path.read_bytes())
+    found = re.finditer(re.escape(text), content)
+    at = next(f.start() for f in found if kind in (None, content[f.start() // 4096 * 4096]))
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def set_byte(path: Path, at: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(content)
+
+
+def change(path: Path, statement: str) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+        connection.commit()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "the name of a step": lambda path: flip_in(path, b"create_chains", TABLE_PAGE),
+    "its index": lambda path: flip_in(path, b"create_chains", INDEX_PAGE),
+    "an index entry of an event": lambda path: flip_in(path, Author(1).id.encode(), INDEX_PAGE),
+    "an index's name": lambda path: set_byte(path, path.read_bytes().index(b"autoindex_f"), 0xE5),
+    "the size of a page": lambda path: [set_byte(path, at, 0) for at in (16, 40)] and None,
+    "a fork's place": lambda path: change(path, "UPDATE forks SET seq = seq + 1"),
+    "a fork's author": lambda path: change(path, "UPDATE forks SET author = CAST(x'E5' AS TEXT)"),
+    "how far it signed": lambda path: change(
+        path, "UPDATE notes SET value = x'71' WHERE name = 'own_head'"
+    ),
+    "the hearth": lambda path: change(path, "UPDATE notes SET value = x'71' WHERE name = 'hearth'"),
+    "the type of a body": lambda path: change(
+        path, "UPDATE events SET body = CAST(body AS TEXT) WHERE seq = 3"
+    ),
+}
+
+
+@pytest.mark.parametrize("damage_it", DAMAGES.values(), ids=DAMAGES.keys())
+async def test_whatever_is_damaged_the_node_starts_and_has_what_it_had(
+    tmp_path: Path, damage_it: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "events.db"
+    _, authors, events = household(3)
+    events += facts(authors, 40, random.Random(8))
+    forked = authors[2].fork()
+    pages = received([*events, authors[2].publish("one")]), received([forked.publish("two")])
+    node = await open_node(path)
+    for page in pages:
+        await node.log.ingest(page, PEER)
+    before = meaning(node.log.state)
+    await node.log.close()
+    await asyncio.to_thread(damage_it, path)
+    node = await open_node(path)
+    assert node.kinds() == ["log_repaired"]
+    for author in authors:
+        last = node.log.chains.height(author.id)
+        given = await node.log.page(Pull(1, ((author.id, 1, 1, last),)))
+        assert len(given.events) == last
+    for page in pages:
+        await node.log.ingest(page, PEER)
+    assert meaning(node.log.state) == before
+    await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
 
 
 async def test_a_repair_that_was_interrupted_is_finished(tmp_path: Path) -> None:
