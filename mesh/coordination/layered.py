@@ -119,9 +119,13 @@ class LayeredRecords:
             async with asyncio.timeout(self._pace.stop_s):
                 if self._is_read_back and self._error is None:
                     await self._write(self._store)
-                await self._store.close()
         except (CoordinationError, TimeoutError) as error:
             logger.warning("records=%s not all written at the end: %s", self._store.name, error)
+        try:
+            async with asyncio.timeout(self._pace.stop_s):
+                await self._store.close()
+        except (CoordinationError, TimeoutError) as error:
+            logger.warning("records=%s not closed: %s", self._store.name, error)
 
     async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """See `Records`; memory only, the store follows."""

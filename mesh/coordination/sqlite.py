@@ -124,14 +124,14 @@ class SqliteStore:
     async def _writing(self) -> AsyncIterator[aiosqlite.Connection]:
         async with self._translated(), self._transaction:
             connection = self._open()
-            await connection.execute("BEGIN IMMEDIATE")
             try:
+                await connection.execute("BEGIN IMMEDIATE")
                 yield connection
+                await connection.execute("COMMIT")
             except BaseException:
-                if connection.in_transaction:
-                    await connection.rollback()
+                # Who is cancelled leaves what it had begun to the thread: this comes after it.
+                await connection.rollback()
                 raise
-            await connection.execute("COMMIT")
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -129,6 +131,17 @@ async def layered(
         await records.stop()
 
 
+def connections() -> set[threading.Thread]:
+    """The threads of aiosqlite: each keeps a process from its end."""
+    return {each for each in threading.enumerate() if "connection_worker" in each.name}
+
+
+def lock(file: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
+    connection.execute("BEGIN IMMEDIATE")
+    return connection
+
+
 async def ranks(records: LayeredRecords | RecordStore, model: ModelRef = MODEL) -> list[int]:
     record = await records.get(model)
     return [] if record is None else [each.worker_rank for each in record.workers]
@@ -174,6 +187,18 @@ async def test_a_restart_reads_back_what_was_written(tmp_path: Path) -> None:
         await read_back(records)
         assert await ranks(records) == [1, 2]
         assert await records.models() == [MODEL]
+
+
+async def test_a_store_that_cannot_be_written_at_the_end_is_let_go_all_the_same(
+    tmp_path: Path,
+) -> None:
+    file, before = tmp_path / "records.db", connections()
+    async with layered(SqliteStore(file), pace=replace(PACE, stop_s=0.1)) as records:
+        await read_back(records)
+        with closing(await asyncio.to_thread(lock, file)):
+            await records.publish(MODEL, [worker(1)])
+            await records.stop()
+    await until(lambda: asyncio.sleep(0, connections() == before))
 
 
 async def test_what_is_published_before_the_store_is_read_back_stays(tmp_path: Path) -> None:
