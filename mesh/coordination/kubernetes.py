@@ -82,9 +82,9 @@ class KubernetesStore:
         """Create the resource where there is none, write the ConfigMaps, then the status."""
         async with self._api.translated():
             for _ in range(MAX_CONFLICTS):
-                with suppress(
-                    NoSuchObject
-                ):  # its last worker was withdrawn meanwhile, and it with him
+                # Its last worker was withdrawn meanwhile, and it with him; or an earlier try, which
+                # was given up here, is still being done there.
+                with suppress(NoSuchObject, Conflict):
                     await self._publish(model, workers)
                     return
             raise _too_often(model)

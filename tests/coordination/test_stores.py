@@ -94,6 +94,33 @@ async def test_two_that_publish_at_once_lose_nothing(open_store: Open) -> None:
     assert record.workers == tuple(worker(index, count=index) for index in range(20))
 
 
+async def test_a_worker_that_is_published_again_before_it_was_taken_is_there_once(
+    open_store: Open,
+) -> None:
+    stores = [await open_store() for _ in range(2)]
+    async with asyncio.timeout(60):
+        for index in range(6):
+            await asyncio.gather(*(store.publish(MODEL, [worker(index)]) for store in stores))
+    record = await stores[0].get(MODEL)
+    assert record is not None
+    assert record.workers == tuple(worker(index) for index in range(6))
+
+
+async def test_who_is_cancelled_while_it_publishes_keeps_nothing_back(open_store: Open) -> None:
+    store = await open_store()
+    async with asyncio.timeout(60):
+        for steps in range(1, 6):
+            publishing = asyncio.create_task(store.publish(MODEL, [worker(1)]))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            publishing.cancel()
+            await asyncio.wait([publishing])
+            await store.publish(MODEL, [worker(2)])
+    record = await store.get(MODEL)
+    assert record is not None
+    assert worker(2) in record.workers
+
+
 async def test_a_rank_of_another_node_is_refused_and_nothing_written(open_store: Open) -> None:
     store = await open_store()
     await store.publish(MODEL, [worker(1)])
