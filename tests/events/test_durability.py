@@ -27,6 +27,7 @@ from tests.events.support import (
     Author,
     Record,
     facts,
+    file_size_limit,
     found,
     household,
     meaning,

@@ -65,6 +65,8 @@ def _prompts(path: Path) -> Iterator[tuple[int, str]]:
                 text = raw.decode().rstrip("\r\n")
                 if is_json and text.strip():
                     text = json.loads(text)["text"]
+                if isinstance(text, str):
+                    text.encode()  # JSON may hold half a character, which cannot be sent
             except (ValueError, KeyError, TypeError) as error:
                 raise _bad(path, number, f"{error!r:.100}") from error
             if not isinstance(text, str):

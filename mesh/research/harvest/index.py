@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, DiskFull
 
 VERSION = 1
 _MAX_BYTES = 1 << 30
@@ -64,11 +65,15 @@ class HarvestIndex:
     """The directory of one harvest, on the machine of whoever asked."""
 
     def __init__(self, directory: Path, plan: HarvestPlan) -> None:
-        """Make the directory, or go on with it. Raises BadRequest when it is of another harvest."""
+        """Make the directory, or go on with it. Raises BadRequest when it is of another harvest or
+        cannot be read, DiskFull when it cannot be written."""
         self.plan = plan
         self._directory = directory
         self._batches = directory / "batches"
-        self._batches.mkdir(parents=True, exist_ok=True)
+        try:
+            self._batches.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self._batches, error) from error
         head = {"version": VERSION, "run": plan.run, **asdict(plan)}
         known = _read(directory / "harvest.json", _Head)
         if known is None:
@@ -89,7 +94,7 @@ class HarvestIndex:
         return {int(name) for name in names if name.isdecimal()}
 
     def add(self, result: dict[str, Any]) -> None:
-        """Keep what a batch gave. Raises BadRequest when the model is not what it was."""
+        """Keep what a batch gave. Raises BadRequest when the model is not what it was, DiskFull."""
         self._weights.add(result["weights_sha256"])
         if len(self._weights) > 1:
             raise BadRequest(
@@ -100,7 +105,7 @@ class HarvestIndex:
         _write(self._batches / f"{result['batch']:06d}.json", result)
 
     def finish(self, count: int) -> Path:
-        """Join `count` batches to ``index.json``; its path."""
+        """Join `count` batches to ``index.json``; its path. Raises BadRequest, DiskFull."""
         read = [one for number in range(count) if (one := self._batch(number)) is not None]
         prompts = [codec.plain(prompt) for one in read for prompt in one.prompts]
         files = [{"batch": one.batch, **file} for one in read for file in one.files]
@@ -126,6 +131,12 @@ def _read(path: Path, form: type[T]) -> T | None:
         return codec.read_file(path, form, _MAX_BYTES)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise BadRequest(
+            f"{path} cannot be read: {error.strerror}.",
+            fix="Make it readable for this user, or choose another --out.",
+            param="out",
+        ) from error
     except Fault as fault:
         said = f"{fault.field} {fault.why}".strip()
         raise BadRequest(f"{path} is damaged: {said}.", fix="Delete it.", param="out") from fault
@@ -133,8 +144,21 @@ def _read(path: Path, form: type[T]) -> T | None:
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
     draft = path.with_suffix(f".{os.getpid()}.tmp")
-    with draft.open("w", encoding="utf-8") as stream:
-        json.dump(fields, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("w", encoding="utf-8") as stream:
+            json.dump(fields, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # it may be what does not fit
+            draft.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> DiskFull:
+    return DiskFull(
+        f"{path} cannot be written: {error.strerror}.",
+        fix="Free some space there, or choose another --out; the same command then goes on.",
+        param="out",
+    )

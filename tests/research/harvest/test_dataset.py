@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, DiskFull
 from mesh.research.harvest.dataset import BATCH_CHARS, batches, digest
 from mesh.research.harvest.index import HarvestIndex, HarvestPlan
+from tests.events.support import file_size_limit
 
 PLAN = HarvestPlan("m", "model.layers.*", "ab" * 32, 100, 2)
 
@@ -29,7 +30,10 @@ def test_long_texts_are_not_put_together(tmp_path: Path) -> None:
     assert [len(batch.texts) for batch in batches(path, 100)] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("line", [b"{", b'{"t": "x"}', b'{"text": 1}', b"[1]", b"\xff", b"null"])
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b'{"t": "x"}', b'{"text": 1}', b"[1]", b"\xff", b"null", rb'{"text": "\ud800"}'],
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
@@ -68,4 +72,20 @@ def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
     index = HarvestIndex(tmp_path / "out", PLAN)
     (tmp_path / "out" / "batches" / "000000.json").write_text("{")
     with pytest.raises(BadRequest, match=r"000000\.json is damaged"):
+        index.finish(1)
+
+
+def test_what_the_disk_does_not_take_is_a_sentence_and_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskFull, match="cannot be written"):
+        HarvestIndex(tmp_path / "file" / "out", PLAN)
+    index = HarvestIndex(tmp_path / "out", PLAN)
+    batches_here = tmp_path / "out" / "batches"
+    with file_size_limit(8), pytest.raises(DiskFull, match="File too large"):
+        index.add(result(0))
+    assert list(batches_here.iterdir()) == []
+    index.add(result(0))
+    (batches_here / "000000.json").unlink()
+    (batches_here / "000000.json").mkdir()
+    with pytest.raises(BadRequest, match="cannot be read"):
         index.finish(1)
