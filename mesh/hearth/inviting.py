@@ -60,6 +60,8 @@ class Inviting:
         self._task: asyncio.Task[None] | None = None
         self._ended: dict[int, WindowOutcome] = {}
         self._news = asyncio.Event()
+        self._changing = asyncio.Lock()
+        """Of two who open a window at once, the later shuts the earlier's."""
 
     async def open(
         self, level: TrustLevel, ttl_s: float, listen_at: str | Callable[[str], bool], host: str
@@ -74,20 +76,25 @@ class Inviting:
         own = self._hearth.key.node_id
         self._hearth.roster.require(own, TrustLevel.ANCHOR)
         invitation = Invitation.create(level, ttl_s)
-        await self.close()
-        window = Window(invitation, self._clock)
-        listener = await listen(
-            listen_at, 0, key=self._hearth.key, window=window, admit=self._admit
-        )
-        self._listener = listener
-        self._task = asyncio.create_task(self._watch(listener), name="pairing window")
-        await self._announce(listener.port)
+        async with self._changing:
+            await self._shut()
+            window = Window(invitation, self._clock)
+            listener = await listen(
+                listen_at, 0, key=self._hearth.key, window=window, admit=self._admit
+            )
+            self._listener = listener
+            self._task = asyncio.create_task(self._watch(listener), name="pairing window")
+            await self._announce(listener.port)
         return OpenWindow(
             invitation, invitation.link(own, host, listener.port), host, listener.port
         )
 
     async def close(self) -> None:
         """Shut the open window, if there is one."""
+        async with self._changing:
+            await self._shut()
+
+    async def _shut(self) -> None:
         listener, self._listener = self._listener, None
         task, self._task = self._task, None
         if listener is not None:
