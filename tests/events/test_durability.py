@@ -27,7 +27,6 @@ from tests.events.support import (
     Author,
     Record,
     facts,
-    file_size_limit,
     found,
     household,
     meaning,
