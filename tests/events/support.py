@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-import resource
-from collections.abc import Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -401,14 +399,3 @@ async def let_in(node: Node, other: Author) -> SignedDecision:
     added = Added(make_certificate(other.key), str(other.number), TrustLevel.TRUSTED)
     kind, payload = decisions.encode(added)
     return await node.log.decide(kind, lambda parents, wall_ms: payload)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond `size` bytes: a full disk without a disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -9,7 +9,7 @@ import pytest
 from mesh.errors import BadRequest, DiskFull
 from mesh.research.harvest.dataset import BATCH_CHARS, batches, digest
 from mesh.research.harvest.index import HarvestIndex, HarvestPlan
-from tests.events.support import file_size_limit
+from tests.full_disk import file_size_limit
 
 PLAN = HarvestPlan("m", "model.layers.*", "ab" * 32, 100, 2)
 
