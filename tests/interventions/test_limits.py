@@ -355,9 +355,15 @@ def test_what_cannot_be_sent_is_named() -> None:
 def test_more_than_the_shard_will_hold_is_refused_and_the_session_goes_on() -> None:
     world = remote("llama", 2, TapLimits(memory_bytes=200_000))
     spread = Parts(world.model)
-    with pytest.raises(LimitReached, match="more than the 200000"):
-        CASES["cache_everything"](spread)
-    equal(CASES["logits"](spread), CASES["logits"](Parts(whole("llama"))), 0.0)
+
+    def held_after_a_refusal() -> list[int]:
+        with pytest.raises(LimitReached, match="more than the 200000"):
+            CASES["cache_everything"](spread)
+        equal(CASES["logits"](spread), CASES["logits"](Parts(whole("llama"))), 0.0)
+        return [session.meter.held_bytes for session in world.channel.sessions]
+
+    first, later = held_after_a_refusal(), held_after_a_refusal()
+    assert all(now <= before for before, now in zip(first, later, strict=True))
 
 
 # Aliases, and what comes out

@@ -23,6 +23,11 @@ class CountedBuffers(Buffers):
         self.tally.grow(len(item) + ENTRY_BYTES)
         super().append(item)
 
+    def drop(self) -> None:
+        """The answer is written, or never will be: keep and count nothing of it."""
+        self.clear()
+        self.tally.set(0)
+
 
 class Mail:
     """What has come in and is not read yet, and the answer that is not fetched yet."""
@@ -66,7 +71,6 @@ class Mail:
         """The answer's bytes. Raises BadRequest for what cannot go, LimitReached."""
         self._answer.set(sum(map(len, buffers)))  # both are there at once
         message = pack(header, buffers)
-        buffers.clear()
-        buffers.tally.set(0)
+        buffers.drop()
         self._answer.set(len(message))
         return message

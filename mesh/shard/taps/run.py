@@ -72,6 +72,9 @@ class Host(Protocol):
     def new_writer(self, run: Run) -> Writer:
         """A writer for the run's next message."""
 
+    def discard(self, writer: Writer) -> None:
+        """Keep and count nothing of what it has written."""
+
 
 class Run:
     """See the module; a `mesh.shard.taps.tree.Visitor`."""
@@ -154,6 +157,12 @@ class Run:
     def message(self, op: str, value: Any = None, **fields: Any) -> bytes:
         """The message to hand out now; what was observed since the last one goes with it."""
         writer, self.writer = self.writer, self._host.new_writer(self)
+        try:
+            return self._packed(writer, op, value, fields)
+        finally:
+            self._host.discard(writer)
+
+    def _packed(self, writer: Writer, op: str, value: Any, fields: Header) -> bytes:
         visits, self._visits = self._visits, {}
         observed, self.observed = self.observed, []
         self.standing = {}

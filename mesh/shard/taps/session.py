@@ -212,6 +212,7 @@ class TapSession:
             self._tree.restore()
             if run.is_over and run in self._runs:
                 self._runs.remove(run)
+                self.discard(run.writer)
                 self._count_left(run)
 
     def _count_left(self, run: Run) -> None:
@@ -245,7 +246,10 @@ class TapSession:
             with self._guard:
                 value = operation(header, reader)
                 writer = Writer(loose.write, nothing_else, self.mail.new_buffers())
-                return self.pack({"op": "value", "value": writer.value(value)}, writer.buffers)
+                try:
+                    return self.pack({"op": "value", "value": writer.value(value)}, writer.buffers)
+                finally:
+                    self.discard(writer)
         except RuntimeError as error:
             raise raised(error) from error
 
@@ -376,6 +380,11 @@ class TapSession:
     def new_writer(self, run: Run) -> Writer:
         """A writer for the run's next message."""
         return Writer(self.tensors.write, self._other(run), self.mail.new_buffers())
+
+    def discard(self, writer: Writer) -> None:
+        """Keep and count nothing of what it has written."""
+        assert isinstance(writer.buffers, CountedBuffers)  # noqa: S101 - all writers here have such
+        writer.buffers.drop()
 
     def pack(self, header: Header, buffers: Buffers) -> bytes:
         """The bytes of a message to hand out. Raises BadRequest, LimitReached."""

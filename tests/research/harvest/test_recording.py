@@ -192,10 +192,11 @@ async def test_only_whole_batches_are_left_whatever_ends_one(
         # The process that writes is killed; it comes back, and the batch is run again.
         task = asyncio.create_task(mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20))
         await until(lambda: bool(names(".tmp")))
-        assert mesh.host.pid is not None
-        os.kill(mesh.host.pid, signal.SIGKILL)
+        killed = mesh.host.pid
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
         await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: len(mesh.host.shards) == len(HALVES))
+        await until(lambda: mesh.host.pid != killed and len(mesh.host.shards) == len(HALVES))
         result = await mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20)
         assert await asyncio.to_thread(check, mesh.files, directory, result) < 1e-5
         assert len(await asyncio.to_thread(names)) == 1 + LAYERS
