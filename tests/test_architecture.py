@@ -119,6 +119,22 @@ def test_nothing_broad_is_caught_and_swallowed() -> None:
     assert not swallowing
 
 
+def test_what_is_wrong_is_said_in_a_whole_sentence() -> None:
+    """The fix is written behind it."""
+    cut = [
+        f"{named(path)}:{call.lineno}"
+        for path in FILES
+        for call in ast.walk(tree(path))
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func)[0].isupper()
+        and call.args
+        and any(keyword.arg == "fix" for keyword in call.keywords)
+        and (end := _last_words(call.args[0]))
+        and not end.rstrip().endswith((".", "?", "!"))
+    ]
+    assert not cut
+
+
 @pytest.mark.parametrize(
     ("passes", "handler"),
     [
@@ -139,6 +155,12 @@ def test_a_log_line_swallows_as_well(passes: bool, handler: str) -> None:
     (found,) = (n for n in ast.walk(ast.parse(f"try: x()\n{handler}")) if hasattr(n, "handlers"))
     assert _is_broad(found.handlers[0].type)
     assert _passes_on(found.handlers[0]) == passes
+
+
+def _last_words(said: ast.expr) -> str:
+    """What a text ends in; empty where that is known only when it runs."""
+    last = said.values[-1] if isinstance(said, ast.JoinedStr) else said
+    return str(last.value) if isinstance(last, ast.Constant) else ""
 
 
 def _is_broad(caught: ast.expr | None) -> bool:

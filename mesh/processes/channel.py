@@ -61,15 +61,15 @@ class Channel(asyncio.Protocol):
         """
         if self._transport is None or self._transport.is_closing():
             raise LinkLost(
-                "the process on the other end is gone", fix="It is restarted; try again."
+                "the process on the other end is gone.", fix="It is restarted; try again."
             )
         body = encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
-            raise InternalError(f"a message of {len(body)} bytes exceeds the channel", fix="")
+            raise InternalError(f"a message of {len(body)} bytes exceeds the channel.", fix="")
         if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             self._transport.abort()
             raise LinkLost(
-                "the process on the other end reads nothing", fix="It is restarted; try again."
+                "the process on the other end reads nothing.", fix="It is restarted; try again."
             )
         self._waiting += (_LENGTH.pack(len(body)), body)
         if not soon:

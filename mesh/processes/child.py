@@ -106,7 +106,7 @@ async def attach_to_parent(on_message: Callable[[bytes], None]) -> Channel:
     text = os.environ.pop(CHANNEL_FD, "")
     if not text.isdigit():
         raise InternalError(
-            "this module is a part of the hearthnet daemon and is started by it",
+            "this module is a part of the hearthnet daemon and is started by it.",
             fix="Run `hearthnet up` instead.",
         )
     end = socket.socket(fileno=int(text))

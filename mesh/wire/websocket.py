@@ -80,7 +80,8 @@ async def connect(
         ) from exc
     except (OSError, LinkLost, ValueError) as exc:  # ValueError: a name that no host can have
         raise ConnectFailed(
-            f"No link to {where}: {exc}", fix="Check that the peer is up and knows this node."
+            f"No link to {where}: {str(exc).rstrip('.')}.",
+            fix="Check that the peer is up and knows this node.",
         ) from (exc.__cause__ or exc)
     finally:
         # Also when the caller is cancelled just as the link opens: it would belong to nobody.

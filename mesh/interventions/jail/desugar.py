@@ -229,7 +229,7 @@ def compile_guarded(source: str | ast.Module, filename: str, suffix: str = "") -
     if errors:
         where, _, what = errors[0].partition(": ")
         raise PolicyViolation(
-            f"{where.lower()} of the traced code: {what}",
+            f"{where.lower()} of the traced code: {what.rstrip('.')}.",
             fix="Write it differently, or ask for your key to be marked trusted.",
             param=where.removeprefix("Line "),
         )

@@ -45,7 +45,7 @@ _IN_PLACE = {
 def refuse(what: str) -> PolicyViolation:
     """The error for something this key may not use."""
     return PolicyViolation(
-        f"{what} is not available to traced code of this key",
+        f"{what} is not available to traced code of this key.",
         fix="Do without it, or ask for your key to be marked trusted.",
     )
 
@@ -242,7 +242,7 @@ def _imported(name: str) -> ModuleType:
         if error.name != root or root not in allowed.EXTRAS:
             raise
         raise PolicyViolation(
-            f"module `{root}` is not installed on this node",
+            f"module `{root}` is not installed on this node.",
             fix=f"Whoever runs the node installs it with: pip install 'hearthnet[{root}]'",
         ) from None
 

@@ -320,12 +320,12 @@ class Jail:
         level = self.report.level if self.report is not None else JailStrength.NONE
         if level is JailStrength.NONE or (level is JailStrength.WEAK and not trusted):
             raise JailUnavailable(
-                "this node cannot wall in foreign code",
+                "this node cannot wall in foreign code.",
                 fix="`hearthnet doctor jail` says what is missing; a trusted key may run code "
                 "where the level is at least weak.",
             )
         if self._running >= self._max_jobs:
-            raise Busy(f"{self._running} jobs run already", fix="Try again when one has ended.")
+            raise Busy(f"{self._running} jobs run already.", fix="Try again when one has ended.")
         return await self._run_one(JobKind(entry, hint, limits or JobLimits()), payload, on_text)
 
     async def _run_one(
@@ -358,7 +358,7 @@ class Jail:
             job.abandon()
             self._parent.end()
             raise JailUnavailable(
-                "the jail's parent process does not answer", fix="It is restarted; try again."
+                "the jail's parent process does not answer.", fix="It is restarted; try again."
             ) from None
         except BaseException:
             job.abandon()
@@ -393,5 +393,5 @@ async def examine_machine(*, namespaces: bool = True) -> JailReport:
     report = jail.report
     await jail.stop()
     if report is None:
-        raise JailUnavailable("the examination found nothing", fix="The log has the rest.")
+        raise JailUnavailable("the examination found nothing.", fix="The log has the rest.")
     return report

@@ -65,7 +65,7 @@ def compiled(*_: Any) -> Callable[..., NoReturn]:
     def refused(*_: Any, **__: Any) -> NoReturn:
         raise PolicyViolation(
             "a function came as compiled code, as those do whose source nobody has: "
-            "the methods that `dataclass` generates, what `exec` or a console defined",
+            "the methods that `dataclass` generates, what `exec` or a console defined.",
             fix="Define it in a file or a notebook cell, or inside the trace.",
         )
 

@@ -81,7 +81,7 @@ class Zygote:
         except TimeoutError:
             await parent.stop()
             raise JailUnavailable(
-                f"the jail's parent process was not ready after {timeout_s:g} s",
+                f"the jail's parent process was not ready after {timeout_s:g} s.",
                 fix="Look at the machine's load, or raise the time limit.",
             ) from None
         except BaseException:
@@ -100,11 +100,11 @@ class Zygote:
         try:
             socket.send_fds(self._control, [json.dumps(message).encode()], fds)
         except BlockingIOError:
-            raise Busy("the jail's parent process is behind", fix="Try again.") from None
+            raise Busy("the jail's parent process is behind.", fix="Try again.") from None
         except OSError:
             self._lose("its socket is closed")
             raise JailUnavailable(
-                "the jail's parent process is gone", fix="It is restarted; try again."
+                "the jail's parent process is gone.", fix="It is restarted; try again."
             ) from None
 
     def watch(
@@ -139,7 +139,7 @@ class Zygote:
             return
         self._loop.remove_reader(self._control)
         self._control.close()
-        gone = JailUnavailable(f"the jail's parent process is gone: {why}", fix="Try again.")
+        gone = JailUnavailable(f"the jail's parent process is gone: {why}.", fix="Try again.")
         if not self._ready.done():
             self._ready.set_exception(gone)
         for started in self._starting.values():
@@ -170,7 +170,9 @@ class Zygote:
             logger.error("jail warm-up failed: %s", report["failed"])
             last = str(report["failed"]).strip().rpartition("\n")[2]
             self._ready.set_exception(
-                JailUnavailable(f"the jail's warm-up failed: {last}", fix="The log has the rest.")
+                JailUnavailable(
+                    f"the jail's warm-up failed: {last.rstrip('.')}.", fix="The log has the rest."
+                )
             )
         elif "started" in report:
             self._resolve_start(int(report["started"]), fds)
@@ -178,7 +180,7 @@ class Zygote:
             started = self._starting.pop(int(report["refused"]), None)
             if started is not None and not started.done():
                 why = str(report["why"])
-                started.set_exception(Busy(f"no process for the job: {why}", fix="Try again."))
+                started.set_exception(Busy(f"no process for the job: {why}.", fix="Try again."))
         elif "ended" in report:
             ended = self._running.pop(int(report["ended"]), None)
             if ended is not None and not ended.done():

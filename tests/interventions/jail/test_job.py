@@ -272,7 +272,7 @@ async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
         assert outcome.ending is Ending.CRASHED
         await asyncio.to_thread(process.wait, 2)
     assert not jail.alive
-    with pytest.raises(JailUnavailable):
+    with pytest.raises(JailUnavailable, match=r"gone\. It is restarted; try again\.$"):
         await jail.start_job(STORIES + "touching", b"", trusted=False)
     await asyncio.sleep(0)
     assert jail.running == 0
