@@ -162,10 +162,14 @@ class ApiKeys:
 
     def _save(self, keys: dict[str, ApiKey]) -> None:
         """Write first: what is not on the disk is not in force."""
-        content = json.dumps({"version": 1, "keys": [_fields(k) for k in keys.values()]}, indent=1)
+        rows = [_fields(key) for key in keys.values()]
+        text = json.dumps({"version": 1, "keys": rows}, indent=1, ensure_ascii=False)
+        content = text.encode()
+        if len(content) > _MAX_FILE_BYTES:  # no start would read it
+            raise BadValue("There are too many API keys.", fix="Revoke some.", param="name")
         if self._path is not None:
             try:
-                write_private(self._path, content.encode())
+                write_private(self._path, content)
             except OSError as error:
                 raise _unusable(self._path, str(error.strerror or error)) from error
         self._keys = keys

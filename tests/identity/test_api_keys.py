@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.errors import BadValue, KeyUnreadable, NotFound, QuotaExceeded, Unauthorized
-from mesh.identity.api_keys import ApiKeys, Quota, Scope, quotas
+from mesh.identity.api_keys import MAX_KEYS, ApiKeys, Quota, Scope, quotas
 from mesh.types import Principal, PrincipalKind
 from tests.identity.support import ManualClock
 
@@ -96,6 +97,19 @@ def test_unusable_names_are_refused(name: str, path: Path, clock: ManualClock) -
     with pytest.raises(BadValue):
         ApiKeys.load(path).create(name, CHAT, Quota(), clock)
     assert not path.exists()
+
+
+def test_as_many_keys_as_may_be_are_read_back_whatever_their_names(
+    path: Path, clock: ManualClock
+) -> None:
+    name = "\N{FACE WITH TEARS OF JOY}" * 64
+    key, _ = ApiKeys().create(name, frozenset(Scope), Quota(10**9, 10**9), clock)
+    ids = [f"{number:08x}" for number in range(MAX_KEYS - 1)]
+    keys = ApiKeys(path, {each: replace(key, key_id=each) for each in ids})
+    _, text = keys.create("the last", CHAT, Quota(), clock)
+    again = ApiKeys.load(path)
+    assert again.keys == keys.keys
+    assert again.verify(text).name == "the last"
 
 
 def test_revoking_what_is_not_there(path: Path) -> None:
