@@ -180,9 +180,11 @@ class RedisStore:
         try:
             yield
         except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError) as error:
+            # Behind it a script's name and line.
+            why = str(error).partition(" script: ")[0].rstrip(".")
             raise StoreRefused(
-                f"Redis refuses: {error}.",
-                fix="Check the user and password in coordination.redis_url and the server's rules.",
+                f"Redis refuses: {why}.",
+                fix=_fix(redis, error),
                 param="coordination.redis_url",
             ) from error
         except (redis.exceptions.RedisError, OSError, ValueError) as error:
@@ -198,6 +200,21 @@ class RedisStore:
             fix=f"Delete the key ({key}): nodes publish again what they hold.",
             param=fault.field or None,
         )
+
+
+def _fix(redis: Any, error: Exception) -> str:
+    denied = redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError
+    text = str(error)
+    if isinstance(error, denied) or "can't run this command" in text:  # the latter in a script
+        return "Check the user and password in coordination.redis_url and the server's rules."
+    if text.startswith(("WRONGTYPE", "user_script:")):
+        return (
+            f"Something else lies where records do. Delete the keys {INDEX} and mx:model:*:"
+            " nodes publish again what they hold."
+        )
+    return (
+        "See to the server, its memory, disk and replicas, or use another: coordination.redis_url."
+    )
 
 
 def _text(value: bytes | str) -> str:

@@ -207,6 +207,34 @@ class TestRedis:
             await client.aclose()
             await store.close()
 
+    @pytest.mark.parametrize(
+        ("wrong", "fix"),
+        [
+            (["CONFIG SET", "maxmemory", "1"], "See to the server, its memory"),
+            (["CONFIG SET", "min-replicas-to-write", "1"], "See to the server, its memory"),
+            (["REPLICAOF", "127.0.0.1", "1"], "See to the server, its memory"),
+            (["SET", record_key(MODEL), "no JSON at all"], "Delete the keys"),
+            (["SET", record_key(MODEL), '{"workers": [3]}'], "Delete the keys"),
+            (["SADD", record_key(MODEL), "x"], "Delete the keys"),
+            (["ACL SETUSER", "default", "-set"], "Check the user"),
+            (["ACL SETUSER", "default", "-eval", "-evalsha"], "Check the user"),
+        ],
+    )
+    async def test_a_refusal_has_the_fix_for_it(
+        self, redis_here: RedisServer, wrong: list[str], fix: str
+    ) -> None:
+        store = RedisStore(redis_here.url)
+        await store.connect()
+        try:
+            async with redis.asyncio.Redis.from_url(redis_here.url) as client:
+                await client.execute_command(*wrong)
+            with pytest.raises(StoreRefused, match=fix) as refused:
+                await store.publish(MODEL, [worker(1)])
+        finally:
+            await store.close()
+        assert "script: " not in refused.value.message
+        assert ".." not in refused.value.message
+
     async def test_a_password_is_used_and_never_shown(self, tmp_path: Path) -> None:
         async with redis_server(tmp_path, "s3cret") as server:
             store = RedisStore(server.url)
