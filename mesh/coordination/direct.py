@@ -46,6 +46,8 @@ class DirectRecords:
         self._is_connected = False
         self._error: CoordinationError | None = None
         self._failures = 0
+        self._attempt = 0
+        """Rises with each failure, so that those who failed together count as one."""
         self._retry_at = 0.0
 
     def start(self) -> None:
@@ -94,21 +96,26 @@ class DirectRecords:
     async def _visit(self, work: Callable[[], Awaitable[T]]) -> T:
         if self._error is not None and self._clock.monotonic() < self._retry_at:
             raise self._error
+        attempt = self._attempt
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with self._connecting:
                     if not self._is_connected:
                         await self._store.connect()
                         self._is_connected = True
+                    attempt = self._attempt
                 result = await work()
         except TimeoutError:
-            raise self._failed(_late(self._timeout_s)) from None
+            raise self._failed(_late(self._timeout_s), attempt) from None
         except StoreUnavailable as error:
-            raise self._failed(error) from None
+            raise self._failed(error, attempt) from None
         self._error, self._failures = None, 0
         return result
 
-    def _failed(self, error: StoreUnavailable) -> StoreUnavailable:
+    def _failed(self, error: StoreUnavailable, attempt: int) -> StoreUnavailable:
+        if attempt != self._attempt:  # counted already; it may be connected again meanwhile
+            return error
+        self._attempt += 1
         if self._error is None:
             self._warn(f"records are not kept, {self._store.name} fails: {error}")
         self._error, self._is_connected = error, False

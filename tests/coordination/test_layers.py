@@ -378,6 +378,19 @@ class TestDirect:
         assert len(told.warnings) == 1
         await records.stop()
 
+    async def test_those_who_fail_together_count_as_one_failure(self, shared: SharedStore) -> None:
+        clock = ManualClock()
+        records = DirectRecords(shared.open(), ReadyFlags(clock), clock, Told())
+        assert await records.models() == []
+        await shared.stop()
+        asked = (records.models() for _ in range(5))
+        failed = await asyncio.gather(*asked, return_exceptions=True)
+        assert {type(each) for each in failed} == {StoreUnavailable}
+        await shared.start()
+        clock.time += 1.5
+        assert await records.models() == []
+        await records.stop()
+
 
 MODES = ("memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only")
 
