@@ -189,7 +189,7 @@ class RedisStore:
             ) from error
         except (redis.exceptions.RedisError, OSError, ValueError) as error:
             raise StoreUnavailable(
-                f"Redis does not answer: {error}.",
+                f"Redis does not answer: {str(error).rstrip('.')}.",
                 fix="Start it, or correct coordination.redis_url.",
                 param="coordination.redis_url",
             ) from error

@@ -247,6 +247,7 @@ class TestRedis:
         with pytest.raises(StoreUnavailable) as gone:
             await RedisStore(server.url).connect()
         assert "wrong" not in str(gone.value)
+        assert ".." not in str(gone.value)
 
     async def test_it_is_not_asked_before_it_is_connected(self) -> None:
         with pytest.raises(StoreUnavailable, match="not connected"):
