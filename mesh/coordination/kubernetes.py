@@ -50,6 +50,9 @@ _FIRST_BACK_OFF_S, _LAST_BACK_OFF_S = 0.02, 1.0
 _SHORTEST_WATCH_S = 1.0
 _PAGE = 100
 
+_Kept = tuple[object, tuple[TensorDescriptor, ...]]
+"""By what a worker is known again, and its tensors."""
+
 Change = Callable[[ModelMetadata], ModelMetadataStatus]
 
 
@@ -70,7 +73,8 @@ class KubernetesStore:
         self._clock = clock
         self._seen = ""
         """The version of the list of resources that was read last."""
-        self._tensors: dict[tuple[str, int], tuple[object, tuple[TensorDescriptor, ...]]] = {}
+        self._tensors: dict[str, dict[int, _Kept]] = {}
+        """By the names of resources and ranks: what was read of workers that are there."""
 
     async def connect(self) -> None:
         """Find the API server and ask it for our resources."""
@@ -110,7 +114,9 @@ class KubernetesStore:
             try:
                 resource = await self._read(model)
             except NoSuchObject:
+                self._tensors.pop(forms.resource_name(model), None)
                 return None
+            self._forget_gone(resource)
             workers = [
                 forms.worker_from(each, await self._read_tensors(resource, each))
                 for each in resource.status.workers
@@ -130,6 +136,9 @@ class KubernetesStore:
                 metadata = page.get("metadata") or {}
                 token = metadata.get("continue") or ""
                 if not token or len(found) > MAX_MODELS:
+                    names = set(map(forms.resource_name, found))
+                    for name in self._tensors.keys() - names:
+                        del self._tensors[name]
                     self._seen = str(metadata.get("resourceVersion") or "")
                     return found
 
@@ -280,7 +289,7 @@ class KubernetesStore:
 
     async def _delete_tensors(self, model: ModelRef, rank: int, *, from_part: int) -> None:
         name = forms.resource_name(model)
-        self._tensors.pop((name, rank), None)
+        self._tensors.get(name, {}).pop(rank, None)
         for part in range(from_part, forms.MAX_PARTS):
             try:
                 await self._api.ask(
@@ -296,7 +305,7 @@ class KubernetesStore:
     ) -> tuple[TensorDescriptor, ...]:
         place = resource.metadata.name, worker.worker_rank
         known_as = worker.published_at, worker.tensor_count, worker.nixl_metadata
-        kept = self._tensors.get(place)
+        kept = self._tensors.get(place[0], {}).get(place[1])
         if kept is not None and kept[0] == known_as:
             return kept[1]
         found: tuple[TensorDescriptor, ...] = ()
@@ -316,8 +325,13 @@ class KubernetesStore:
             part += 1
         if len(found) != worker.tensor_count:
             return ()  # just being written; they are said, or not, when the status is
-        self._tensors[place] = known_as, found
+        self._tensors.setdefault(place[0], {})[place[1]] = known_as, found
         return found
+
+    def _forget_gone(self, resource: ModelMetadata) -> None:
+        kept = self._tensors.get(resource.metadata.name, {})
+        for rank in kept.keys() - {each.worker_rank for each in resource.status.workers}:
+            del kept[rank]
 
 
 def _is_news(line: bytes) -> bool:

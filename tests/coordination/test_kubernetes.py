@@ -305,6 +305,32 @@ async def test_a_worker_whose_config_maps_are_just_written_has_no_tensors_yet(
     assert record.workers == (replace(worker(1), tensors=()),)
 
 
+async def test_nothing_is_kept_of_another_s_worker_that_went(
+    server: ApiServer, store: KubernetesStore, kubeconfig: Path
+) -> None:
+    """What says that it is the same is read again, so it was not."""
+    async with connected(kubeconfig) as other:
+
+        async def read_as_it_was() -> int:
+            server.requests.clear()
+            record = await other.get(MODEL)
+            assert record is not None
+            assert record.workers == (worker(1), worker(2))
+            return server.requests.count("get configmaps")
+
+        await store.publish(MODEL, [worker(1), worker(2)])
+        assert await read_as_it_was() == 2
+        assert await read_as_it_was() == 0
+        await store.withdraw(MODEL, [2])
+        assert await other.get(MODEL) is not None
+        await store.publish(MODEL, [worker(2)])
+        assert await read_as_it_was() == 1
+        await store.withdraw(MODEL, [1, 2])
+        assert await other.models() == []
+        await store.publish(MODEL, [worker(1), worker(2)])
+        assert await read_as_it_was() == 2
+
+
 def test_the_definition_is_modelexpress_s() -> None:
     assert CRD["metadata"]["name"] == f"{PLURAL}.{CRD['spec']['group']}"
     version = CRD["spec"]["versions"][0]
