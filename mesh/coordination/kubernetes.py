@@ -290,15 +290,18 @@ class KubernetesStore:
     async def _delete_tensors(self, model: ModelRef, rank: int, *, from_part: int) -> None:
         name = forms.resource_name(model)
         self._tensors.get(name, {}).pop(rank, None)
+        parts = []
         for part in range(from_part, forms.MAX_PARTS):
             try:
-                await self._api.ask(
-                    self._api.core.delete_namespaced_config_map,
-                    forms.part_name(name, rank, part),
-                    self._namespace,
-                )
+                await self._read_part(name, rank, part)
             except NoSuchObject:
-                return
+                break
+            parts.append(forms.part_name(name, rank, part))
+        for each in reversed(parts):  # so that what a try leaves behind is found by the next
+            with suppress(NoSuchObject):
+                await self._api.ask(
+                    self._api.core.delete_namespaced_config_map, each, self._namespace
+                )
 
     async def _read_tensors(
         self, resource: ModelMetadata, worker: forms.WorkerStatus
@@ -313,10 +316,7 @@ class KubernetesStore:
         part = 0
         while part < parts:
             try:
-                name = forms.part_name(*place, part)
-                read = await self._api.ask(
-                    self._api.core.read_namespaced_config_map, name, self._namespace
-                )
+                read = await self._read_part(*place, part)
             except NoSuchObject:
                 return ()
             if part == 0:
@@ -327,6 +327,13 @@ class KubernetesStore:
             return ()  # just being written; they are said, or not, when the status is
         self._tensors.setdefault(place[0], {})[place[1]] = known_as, found
         return found
+
+    async def _read_part(self, name: str, rank: int, part: int) -> Any:
+        return await self._api.ask(
+            self._api.core.read_namespaced_config_map,
+            forms.part_name(name, rank, part),
+            self._namespace,
+        )
 
     def _forget_gone(self, resource: ModelMetadata) -> None:
         kept = self._tensors.get(resource.metadata.name, {})

@@ -104,6 +104,21 @@ async def test_tensors_beyond_a_config_map_are_in_several(
     assert (server.config_maps, server.resources) == ({}, {})
 
 
+async def test_config_maps_whose_removal_was_broken_off_go_with_the_next_try(
+    server: ApiServer, store: KubernetesStore
+) -> None:
+    await store.publish(MODEL, [replace(worker(1), tensors=tensors(7000, padding=300)), worker(2)])
+    assert len(server.config_maps) == 5
+    withdrawing = asyncio.create_task(store.withdraw(MODEL, [1]))
+    while len(server.config_maps) == 5:  # noqa: ASYNC110 - the next step is late already
+        await asyncio.sleep(0)
+    withdrawing.cancel()
+    await asyncio.wait([withdrawing])
+    assert len(server.config_maps) == 4
+    await store.withdraw(MODEL, [1])
+    assert list(server.config_maps) == [f"{resource_name(MODEL)}-tensors-worker-2"]
+
+
 class QuickClock(SystemClock):
     """An hour later whenever it is asked."""
 
