@@ -104,6 +104,10 @@ class Intake:
         accounts = self.chains.accounts
         return accounts.exhausted(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE)
 
+    def begin(self) -> None:
+        """Open a transaction: what the one before left, if it failed, is none of it."""
+        self.adopted, self._proofs = [], []
+
     def deliberate(self, received: Sequence[Signed]) -> Deliberated:
         """Offer decisions, in a worker thread: it takes as long as they are entangled."""
         return Deliberated(tuple(self.docket.take(received)), self.docket.derive())
@@ -111,7 +115,6 @@ class Intake:
     async def take(self, received: Received, source: NodeId, decided: Deliberated) -> IntakeOutcome:
         """Offer events and proofs, after the decisions, which bring the keys for them."""
         outcome = IntakeOutcome(decided=len(self.docket.fresh))
-        self._proofs = []
         if outcome.decided:
             self.chains.follow(decided.membership)
         for verdict in decided.verdicts:
@@ -144,7 +147,6 @@ class Intake:
 
     def settle(self, source: NodeId | None) -> None:
         """Let what waited for the accepted events follow them."""
-        self.adopted = []
         self._settle_held()
         for author, waiting in self.orphans.items():
             while (place := self._next_place(author)) in waiting:

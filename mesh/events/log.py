@@ -296,6 +296,7 @@ class EventLog:
     def _begin(self) -> None:
         self.chains.begin()
         self.docket.begin()
+        self._intake.begin()
 
     def _rollback(self) -> None:
         self.chains.rollback()

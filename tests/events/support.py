@@ -266,6 +266,7 @@ class MemoryReplica:
     def receive(self, received: Received, source: str = "peer") -> IntakeOutcome:
         self.chains.begin()
         self.docket.begin()
+        self.intake.begin()
         decided = self.intake.deliberate(received.decisions)
         outcome = finish(self.intake.take(received, NodeId(source), decided))
         proofs = finish(self.intake.prove(self._stored))

@@ -29,6 +29,8 @@ from tests.events.support import (
     facts,
     found,
     household,
+    key,
+    let_in,
     meaning,
     open_node,
     received,
@@ -173,6 +175,27 @@ async def test_a_damaged_row_costs_that_row_only(tmp_path: Path, column: str) ->
     await node.log.close()
     node = await open_node(path, 9)
     assert node.kinds() == []
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+
+
+async def test_what_was_saved_stays_saved_when_the_disk_takes_no_more(tmp_path: Path) -> None:
+    path, events = tmp_path / "events.db", story()
+    await fill(path, events)
+    said = [event for event in events if isinstance(event, Event)]
+    author = next(event.author for event in said if event.author != key(0).node_id)
+    (lost,) = (event for event in said if event.author == author and event.seq == 9)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE events SET body = x'00' WHERE id = ?", (lost.id,))
+        connection.commit()
+    node = await open_node(path)
+    assert node.kinds() == ["log_repaired"]
+    with file_size_limit(1), pytest.raises(LogFull):
+        await node.log.ingest(received([lost]), PEER)
+    events.append(await let_in(node, Author(9)))  # which is written
+    await node.log.close()
+    node = await open_node(path)
+    await node.log.ingest(received([lost]), PEER)
     assert meaning(node.log.state) == meaning(reference(events))
     await node.log.close()
 
