@@ -263,10 +263,6 @@ class Chains:
         has_begun_again = first.generation < self.generation(first.author)
         return EventVerdict.VOID if has_begun_again else EventVerdict.FORKED
 
-    def refold(self, author: NodeId, chain: Iterable[Event]) -> None:
-        """Fold a stale author's chain, as stored, again."""
-        self.state = applying.refold(self.state, author, chain)
-
     # How an event is judged.
 
     def _judge_chain(self, event: Event) -> EventVerdict | None:

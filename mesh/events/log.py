@@ -331,7 +331,10 @@ class EventLog:
         self.chains.commit()
         if decided:
             await asyncio.to_thread(self.docket.commit, self.chains.state.membership)
-        await self._refold()
+        try:
+            await self._refold()
+        except EventLogError as error:  # they stay stale: the next transaction tries again
+            logger.warning("what some members said is withheld: %s", error)
         if events or decided or self.chains.state is not before:
             change = LogChange(events, decided, self.chains.state)
             for listener in self.on_change:
@@ -343,14 +346,14 @@ class EventLog:
 
     async def _refold(self) -> None:
         for author in self.chains.state.stale:
-            generation, seq = self.chains.generation(author), 0
-            last = self.chains.stored(author)
-            while chain := await self._store.chain((author, generation, seq + 1, last)):
-                if seq == 0:
-                    self.chains.refold(author, chain)
-                else:
-                    self.chains.state = applying.apply(self.chains.state, chain)
+            state, seq = self.chains.state, 0
+            where, last = (author, self.chains.generation(author)), self.chains.stored(author)
+            while chain := await self._store.chain((*where, seq + 1, last)):
+                state = (
+                    applying.apply(state, chain) if seq else applying.refold(state, author, chain)
+                )
                 seq = chain[-1].seq
+            self.chains.state = state
 
     async def _snapshot(self) -> None:
         if not self._since_snapshot:

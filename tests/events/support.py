@@ -280,7 +280,7 @@ class MemoryReplica:
         self.chains.commit()
         self.docket.commit(self.state.membership)
         for author in self.state.stale:
-            self.chains.refold(author, self.rows.get(author, []))
+            self.chains.state = applying.refold(self.state, author, self.rows.get(author, []))
         return outcome
 
     async def _stored(self, author: NodeId, seq: int) -> Event | None:

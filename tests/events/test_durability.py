@@ -18,9 +18,13 @@ import pytest
 
 from mesh.errors import LogFull
 from mesh.events import repair
+from mesh.events.log import LogChange
 from mesh.events.messages import Pull
 from mesh.events.opening import OWN_HEAD
 from mesh.events.types import MODEL_PUBLISHED, Event
+from mesh.identity import decisions
+from mesh.identity.decisions import LevelChanged
+from mesh.identity.roster import TrustLevel
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,
@@ -237,6 +241,24 @@ async def test_a_damaged_first_page_costs_no_event(tmp_path: Path) -> None:
     node = await open_node(path, 9)
     assert node.kinds() == ["log_repaired"]
     assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+
+
+async def test_a_decision_that_is_stored_is_in_force_though_facts_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.db"
+    _, (_, other), events = household(2)
+    events += [other.publish(f"m{number % 9}") for number in range(900)]
+    await fill(path, events)
+    node = await open_node(path)
+    changes: list[LogChange] = []
+    node.log.on_change.append(changes.append)
+    await asyncio.to_thread(damage, path, random.Random(1), 60)
+    kind, payload = decisions.encode(LevelChanged(other.id, TrustLevel.ANCHOR))
+    decided = await node.log.decide(kind, lambda parents, wall_ms: payload)
+    assert [change.decisions for change in changes] == [(decided,)]
+    assert node.log.state.stale == {other.id}
     await node.log.close()
 
 
