@@ -118,7 +118,17 @@ class CompiledRuntime:
     ) -> list[torch.Tensor]:
         """See `Runtime`."""
         require_batch(self, steps)
-        by_torch = [i for i, step in enumerate(steps) if isinstance(step.cache, SessionCache)]
+        hooked = [i for i, step in enumerate(steps) if isinstance(step.cache, SessionCache)]
+        try:
+            return self._computed(steps, hooked, layers or self.layers)
+        except BaseException:
+            for number in hooked:  # each of them is committed when it is computed
+                steps[number].cache.cut(steps[number].position)
+            raise
+
+    def _computed(
+        self, steps: Sequence[StepInput], by_torch: Sequence[int], layers: LayerRange
+    ) -> list[torch.Tensor]:
         outputs: dict[int, torch.Tensor] = {}
         for number in by_torch:
             outputs[number] = self._reference().forward([steps[number]], layers)[0]
@@ -128,7 +138,7 @@ class CompiledRuntime:
         # In the order of their slots, so that the same sessions meet at the same places again.
         rest.sort(key=lambda number: _slot(steps[number]).slot)
         if rest:
-            found = self._run([steps[number] for number in rest], layers or self.layers)
+            found = self._run([steps[number] for number in rest], layers)
             outputs.update(zip(rest, found, strict=True))
         for number in rest:
             steps[number].cache.commit(steps[number].hidden.shape[1])

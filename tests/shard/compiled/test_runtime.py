@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -193,3 +195,15 @@ def test_hooks_see_and_change_what_they_do_in_torch(site: Site) -> None:
     for mine, its in zip(hook.seen, theirs.seen, strict=True):
         assert mine.shape == its.shape
         assert relative_error(mine, its) < ROUNDING
+
+
+def test_where_one_of_a_batch_fails_no_cache_has_grown() -> None:
+    runtime = compiled("int8")
+    hook: Hook = Shift(Site(1, "mlp"))
+    hooked, full, plain = runtime.new_cache(8, (hook,)), runtime.new_cache(1), runtime.new_cache(8)
+    steps = [StepInput(hooked, 0, rows(1), (hook,)), StepInput(plain, 0, rows(1))]
+    runtime.forward([*steps, StepInput(full, 0, rows(1))])
+    steps = [replace(each, position=1) for each in steps]
+    with pytest.raises(ContextTooLong):
+        runtime.forward([*steps, StepInput(full, 1, rows(1))])
+    assert [cache.length for cache in (hooked, plain, full)] == [1, 1, 1]
