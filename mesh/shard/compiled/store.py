@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import io
+import json
 import logging
 import os
 import tempfile
@@ -264,9 +265,10 @@ def _kept(
 
 
 def _digest(stream: BinaryIO) -> str:
-    """Of everything behind the header."""
-    stream.seek(8 + int.from_bytes(stream.read(8), "little"))
-    digest = hashlib.sha256()
+    """Of the tensors, and of what the header says of them."""
+    header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header.pop("__metadata__", None)
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()

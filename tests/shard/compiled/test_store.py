@@ -70,7 +70,7 @@ def test_a_second_start_reads_the_head_that_the_first_has_rounded(tmp_path: Path
 
 def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
     expected = answer(span("int8", layers=SPAN, cache_dir=tmp_path))
-    for damage in (_flip_last_byte, _cut_short, _empty, _rename_a_tensor):
+    for damage in (_flip_last_byte, _cut_short, _empty, _rename_a_tensor, _flip_a_dtype):
         damage(files(tmp_path)[0])
         assert torch.equal(answer(span("int8", layers=SPAN, cache_dir=tmp_path)), expected)
 
@@ -91,6 +91,10 @@ def _empty(file: Path) -> None:
 
 def _rename_a_tensor(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"codes", b"coder", 1))
+
+
+def _flip_a_dtype(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"U8"', b'"I8"', 1))
 
 
 def test_codes_of_another_version_are_not_used(
