@@ -42,6 +42,11 @@ def models_dir() -> Path:
     return cache_dir() / "models"
 
 
+def quantised_dir(cache: Path, weights_sha256: str) -> Path:
+    """What was rounded of a checkpoint's weights (`mesh.shard.compiled.store`)."""
+    return cache / "quantised" / weights_sha256
+
+
 @dataclass(frozen=True, slots=True)
 class StatePaths:
     """The files of one node, below its state directory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from mesh.models.in_use import unused
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
 from mesh.models.partial_draft import discard
+from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.messages import Cancel, Failed, Handlers
@@ -235,8 +237,12 @@ class FetcherProcess(Worker):
             raise ModelNotFound(f"{directory} holds no model.", fix="See `hearthnet list`.")
         if fetches.is_fetching(directory):
             raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
+        kept = self._shelf.at(directory)
         await asyncio.to_thread(_remove, directory)
         self._shelf.remove(directory)
+        if kept is not None and not self._shelf.of(kept.manifest.weights_sha256):
+            rounded = quantised_dir(start.cache_dir, kept.manifest.weights_sha256)
+            await asyncio.to_thread(shutil.rmtree, rounded, ignore_errors=True)
         return directory
 
     # What is here

@@ -18,6 +18,7 @@ from mesh.errors import ModelInUse, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
+from mesh.paths import quantised_dir
 from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.pacing import Pace
@@ -80,8 +81,11 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
             other.kill()
             await other.wait()
+            rounded = quantised_dir(tmp_path / "empty" / "cache", sha) / "int8"
+            await asyncio.to_thread(rounded.mkdir, parents=True)
             await empty.supervisor.remove(directory)
         assert empty.supervisor.holdings == ()
+        assert not await asyncio.to_thread(rounded.exists)
         left = await asyncio.to_thread(lambda: [*directory.parent.glob("*/*")])
         assert left == [], "nothing is left that could be in the way"
 

@@ -30,6 +30,7 @@ from mesh.models.header import TensorEntry, read_header, read_metadata
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.models.stored_dtypes import STORED_DTYPES
+from mesh.paths import quantised_dir
 from mesh.shard.compiled.formats import (
     BITS,
     VERSION,
@@ -151,7 +152,7 @@ def _dense_products(parts: LayerParts) -> dict[str, Product]:
 
 def folder_of(weights_sha256: str, quant: Quant, cache_dir: Path | None) -> Path | None:
     """Where what was rounded of a checkpoint is kept."""
-    return None if cache_dir is None else cache_dir / "quantised" / weights_sha256 / quant
+    return None if cache_dir is None else quantised_dir(cache_dir, weights_sha256) / quant
 
 
 def stored_products(
