@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
@@ -247,14 +247,25 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
     spare = [runtime]
 
     def load() -> Runtime:
-        return spare.pop() if spare else _load(plan)[0]
+        if spare:
+            return spare.pop()
+        _require_same(plan.manifest)
+        return _load(plan)[0]
+
+    def load_plain() -> LoadedSpan:
+        _require_same(plan.manifest)
+        return _load_span(plan, plan.dtype.value)
+
+    def load_ends() -> LoadedEnds:
+        _require_same(plan.manifest)
+        return load_computed(plan.ends)
 
     return LoadedShard(
         _describe(plan, runtime),
         load,
         lambda: bool(spare),
-        lambda: _load_span(plan, plan.dtype.value),
-        lambda: load_computed(plan.ends),
+        load_plain,
+        load_ends,
         plan.manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,
@@ -262,6 +273,17 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
             filter(None, (plan.dtype.reason, plan.quant.reason, plan.lean.reason, *runtime.reasons))
         ),
     )
+
+
+def _require_same(manifest: Manifest) -> None:
+    """Raise BadCheckpoint where other weights lie there by now: they would be served, and what is
+    rounded of them be kept, as those that the manifest was read of."""
+    now = read_manifest(manifest.path, cache_dir=manifest.cache_dir)
+    if now.weights_sha256 != manifest.weights_sha256:
+        raise BadCheckpoint(
+            f"The weights in {manifest.path} are not those that were loaded before.",
+            fix="Put those back, or restart the node: it serves these then.",
+        )
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:

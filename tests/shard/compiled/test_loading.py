@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from mesh.errors import ContextTooLong, UnsupportedFamily
+from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -62,6 +63,28 @@ def test_weights_that_are_freed_come_back_the_same(tmp_path: Path) -> None:
     for layer in range(WHOLE.start, WHOLE.stop):
         assert isinstance(first, CompiledRuntime)
         assert torch.equal(first.probe(layer), again.probe(layer))
+
+
+@pytest.mark.parametrize("quant", ["int8", "none"])
+def test_other_weights_that_came_into_their_place_are_not_served_as_those(
+    quant: str, tmp_path: Path
+) -> None:
+    directory, cache = tmp_path / "toy", tmp_path / "cache"
+    shutil.copytree(checkpoint().directory, directory)
+    request = ShardRequest(directory, ModelId("m"), WHOLE, quant=quant, cache_dir=cache)
+    loaded = load_shard(plan_shard(request, HERE))
+    loaded.load()
+    file = directory / "model.safetensors"
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    for each in cache.glob("quantised/**/*.safetensors"):
+        each.unlink()
+    for load in (loaded.load, loaded.load_plain, loaded.load_ends):
+        with pytest.raises(BadCheckpoint, match="not those that were loaded before"):
+            load()
+    assert not list(cache.glob("quantised/**/*.safetensors"))
+    file.write_bytes(before)
+    loaded.load()
 
 
 def test_a_session_is_as_long_as_the_caches_and_the_model_allow() -> None:
