@@ -13,11 +13,11 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mesh.errors import LinkLost
+from mesh.identity.private_files import write_private
 from mesh.models.edits import MAX_EDIT_BYTES
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
@@ -46,18 +46,17 @@ class Library:
         """Put a file in; its hash. When this returns it is on the disk, or OSError was raised."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = self._directory / f"{sha256}.{os.getpid()}.tmp"
-        with draft.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        draft.replace(self.path(sha256))
+        write_private(self.path(sha256), data)
         return sha256
 
     def prune(self, wanted: Collection[str]) -> None:
-        """Delete what is none of the `wanted` hashes."""
-        for path in self._directory.glob(f"*{_SUFFIX}"):
-            if path.stem not in wanted:
+        """Delete what is none of the `wanted` hashes, also what a killed process has begun.
+
+        Not while a file is put in.
+        """
+        names = {self.path(sha256).name for sha256 in wanted}
+        for path in self._directory.glob("*"):
+            if path.name not in names:
                 path.unlink(missing_ok=True)
 
     def path(self, sha256: str) -> Path:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from mesh.research.steering import exchange
 from mesh.research.steering.exchange import PART_BYTES, Exchange, Library
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
+from tests.full_disk import file_size_limit
 
 DATA = bytes(range(256)) * 2048  # several parts
 SHA = hashlib.sha256(DATA).hexdigest()
@@ -154,6 +158,27 @@ def test_a_damaged_file_is_not_read_and_pruning_spares_the_wanted(tmp_path: Path
     assert library.read(other) is None
     (tmp_path / "files" / f"{sha}.safetensors").write_bytes(DATA[:-1] + b"!")
     assert library.read(sha) is None
+
+
+def test_what_was_not_written_to_its_end_takes_no_room(tmp_path: Path) -> None:
+    directory = tmp_path / "files"
+    library = Library(directory)
+    with file_size_limit(1000), pytest.raises(OSError, match="too large"):
+        library.keep(DATA)
+    assert list(directory.iterdir()) == []
+    writing = "from pathlib import Path; from mesh.research.steering.exchange import Library;"
+    writing += "Library(Path(__import__('sys').argv[1])).keep(bytes(1 << 20))"
+    limit = ["bash", "-c", 'ulimit -c 0 -f 100; exec "$@"', "bash"]
+    # Without Python's own handling of it the signal that comes at the limit kills.
+    signals = "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL);"
+    killed = subprocess.run(
+        [*limit, sys.executable, "-c", signals + writing, str(directory)], check=False
+    )
+    assert killed.returncode == -signal.SIGXFSZ
+    assert len(list(directory.iterdir())) == 1
+    sha = library.keep(DATA)
+    library.prune({sha})
+    assert list(directory.iterdir()) == [library.path(sha)]
 
 
 async def test_small_pieces_are_no_parts(hearth: Hearth) -> None:
