@@ -27,6 +27,10 @@ _VIRTUAL = (
 )  # fmt: skip
 
 
+LOOPBACK = "127.0.0.1"
+"""Where a node reaches itself, whatever becomes of its network."""
+
+
 @dataclass(frozen=True, slots=True)
 class InterfaceChoice:
     """An IPv4 address to announce and listen on, and the subnet it is in."""
@@ -83,7 +87,8 @@ def present(
 class Reach:
     """At which of this machine's addresses its listeners answer, also when they change.
 
-    At those that `choose` gives now, and at `first`. Has no effect on who may come in.
+    At those that `choose` gives now, at `first`, and at loopback: the node's own processes find
+    each other there when the machine changes networks. Has no effect on who may come in.
     """
 
     def __init__(
@@ -97,8 +102,8 @@ class Reach:
         self._read = read or read_table
         self._look_every_s = look_every_s
         self._requested = tuple(requested)
-        self._first = first
-        self._known = frozenset({first})
+        self._always = frozenset({first, LOOPBACK})
+        self._known = self._always
         self._looked_at = float("-inf")
 
     @classmethod
@@ -111,7 +116,7 @@ class Reach:
         if address not in self._known and time.monotonic() - self._looked_at >= self._look_every_s:
             self._looked_at = time.monotonic()
             chosen = present(self._requested, self._read())
-            self._known = frozenset({self._first, *(str(each.address) for each in chosen)})
+            self._known = self._always | {str(each.address) for each in chosen}
         return address in self._known
 
 

@@ -5,10 +5,13 @@ Knows nothing of sessions or routes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from mesh.accounts.ledger import ResourceLedger
+from mesh.discovery.interfaces import LOOPBACK
+from mesh.errors import MeshError
 from mesh.identity.tls import TlsContexts
 from mesh.pipeline.links import Dial, HopLink
 from mesh.processes.dialing import connect_to
@@ -23,11 +26,18 @@ def secured(hello: Hello, tls: TlsContexts, accounts: ResourceLedger | None = No
     """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted.
 
     What asks for a session over it carries a token for that host. What a link holds in
-    memory is on its host's account.
+    memory is on its host's account. This node's own shards are dialled at loopback, so that they
+    are reached, and stay so, when the address they are told by goes.
     """
     limits = replace(DEFAULT_LIMITS, accounts=accounts)
 
     async def dial(host: str, port: int, hop_link: HopLink) -> Link:
+        if hop_link.host == hello.node_id and host != LOOPBACK:
+            with suppress(MeshError):  # they listen at that one address only: see `Reach.of`
+                return await dial_at(LOOPBACK, port, hop_link)
+        return await dial_at(host, port, hop_link)
+
+    async def dial_at(host: str, port: int, hop_link: HopLink) -> Link:
         link = await connect_to(
             hop_link.host, host, port, hello=hello, handler=hop_link, tls=tls, limits=limits
         )

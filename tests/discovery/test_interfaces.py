@@ -53,6 +53,7 @@ def test_what_is_answered_at_follows_the_interfaces() -> None:
     assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, False]
     table.append(WIFI)  # the network comes up
     assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, True]
+    assert reach("127.0.0.1"), "its own processes are reached there"
     table[:] = [LO]
     assert not reach("192.168.1.21")
     assert not reach("192.168.1.20")
