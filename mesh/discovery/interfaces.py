@@ -111,12 +111,15 @@ class Reach:
         """None when one address was asked for: that is then listened at, and nothing else."""
         return None if list(requested) == [first] else cls(requested, first)
 
+    def addresses(self) -> tuple[str, ...]:
+        """Those that `choose` gives now; none while what was asked for is not there."""
+        return tuple(str(each.address) for each in present(self._requested, self._read()))
+
     def __call__(self, address: str) -> bool:
         """Whether to answer at this address."""
         if address not in self._known and time.monotonic() - self._looked_at >= self._look_every_s:
             self._looked_at = time.monotonic()
-            chosen = present(self._requested, self._read())
-            self._known = self._always | {str(each.address) for each in chosen}
+            self._known = self._always.union(self.addresses())
         return address in self._known
 
 

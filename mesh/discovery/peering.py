@@ -21,6 +21,7 @@ from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, par
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
+from mesh.discovery.interfaces import Reach
 from mesh.discovery.links import Admitted, ControlLink, ControlMessage, LinkTable, Said
 from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
@@ -57,7 +58,7 @@ _SETTLE_S = 0.05
 class PeeringSettings:
     """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
 
-    `host` is listened at; with `answers_at`, every address for which that is true. `epoch` is
+    `host` is listened at; with `answers_at`, every address at which that answers. `epoch` is
     greater than at any earlier start of this node. `held` says what of weights is on its disk.
     """
 
@@ -66,7 +67,7 @@ class PeeringSettings:
     hearth: str
     software: str
     host: str
-    answers_at: Callable[[str], bool] | None = None
+    answers_at: Reach | None = None
     port: int = 0
     static_peers: tuple[str, ...] = ()
     shard_health_timeout_s: float = 30.0
@@ -114,10 +115,9 @@ class Peering:
         self._heartbeat: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._sightings = Sightings(on_event)
-        ttl_s = settings.shard_health_timeout_s * EXPIRY_FACTOR
         self._notices = Notices(
-            settings.node_id, settings.hearth, trust, epoch=settings.epoch, ttl_s=ttl_s,
-            held=settings.held,
+            settings.node_id, settings.hearth, trust, epoch=settings.epoch, held=settings.held,
+            ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
         )  # fmt: skip
         self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
         self._stopping = False
@@ -134,8 +134,8 @@ class Peering:
 
     @property
     def _addresses(self) -> tuple[str, ...]:
-        announced = self._mdns.addresses if self._mdns is not None else ()
-        return announced or (self._settings.host,)
+        reach = self._settings.answers_at  # as it is now: mDNS follows later than a new dial
+        return (reach.addresses() if reach is not None else ()) or (self._settings.host,)
 
     async def start(self) -> None:
         """Listen, announce, dial. Raises PortInUse, and BadValue for a static peer's form."""

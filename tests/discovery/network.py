@@ -22,7 +22,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.dialing import DialSettings
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
-from mesh.discovery.interfaces import InterfaceChoice, choose
+from mesh.discovery.interfaces import InterfaceChoice, Reach, choose
 from mesh.discovery.mdns import Mdns, MdnsSettings
 from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
@@ -228,7 +228,7 @@ async def running(
     multicast: bool = True,
     port: int = 0,
     health_timeout_s: float = 30.0,
-    answers_at: Callable[[str], bool] | None = None,
+    answers_at: Reach | None = None,
 ) -> AsyncIterator[Node]:
     """A started node on 127.0.0.1, stopped with a goodbye at the end."""
     key = key or new_key()

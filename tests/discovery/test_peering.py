@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import socket
 from contextlib import AsyncExitStack
-from ipaddress import IPv4Address, IPv4Network
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import Target
 from mesh.discovery.events import PeerDown, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, to_hello
-from mesh.discovery.interfaces import InterfaceChoice
+from mesh.discovery.interfaces import Interface, InterfaceChoice, Reach
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
 from mesh.discovery.sightings import Sightings
@@ -167,11 +167,9 @@ async def test_forged_announcements_of_a_member_do_not_hide_it(hearth: str) -> N
 
 
 async def test_each_peer_gets_the_address_it_can_reach_of_a_node_with_two(hearth: str) -> None:
-    subnet = IPv4Network("127.0.0.0/8")
-    both = [InterfaceChoice("lo", subnet[host], subnet, "") for host in (1, 2)]
-    announced = Mdns(lambda: both, settings=QUICK_MDNS)
     mine = {"127.0.0.1", "127.0.0.2"}
-    async with running(hearth, mdns=announced, answers_at=mine.__contains__) as wide:
+    reach = Reach(sorted(mine), "127.0.0.1", lambda: [at(*sorted(mine))])
+    async with running(hearth, multicast=False, answers_at=reach) as wide:
         wide.serve(advertised(wide.id))
         port = wide.peering.port
         for address in sorted(mine):
@@ -182,6 +180,27 @@ async def test_each_peer_gets_the_address_it_can_reach_of_a_node_with_two(hearth
         async with running(hearth, f"127.0.0.3:{port}", multicast=False) as peer:
             await peer.event(lambda event: event.type == "peer_seen")
             assert not peer.online() - {peer.id}
+
+
+async def test_a_peer_whose_address_changed_is_listed_at_the_new_one_before_it_announces_that(
+    hearth: str,
+) -> None:
+    subnet, table = IPv4Network("127.0.0.0/8"), [at("127.0.0.2")]
+    before = [InterfaceChoice("home0", subnet[2], subnet, "")]
+    announced = Mdns(lambda: before, settings=QUICK_MDNS)
+    reach = Reach(["home0"], "127.0.0.2", lambda: table, look_every_s=0.0)
+    async with running(hearth, mdns=announced, answers_at=reach) as laptop:
+        laptop.serve(advertised(laptop.id))
+        table[:] = [at("127.0.0.3")]
+        async with running(hearth, f"127.0.0.3:{laptop.peering.port}", multicast=False) as peer:
+            await peer.until(lambda store: bool(store.shards(TINY)))
+            (shard,) = peer.store.shards(TINY)
+            assert shard.descriptor.endpoint == "wss://127.0.0.3:7701"
+        assert laptop.peering.address == f"127.0.0.3:{laptop.peering.port}"
+
+
+def at(*addresses: str) -> Interface:
+    return Interface("home0", True, tuple(IPv4Interface(f"{each}/8") for each in addresses))
 
 
 async def test_broken_multicast_is_a_warning_that_names_the_way_out(hearth: str) -> None:
