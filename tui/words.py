@@ -75,6 +75,18 @@ def share(done: int, total: int, what: str = "") -> str:
     return f"{part} ({data_share(done, total)})"
 
 
+_WELL = ("up", "starting", "stopped", "resting")
+
+
+def out_of_order(process: Mapping[str, Any]) -> str | None:
+    """``the jobs' process is ended: killed by signal 9`` of a process that is; None where it is
+    well."""
+    if process["state"] in _WELL:
+        return None
+    ending = process["ending"]
+    return f"{process['name']} is {process['state']}{f': {ending}' if ending else ''}"
+
+
 _UNDER_WAY = {"waiting": "waiting", "looking": "looking for who has it"}
 
 

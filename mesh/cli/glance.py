@@ -28,11 +28,11 @@ def _who(picture: dict[str, Any]) -> str:
 
 def _standing(picture: dict[str, Any]) -> tuple[str, str]:
     """What there is to say, worst first, and the command that follows from it."""
-    broken = [row for row in picture["processes"] if row["state"] not in _WELL]
-    if broken:
-        row = broken[0]
-        why = f": {row['ending']}" if row["ending"] else ""
-        return f"{row['name']} is {row['state']}{why}.", _DOCTOR
+    from tui.words import out_of_order
+
+    for process in picture["processes"]:
+        if trouble := out_of_order(process):
+            return f"{trouble}.", _DOCTOR
     if picture["node"]["paused"]:
         return "It is paused: others get nothing from it.", "hearthnet resume"
     ready = [model for model in picture["models"] if model["runnable"]]
@@ -42,7 +42,6 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
 
 
 _DOCTOR = "hearthnet top; its key 7 says what is wrong"
-_WELL = ("up", "starting", "stopped", "resting")
 
 
 def _answering(picture: dict[str, Any], ready: list[dict[str, Any]]) -> tuple[str, str]:

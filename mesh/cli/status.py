@@ -167,12 +167,19 @@ def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[
 
     Without `everything` what matters to few is left out.
     """
+    from tui.words import out_of_order
+
     node = picture["node"]
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
+    if node["paused"]:
+        say("paused: others get nothing from it, until `hearthnet resume`")
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
     if (tls := node["api_tls"]) is not None:
         say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
+    for process in picture["processes"]:
+        if trouble := out_of_order(process):
+            say(f"out of order: {trouble}")
     _show_house(picture)
     if picture["shards"]:
         say()

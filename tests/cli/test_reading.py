@@ -22,11 +22,17 @@ LIST_MODULES = (
 )
 
 
-async def test_status_says_of_every_span_how_far_it_is(daemon: Served, hearthnet: Run) -> None:
+async def test_status_says_what_keeps_a_node_from_serving_and_how_far_every_span_is(
+    daemon: Served, hearthnet: Run
+) -> None:
     plain, house = daemon.view.status, whole()
-    parts = {name: house[name] for name in ("deployments", "weights")}
+    parts = {name: house[name] for name in ("deployments", "weights", "processes")}
+    parts["node"] = {**plain()["node"], "paused": True}
     daemon.view.status = lambda: {**plain(), **parts}  # type: ignore[method-assign]
     text = " ".join((await hearthnet("status")).out.split())
+    assert "paused: others get nothing from it, until `hearthnet resume`" in text
+    assert "out of order: the jobs' process is ended: killed by signal 9" in text
+    assert text.count("out of order") == 1
     assert "qwen PROVISIONING (WARM) 1 of 2 kitchen 0-11 is ready" in text
     assert "sofa 12-15 is being fetched, 34 %" in text
     assert "study 0-3 failed: needs 900 MiB, 300 MiB are free" in text

@@ -114,8 +114,10 @@ def whole() -> dict[str, Any]:
         "processes": [
             {"name": "the shards' process", "state": "up", "pid": 1, "silent_s": 0, "starts": 1,
              "why_alone": None, "ending": None},
-            {"name": "the jobs' process", "state": "silent", "pid": 2, "silent_s": 6, "starts": 3,
+            {"name": "llama's process", "state": "starting", "pid": 2, "silent_s": 0, "starts": 1,
              "why_alone": None, "ending": None},
+            {"name": "the jobs' process", "state": "ended", "pid": None, "silent_s": 0, "starts": 3,
+             "why_alone": None, "ending": "killed by signal 9"},
         ],
         "sessions": [],
         "generations": [

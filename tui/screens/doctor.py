@@ -14,7 +14,7 @@ from textual.widgets import Static
 from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.drawn import Drawn
-from tui.words import clean
+from tui.words import clean, out_of_order
 
 
 class DoctorScreen(TopScreen):
@@ -65,10 +65,11 @@ class Findings(Drawn):
         """See `Drawn`."""
         lines = []
         for process in picture.rows("processes"):
-            is_well = process["state"] in ("up", "stopped", "resting")
-            mark, style = ("●", "green") if is_well else ("✖", "red")
+            trouble = out_of_order(process)
+            words = trouble or f"{process['name']} is {process['state']}"
+            mark, style = ("✖", "red") if trouble else ("●", "green")
             starts = f" · started {process['starts']} times" if process["starts"] > 1 else ""
-            lines.append(Text(f"{mark} {process['name']}: {process['state']}{starts}", style))
+            lines.append(Text(f"{mark} {words}{starts}", style))
         lines += [
             Text(f"⚠ {warning['message']} {warning['fix']}", "yellow")
             for warning in picture.rows("warnings")
