@@ -18,6 +18,7 @@ from mesh.pipeline.commands import HarvestOrder
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.prompts import Prompts
+from mesh.pipeline.refusal import named
 from mesh.pipeline.route import FULL_DELAYS_S, HopLost
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.terms import SessionTerms
@@ -35,8 +36,8 @@ async def harvest(
     """``{"prompts": [token ids], "files": [what a hop says of a file, and its node]}``.
 
     Values are those of fp32 between the hops, whatever chat uses. Raises BadRequest for texts
-    without a token, NoRoute when no set of shards writes harvests, and the last hop's error when
-    the batch failed again and again.
+    without a token, NoRoute when no set of shards serves it, DiskFull when those that do give no
+    disk, and the last hop's error when the batch failed again and again.
     """
     prompts = [
         (await prompting.ids(GenerationRequest("harvest", model.model_id, prompt=text), None))[
@@ -66,7 +67,7 @@ async def harvest(
             if isinstance(error, HopLost):
                 lost = error
             if lost is None or delay is None:  # that nobody serves it is no passing matter
-                raise (error.error if isinstance(error, HopLost) else error) from None
+                raise (named(error) if isinstance(error, HopLost) else error) from None
             logger.info("run=%s batch=%d starts again: %s", order.run, order.batch, error)
             await asyncio.sleep(delay)
         else:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from mesh.errors import Busy, CacheFull, NoRoute
+from mesh.errors import Busy, CacheFull, ContextTooLong, DiskFull, MeshError, NoRoute, from_dict
 
 if TYPE_CHECKING:
     from mesh.pipeline.route import HopLost
@@ -23,3 +23,19 @@ class RouteRefused(NoRoute):
         )
         self.all_full = all(isinstance(lost.error, _FULL) for lost in refused)
         super().__init__(nobody.message + self.said, fix=nobody.fix)
+
+
+def why_nobody(nobody: NoRoute, refused: Sequence[HopLost]) -> MeshError:
+    """What to say where nobody is left: the last one's refusal if other shards would not help but
+    another request or setting, else that there is no route."""
+    if all(isinstance(lost.error, ContextTooLong) for lost in refused):
+        return refused[-1].error
+    if all(isinstance(lost.error, DiskFull) for lost in refused):
+        return named(refused[-1])
+    return RouteRefused(nobody, refused)
+
+
+def named(lost: HopLost) -> MeshError:
+    """The error with the node's name before it, where something has to be done."""
+    message = f"{lost.hop.shard.node_name}: {lost.error.message}"
+    return from_dict({**lost.error.to_dict(), "message": message})

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from mesh.errors import (
     BadSteering,
-    ContextTooLong,
     MeshError,
     NoRoute,
     PipelineStalled,
@@ -26,7 +25,7 @@ from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.hop import GenerationHop, HopObserver, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
-from mesh.pipeline.refusal import RouteRefused
+from mesh.pipeline.refusal import RouteRefused, why_nobody
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import Pipeline, RouteHop
@@ -68,6 +67,7 @@ async def open_route(
     Raises:
         RouteRefused, and what else `pick` raises.
         ContextTooLong: no shard holds that many positions.
+        DiskFull: no shard has disk for a harvest; names a node.
         BadSteering: a hop cannot apply one of the edits, nor would any other.
     """
     refused: dict[ShardKey, HopLost] = {}
@@ -78,10 +78,9 @@ async def open_route(
         except NoRoute as nobody:
             if not refused:
                 raise
-            if all(isinstance(lost.error, ContextTooLong) for lost in refused.values()):
-                raise next(reversed(refused.values())).error from None
-            error = RouteRefused(nobody, refused.values())
-            delay = next(delays, None) if error.all_full else None
+            error = why_nobody(nobody, list(refused.values()))
+            is_full = isinstance(error, RouteRefused) and error.all_full
+            delay = next(delays, None) if is_full else None
             if delay is None:
                 raise error from None
             await asyncio.sleep(delay)

@@ -135,8 +135,9 @@ def test_who_gives_no_disk_is_named(own_node: StartNode, dataset: Path, tmp_path
     body = {"model": "builtin", "run": "0" * 16, "batch": 0, "module": PATTERN, "texts": ["a b"],
             "max_tokens": 5}  # fmt: skip
     answer = nodes[-1].post("/mesh/v1/harvest", body)
-    assert answer.status_code == 503
-    assert "stingy: This node gives no disk to harvests." in answer.json()["error"]["message"]
+    assert answer.status_code == 507
+    assert answer.json()["error"]["message"] == "stingy: This node gives no disk to harvests."
+    assert "host.harvest_mb there" in answer.json()["error"]["fix"]
     huge = nodes[0].post("/mesh/v1/harvest", body | {"max_tokens": 10**30})
     assert (huge.status_code, huge.json()["error"]["param"]) == (400, "max_tokens")
     own = nodes[0].post("/mesh/v1/harvest", body)  # what a node asks of itself
