@@ -24,7 +24,8 @@ def follow(
         if announcement.hearth == hearth:
             wanted.setdefault(f"mdns {announcement.node_id}", []).append(announcement)
         else:
-            strangers[announcement.instance] = announcement
+            # Once each: what a run that was killed announced stays until its time is over.
+            strangers.setdefault(f"stranger {announcement.node_id}", announcement)
     for key, of_node in wanted.items():
         turns = zip_longest(*(announcement.endpoints() for announcement in of_node))
         endpoints = dict.fromkeys(e for turn in turns for e in turn if e is not None)

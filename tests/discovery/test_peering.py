@@ -291,8 +291,9 @@ async def test_third_node_reports_two_machines_with_one_key(hearth: str) -> None
             assert f":{other.peering.port}" in warning.message
 
 
-async def test_other_hearth_is_shown_and_never_dialled(hearth: str) -> None:
-    async with running(f"{hearth}-next-door") as stranger, running(hearth) as node:
+async def test_other_hearth_is_shown_once_and_never_dialled(hearth: str) -> None:
+    next_door, key = f"{hearth}-next-door", new_key()
+    async with running(next_door, key=key) as stranger, running(hearth) as node:
         seen = await node.event(
             lambda event: event.type == "peer_seen" and getattr(event, "node_id", "") == stranger.id
         )
@@ -302,6 +303,12 @@ async def test_other_hearth_is_shown_and_never_dialled(hearth: str) -> None:
         )
         assert node.peering.dials == stranger.peering.dials == 0
         assert node.online() == {node.id}
+        async with running(next_door, key=key) as again:  # while the old one is still announced
+            await node.event(
+                lambda event: getattr(event, "address", "").endswith(f":{again.peering.port}")
+            )
+            (row,) = [view for view in node.peering.peers() if view.node_id == stranger.id]
+            assert row.address.endswith(f":{again.peering.port}")
 
 
 async def test_other_hearth_is_turned_away_when_it_dials(hearth: str) -> None:
