@@ -31,15 +31,18 @@ def down(
     ] = None,
 ) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
-    from mesh.client import not_running
     from mesh.config import load_config
+    from mesh.errors import NotRunning
     from mesh.paths import StatePaths
     from mesh.runtime import read_daemon
 
     directory = load_config({"state_dir": state_dir}).config.state_dir
     record = read_daemon(StatePaths(directory).runtime_file)
     if record is None:
-        raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
+        raise NotRunning(
+            f"No hearthnet daemon runs with the state directory {directory}.",
+            fix="There is nothing to stop, unless another --state-dir was meant.",
+        )
     end_daemon(record, timeout)
     note("stopped")
 

@@ -129,14 +129,22 @@ async def test_status_leaves_out_what_matters_to_few_unless_all_is_wanted(
     ]
 
 
-@pytest.mark.parametrize("verb", ["status", "chat", "down", "run"])
-async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "remedy"),
+    [
+        ("status", "hearthnet up"), ("chat", "hearthnet up"), ("run", "hearthnet up"),
+        ("down", "nothing to stop"),
+    ],
+)  # fmt: skip
+async def test_no_daemon_is_exit_code_3_with_a_fix(
+    hearthnet: Run, verb: str, remedy: str
+) -> None:
     finished = await hearthnet(verb, *(["echo", "hi"] if verb == "run" else []))
     assert finished.code == 3
     assert finished.out == ""
     error, fix = finished.err.splitlines()
     assert error.startswith("error: No hearthnet daemon runs")
-    assert "hearthnet up" in fix
+    assert remedy in fix
 
 
 async def test_daemon_is_found_by_port_host_and_environment(hearthnet: Run, daemon: Served) -> None:
