@@ -157,9 +157,14 @@ def _arguments(flags: dict[str, Any], config: Path | None) -> list[str]:
 
 
 def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
-    """Start the daemon in a session of its own; its record once it answers."""
-    from mesh.runtime import read_daemon
+    """Start the daemon in a session of its own; its record once it answers.
 
+    Raises AlreadyRunning.
+    """
+    from mesh.runtime import read_daemon, sole_use
+
+    with sole_use(paths):
+        pass  # or what the one that runs logs meanwhile would be shown as said by this one
     log = paths.daemon_log
     if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
         move_aside(log)

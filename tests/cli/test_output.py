@@ -262,6 +262,14 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
         assert files
         assert not [path for path in files if code.encode() in path.read_bytes()]
         assert recovery_key(code)
+        again = subprocess.run(
+            [*COMMAND, "up", "--detach", *free, *state],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (again.returncode, len(again.stderr.splitlines())) == (1, 2)
+        assert "[already_running]" in again.stderr
+        log = StatePaths(tmp_path / "state").daemon_log.read_text()
+        assert "already" not in log, "another one was started"
     finally:
         down = [*COMMAND, "down", *state]
         assert subprocess.run(down, env=environment, timeout=60, check=False).returncode == 0

@@ -136,9 +136,7 @@ async def test_status_leaves_out_what_matters_to_few_unless_all_is_wanted(
         ("down", "nothing to stop"),
     ],
 )  # fmt: skip
-async def test_no_daemon_is_exit_code_3_with_a_fix(
-    hearthnet: Run, verb: str, remedy: str
-) -> None:
+async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str, remedy: str) -> None:
     finished = await hearthnet(verb, *(["echo", "hi"] if verb == "run" else []))
     assert finished.code == 3
     assert finished.out == ""
