@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
+from mesh.cli.members import require_known
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, say
-from mesh.errors import NotFound
 
 
 @asks
@@ -40,16 +40,9 @@ def log(
     wanted = {"author": author, "type": kind, "limit": limit, "after": after}
     page = daemon.ask(lambda client: client.log(**wanted))
     if author is not None and not (page["decisions"] or page["facts"] or page["next"]):
-        _require_known(daemon.ask(lambda client: client.hearth()), author)
+        hearth = daemon.ask(lambda client: client.hearth())
+        require_known(author, [*hearth["members"], *hearth["out"]])
     daemon.show(page, _show)
-
-
-def _require_known(hearth: dict[str, Any], author: str) -> None:
-    """Raise NotFound where nobody is called so, or has an id that begins so."""
-    for each in (*hearth["members"], *hearth["out"]):
-        if each["name"] == author or each["node_id"].startswith(author):
-            return
-    raise NotFound(f"Nobody here is called {author!r}.", fix="See `hearthnet members`.")
 
 
 def _show(page: dict[str, Any]) -> None:

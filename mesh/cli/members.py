@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.options import AskedDaemon, Yes, asks, require_yes
 from mesh.cli.output import one_line, print_table, say
+from mesh.errors import NotFound
 
 _FORKED = (
     "{name} has signed two histories and decides nothing until that is settled: `hearthnet members"
@@ -27,6 +29,15 @@ def members(daemon: AskedDaemon, context: typer.Context) -> None:
     """Show who is in this hearth, at which trust level, and which decisions wait for a vote."""
     if context.invoked_subcommand is None:
         daemon.show(daemon.ask(lambda client: client.hearth()), show)
+
+
+def require_known(who: str, nodes: Iterable[dict[str, Any]]) -> None:
+    """Raise NotFound where none of these has that name, or an id that begins so."""
+    from mesh.identity.naming import nodes_meant
+
+    known = [(node["node_id"], node["name"]) for node in nodes]
+    if not nodes_meant(who, known) and not any(node.startswith(who) for node, _ in known):
+        raise NotFound(f"Nobody here is called {who!r}.", fix="See `hearthnet members`.")
 
 
 def show(hearth: dict[str, Any]) -> None:
@@ -70,12 +81,12 @@ def revoke(
     member: Member,
     *,
     reason: Annotated[str, typer.Option(help="Why, for the record.")] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Put a member out for good: its links are cut everywhere, its key never comes back."""
     if not yes:
-        question = f"Put {one_line(member)} out for good? Its key never comes back."
-        typer.confirm(question, abort=True, err=True)
+        require_known(member, daemon.ask(lambda client: client.hearth())["members"])
+        require_yes(f"Put {one_line(member)} out for good? Its key never comes back.")
     _change(daemon, "revoke", member, reason=reason)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.options import AskedDaemon, Yes, asks, require_yes
 from mesh.cli.output import note, print_table, say
 from mesh.cli.pull import transfer_line
 from mesh.errors import ModelNotFound
@@ -33,13 +33,13 @@ def rm(
     daemon: AskedDaemon,
     model: Model,
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched from this machine's disk. One in use is not deleted."""
     here = _of(daemon.ask(lambda client: client.weights()), model)["here"]
     if here and not yes:
         held = ", ".join(f"{data_size(each['here_bytes'])} in {each['directory']}" for each in here)
-        typer.confirm(f"Delete {model} ({held})?", abort=True, err=True)
+        require_yes(f"Delete {model} ({held})?")
     removed = daemon.ask(lambda client: client.remove_model(model))
     daemon.show(
         removed, lambda gone: say(f"{gone['removed']} is gone: {data_size(gone['bytes'])}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from inspect import Parameter
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.output import print_json
+from mesh.cli.output import note, print_json
+from mesh.errors import BadRequest
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -39,6 +41,7 @@ ApiPort = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="Show the answer as it is, no Markdown.")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Say where the time went.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 _FLAGS = {"state_dir": StateDir, "host": Host, "api_port": ApiPort, "json": Json}
@@ -89,6 +92,19 @@ def asks(verb: Callable[..., None]) -> Callable[..., None]:
     asking.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     asking.__annotations__ = {each.name: each.annotation for each in parameters}
     return asking
+
+
+def require_yes(question: str) -> None:
+    """Ask whoever did not say --yes; a no ends the command. Raises BadRequest if nobody answers."""
+    try:
+        is_wanted = typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin is not None and sys.stdin.isatty():
+            raise
+        note("")
+        raise BadRequest("Nobody is there to say yes.", fix="Say it with --yes.") from None
+    if not is_wanted:
+        raise typer.Abort
 
 
 def finite(number: float | None) -> float | None:

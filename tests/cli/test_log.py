@@ -53,10 +53,8 @@ async def test_an_author_who_is_nobody_is_told_from_one_who_signed_nothing(
     async def nothing(_: LogFilter) -> dict[str, Any]:
         return {"decisions": [], "facts": [], "next": None}
 
-    members = [{"name": "sofa", "node_id": "n" * 52}]
     house.hearth.log = nothing  # type: ignore[method-assign]
-    house.hearth.view = lambda: {"members": members, "out": []}  # type: ignore[method-assign]
-    for author in ("sofa", "nnn"):
+    for author in ("sofa", "att"):
         silent = await hearthnet("log", "--author", author)
         assert (silent.code, silent.out) == (0, "nothing in the log is of that kind\n")
     nobody = await hearthnet("log", "--author", "zz")
@@ -65,10 +63,14 @@ async def test_an_author_who_is_nobody_is_told_from_one_who_signed_nothing(
 
 
 async def test_a_member_is_put_out_after_a_yes_only(hearthnet: Run, house: Daemon) -> None:
-    for answer in ("", "n\n"):
+    for answer, code in (("", 2), ("n\n", 1)):
         refused = await hearthnet("members", "revoke", "attic", stdin=answer)
-        assert (refused.code, house.hearth.out) == (1, [])
+        assert (refused.code, house.hearth.out) == (code, [])
         assert "Put attic out for good?" in refused.err
+        assert ("fix:   Say it with --yes." in refused.err) == (answer == "")
+    nobody = await hearthnet("members", "revoke", "atic")
+    assert (nobody.code, "Put" in nobody.err) == (4, False)
+    assert "Nobody here is called 'atic'." in nobody.err
     for arguments, answer in ((["--yes"], ""), ([], "y\n")):
         done = await hearthnet("members", "revoke", "attic", *arguments, "--json", stdin=answer)
         assert json.loads(done.out)["done"]

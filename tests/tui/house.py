@@ -256,7 +256,8 @@ class Hearth:
         self.wanted: list[LogFilter] = []
 
     def view(self) -> dict[str, Any]:
-        return {}
+        named = {"sofa": SOFA, "attic": ATTIC}
+        return {"members": [{"name": n, "node_id": i} for n, i in named.items()], "out": []}
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
         return {"code": "7-maple-river", "ttl_s": 180.0, "level": "trusted", "port": 1}
