@@ -9,6 +9,8 @@ import typer
 from mesh.cli.deploying import follow, pins, shown, warn_of_gaps
 from mesh.cli.estimate import print_plan
 from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.output import exit_code
+from mesh.errors import from_dict
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -32,7 +34,13 @@ KeepAlive = Annotated[
     ),
 ]
 Nodes = Annotated[str | None, typer.Option(metavar="A,B", help="Use these machines only.")]
-Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
+Estimate = Annotated[
+    bool,
+    typer.Option(
+        "--estimate",
+        help="Only say what it would need and give; exit code 5: it does not fit.",
+    ),
+]
 With = Annotated[
     list[str] | None,
     typer.Option(
@@ -89,7 +97,7 @@ def deploy(  # noqa: PLR0913 - flags
         left_out = None if without is None else [name for text in without for name in _names(text)]
         supposed = {"with": with_, "without": left_out, "streams": streams}
         order |= {name: value for name, value in supposed.items() if value is not None}
-        daemon.show(daemon.ask(lambda client: client.plan(model, **order)), print_plan)
+        _estimate(daemon, model, order)
         return
 
     async def question(client: Client) -> dict[str, Any]:
@@ -98,6 +106,13 @@ def deploy(  # noqa: PLR0913 - flags
         return await follow(client, row["deployment"]) if wait else row
 
     daemon.show(daemon.ask(question), shown)
+
+
+def _estimate(daemon: AskedDaemon, model: str, order: dict[str, Any]) -> None:
+    plan = daemon.ask(lambda client: client.plan(model, **order))
+    daemon.show(plan, print_plan)
+    if plan["refusal"] is not None:
+        raise typer.Exit(exit_code(from_dict(plan["refusal"])))
 
 
 def _names(text: str) -> list[str]:

@@ -28,6 +28,7 @@ _EXIT_CODES = {
     "not_found": 4,
     "shard_unavailable": 5,
     "cache_full": 5,
+    "not_enough_memory": 5,
     "not_ready": 5,
     "unauthorized": 6,
     "forbidden": 6,
@@ -99,6 +100,11 @@ def report(error: Exception, *, debug: bool = False) -> int:
     note(f"error: {one_line(error.message)} [{error.code}]")
     if error.fix:
         note(f"fix:   {one_line(error.fix)}")
+    return exit_code(error)
+
+
+def exit_code(error: MeshError) -> int:
+    """See `EXIT_CODES_HELP`."""
     return _USAGE if isinstance(error, ConfigError) else _EXIT_CODES.get(error.code, FAILURE)
 
 

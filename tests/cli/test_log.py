@@ -77,6 +77,13 @@ async def test_a_member_is_put_out_after_a_yes_only(hearthnet: Run, house: Daemo
     assert house.hearth.out == ["attic", "attic"]
 
 
+async def test_an_estimate_of_what_does_not_fit_ends_as_a_refused_deploy(
+    hearthnet: Run, house: Daemon
+) -> None:
+    refused = await hearthnet("deploy", "huge", "--estimate", "--json")
+    assert (refused.code, json.loads(refused.out)["refusal"]["code"]) == (5, "not_enough_memory")
+
+
 async def test_names_with_commas_are_split_for_an_estimate(hearthnet: Run, house: Daemon) -> None:
     asked = ["--without", "attic, kitchen", "--without", "study", "--json"]
     assert (await hearthnet("deploy", "llama", "--estimate", *asked)).code == 0
