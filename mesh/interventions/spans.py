@@ -3,7 +3,8 @@
 The model's own loop calls its layers one by one. The first layer of a run of layers on one hop
 gives back a stand-in (a tensor with shape and no data), which the next ones recognise as theirs;
 the last one asks the hop to run all of them. So nothing is known here about any architecture: what
-the loop passes to its layers, masks, positions, caches, just travels.
+the loop passes to its layers, masks, positions, caches, just travels. Where the operations of the
+loop are traced, each layer asks for itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class RemoteSpans:
         self._hops = hops
         self._log = log
         self._layers: Any = model.get_submodule(layers)
+        self._loop: Any = model.get_submodule(layers.rpartition(".")[0])
         self._hop_of = {
             number: hop for hop in hops for number in range(hop.layers.start, hop.layers.stop)
         }
@@ -91,7 +93,7 @@ class RemoteSpans:
             self._deferred = None
             raise _between_layers(self._model)
         deferred.calls.append((rest, kwargs))
-        if self._hop_of.get(number + 1) is hop:
+        if self._hop_of.get(number + 1) is hop and not self._loop.__dict__[STATE].sourced:
             stand_in = torch.empty_like(deferred.hidden, device="meta", requires_grad=False)
             deferred.stand_ins.append(stand_in)
             return stand_in

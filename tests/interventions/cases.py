@@ -500,6 +500,20 @@ def source_recursive(p: Parts) -> Any:
 
 
 @case
+def source_of_the_loop(p: Parts) -> Any:
+    """Between two layers of one machine."""
+    loop = p.model.transformer if hasattr(p.model, "transformer") else p.model.model
+    with p.model.trace(PROMPT) as tracer:
+        call = next(op for op in loop.source if op.name in ("decoder_layer_0", "block_0"))
+        for _ in tracer.iter[2]:
+            between = call.output.save()
+            call.output = call.output * 2
+        inside = p.layers[3].mlp.output.save()
+        out = p.model.output.logits.save()
+    return between, inside, out
+
+
+@case
 def source_in_generation(p: Parts) -> Any:
     with p.model.generate(PROMPT, max_new_tokens=3, do_sample=False) as tracer:
         seen = nnsight.save([])
