@@ -85,6 +85,7 @@ class Hooks:
                     first_shown = int(reply["provider"].partition(".")[0])
                 try:
                     answer = self._serve(hop, reply, reader)
+                    _refuse_modes()
                 except BaseException:
                     self._abort(hop)
                     raise

@@ -126,6 +126,15 @@ def test_modes_that_do_not_travel_are_refused() -> None:
             CASES["logits"](spread)
 
 
+def test_such_a_mode_is_refused_when_it_begins_between_two_layers_of_a_hop() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="does not reach"), spread.model.trace(PROMPT):
+        spread.layers[2].output.save()
+        with torch.inference_mode():
+            spread.layers[3].output.save()
+    CASES["logits"](spread)
+
+
 def test_a_replaced_module_takes_effect() -> None:
     def job(p: Parts) -> Any:
         torch.manual_seed(0)
