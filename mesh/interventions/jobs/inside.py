@@ -51,6 +51,8 @@ _OURS = str(Path(__file__).parents[2])
 _NNSIGHT = str(Path(nnsight.__file__).parent)
 _INSTALLED = (*readable_paths(), "<frozen ")
 _COMPRESSION_LEVEL = 3
+_UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError)
+"""What Python raises for an object that cannot be pickled."""
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 _skeleton: Skeleton | None = None
@@ -171,12 +173,32 @@ def _refuse_to_save(name: str) -> NoReturn:
 
 
 def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:
-    buffer = io.BytesIO()
-    writer = SimpleNamespace(**{**vars(pickle), "Pickler": _Portable})
-    torch.save(saved, buffer, pickle_module=writer, pickle_protocol=4)
+    try:
+        buffer = _written(saved)
+    except _UNWRITABLE:
+        for name, value in saved.items():
+            _require_writable(name, value)
+        raise
     if not compress:
         return buffer.getvalue()
     return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(buffer.getbuffer())
+
+
+def _written(saved: dict[str, Any]) -> io.BytesIO:
+    buffer = io.BytesIO()
+    writer = SimpleNamespace(**{**vars(pickle), "Pickler": _Portable})
+    torch.save(saved, buffer, pickle_module=writer, pickle_protocol=4)
+    return buffer
+
+
+def _require_writable(name: str, value: Any) -> None:
+    try:
+        _written({name: value})
+    except _UNWRITABLE as error:
+        raise BadRequest(
+            f"What was saved as {name!r} cannot be sent: {error}.",
+            fix="Save tensors, numbers, text and containers of them.",
+        ) from None
 
 
 # What went wrong

@@ -179,6 +179,16 @@ async def test_what_stands_for_an_object_of_a_shard_cannot_be_saved(here: Bench)
         await run(here, saving)
 
 
+async def test_what_cannot_be_saved_is_named(here: Bench) -> None:
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            logits = model.output.logits.save()
+            ways = nnsight.save({"log": lambda x: x.log()})
+
+    with pytest.raises(JobFailed, match=r"saved as .ways. cannot be sent: .*Save tensors"):
+        await run(here, saving)
+
+
 async def test_jobs_do_not_draw_the_same_random_numbers(here: Bench) -> None:
     def drawing(model: TransformersModel) -> None:
         with model.session():
