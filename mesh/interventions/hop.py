@@ -10,9 +10,10 @@ import torch
 from mesh.errors import BadFrame, from_dict
 from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import mark_incomplete
+from mesh.interventions.unseen import WatchedTensors
 from mesh.shard.taps.codec import Buffers, Reader, Writer, pack, unpack
 from mesh.shard.taps.joints import JobJoints
-from mesh.shard.taps.shared_tensors import JobTensors, Loose
+from mesh.shard.taps.shared_tensors import Loose
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
@@ -28,7 +29,7 @@ class JobHop:
         self._channel = channel
         self._number = number
         self.joints = JobJoints(self._backward, mark_incomplete)
-        self.tensors = JobTensors(CPU, self.joints)
+        self.tensors = WatchedTensors(CPU, self.joints)
         self._patterns: dict[int, list[tuple[str, int]]] = {}
         self._freed: list[int] = []
         self._released = False

@@ -23,6 +23,7 @@ from mesh.interventions.gradients import watch_gradients
 from mesh.interventions.hooks import SpanInterleaver
 from mesh.interventions.hop import JobHop
 from mesh.interventions.spans import Log, RemoteSpans
+from mesh.interventions.unseen import watch_memory
 from mesh.models import load
 from mesh.models.manifest import Manifest
 from mesh.models.tokenizer import load_tokenizer
@@ -43,6 +44,7 @@ class Skeleton:
 def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     """Read ends, tokenizer and configs. Raises as `mesh.models.load.load_ends` does."""
     watch_gradients()
+    watch_memory()
     module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
     directory = Path(manifest.directory)
     module.config._name_or_path = str(manifest.gguf or directory)

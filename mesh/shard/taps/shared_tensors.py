@@ -113,20 +113,16 @@ class SharedTensors:
             description = self._alias(tensor, detached=detached) or write_tensor(tensor, buffers)
             tag, self._next = self._next, self._next + 2
             self._keep(tag, tensor)
-        elif tensor._version != self._versions[tag]:
+        elif self._is_changed(tag, tensor):
             description = write_tensor(tensor, buffers)
-            self._versions[tag] = tensor._version
+            self._settle(tag, tensor)
         else:
             description = None
         return tag, description
 
     def write_changed(self, buffers: Buffers) -> list[list[Any]]:
         """The entries of all tensors changed in place since they last crossed."""
-        changed = [
-            tensor
-            for tag, tensor in self._tensors.items()
-            if tensor._version != self._versions[tag]
-        ]
+        changed = [tensor for tag, tensor in self._tensors.items() if self._is_changed(tag, tensor)]
         return [self.write(tensor, buffers) for tensor in changed]
 
     def read_changed(self, entries: list[Any], reader: Reader) -> None:
@@ -134,7 +130,7 @@ class SharedTensors:
         tensors = [(reader.tensor(entry), entry[1]) for entry in entries]
         for tensor, tag in tensors:
             # Those after it may lie in the same memory, and have counted as its change.
-            self._versions[tag] = tensor._version
+            self._settle(tag, tensor)
             self._origins.settled(tag, tensor)
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
@@ -148,7 +144,7 @@ class SharedTensors:
                 raise BadRequest(f"Tensor {tag} is not known here.", fix=_FIX)
             if joint:
                 self._origins.asked(joint, known)
-                self._versions[tag] = known._version
+                self._settle(tag, known)
                 self._origins.settled(tag, known)
             return known
         if len(description) == 4:
@@ -168,7 +164,7 @@ class SharedTensors:
             )
         with torch.set_grad_enabled(bool(joint)):
             known.copy_(fresh)
-        self._versions[tag] = known._version
+        self._settle(tag, known)
         self._origins.settled(tag, known)
         return known
 
@@ -183,6 +179,13 @@ class SharedTensors:
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tag)
         self._tensors[tag] = tensor
         self._tags[id(tensor)] = tag
+        self._settle(tag, tensor)
+
+    def _is_changed(self, tag: int, tensor: torch.Tensor) -> bool:
+        return tensor._version != self._versions[tag]
+
+    def _settle(self, tag: int, tensor: torch.Tensor) -> None:
+        """Take it as the other end has it."""
         self._versions[tag] = tensor._version
 
 

@@ -1,0 +1,81 @@
+"""A job's tensors, and what is done to them in place without a new version.
+
+An edit in place shows in a tensor's version, except through `.data` and NumPy. Values whose memory
+user code was given like that are compared by content from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from torch import nn
+
+from mesh.shard.taps.codec import Buffers, write_tensor
+from mesh.shard.taps.joints import JobJoints
+from mesh.shard.taps.shared_tensors import JobTensors
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_LIVE: weakref.WeakSet[WatchedTensors] = weakref.WeakSet()
+
+
+class WatchedTensors(JobTensors):
+    """The job's end, where `watch_memory` was called."""
+
+    def __init__(self, device: torch.device, origins: JobJoints) -> None:
+        super().__init__(device, origins)
+        self._sums: dict[int, int] = {}
+        _LIVE.add(self)
+
+    def clear(self) -> None:
+        """See `SharedTensors.clear`."""
+        super().clear()
+        self._sums.clear()
+
+    def given_out(self, memory: int) -> None:
+        """What lies at this address may change without a new version."""
+        for tag in self._in_storage.get(memory, ()):
+            self._sums.setdefault(tag, _checksum(self._tensors[tag]))
+
+    def _is_changed(self, tag: int, tensor: torch.Tensor) -> bool:
+        return super()._is_changed(tag, tensor) or (
+            tag in self._sums and _checksum(tensor) != self._sums[tag]
+        )
+
+    def _settle(self, tag: int, tensor: torch.Tensor) -> None:
+        super()._settle(tag, tensor)
+        if tag in self._sums:
+            self._sums[tag] = _checksum(tensor)
+
+
+def watch_memory() -> None:
+    """Make torch's ways around versions tell. For a job's process; safe to repeat."""
+    kind: Any = torch.Tensor
+    if not hasattr(kind.numpy, "_hearthnet"):
+        data = kind.data
+        kind.data = property(_telling(data.__get__), _telling(data.__set__))
+        kind.numpy = _telling(kind.numpy)
+        kind.numpy._hearthnet = True
+
+
+def _telling(way: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(way)
+    def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # User code runs in a worker's greenlet; the model's own loop does not.
+        if getattr(getcurrent(), "mediator", None) is not None and type(tensor) in _PLAIN:
+            for live in list(_LIVE):
+                live.given_out(tensor.untyped_storage().data_ptr())
+        return way(tensor, *args, **kwargs)
+
+    return telling
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    buffers: Buffers = []
+    write_tensor(tensor, buffers)
+    return zlib.crc32(buffers[0])
