@@ -9,6 +9,7 @@ that was filled elsewhere, is refused: the shard would not know of it.
 from __future__ import annotations
 
 import copyreg
+import inspect
 import itertools
 import sys
 import weakref
@@ -192,11 +193,15 @@ def _is_transformers(frame: Any) -> bool:
 
 
 def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
-    def operation(self: Any, *arguments: Any) -> Any:
+    own = getattr(DynamicCache, name)
+    signature = inspect.signature(own)
+
+    def operation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(self, *args, **kwargs).args[1:]
         owner = caches()
         if owner is not None:
             owner.mirror(self, name, arguments)
-        return getattr(DynamicCache, name)(self, *arguments)
+        return own(self, *arguments)
 
     return operation
 

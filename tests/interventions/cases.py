@@ -478,6 +478,23 @@ def generate_skipping_a_layer(p: Parts) -> Any:
     return ids
 
 
+@case
+def cache_cut_short(p: Parts) -> Any:
+    ids = tokens(p.model, 9)
+    with p.model.session():
+        with p.model.trace(ids):
+            kept = p.model.output.past_key_values
+        refused = nnsight.save([])
+        try:
+            kept.crop(4)
+        except Exception as error:  # noqa: BLE001 - its kind is that of the machine it comes from
+            refused.append("positive value" in str(error) and "malformed" not in str(error))
+        kept.crop(tokens_to_remove=-3)
+        with p.model.trace(ids[:, 6:8], past_key_values=kept):
+            out = p.model.output.logits.save()
+    return refused, out
+
+
 # Operations inside a forward
 
 

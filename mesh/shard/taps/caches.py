@@ -12,6 +12,7 @@ import torch
 
 from mesh.errors import BadRequest
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
+from mesh.shard.taps.refusals import raised
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
 
@@ -69,7 +70,10 @@ class TapCaches:
         if cache is None:
             return
         for index in self._indices:
-            getattr(cache.layers[index], name)(*arguments)
+            try:
+                getattr(cache.layers[index], name)(*arguments)
+            except (IndexError, TypeError, ValueError) as error:
+                raise raised(error) from error
 
     def positions_after(self, number: int, name: str, arguments: tuple[Any, ...]) -> int:
         """How many rows all of them would hold after such an `operate`."""
