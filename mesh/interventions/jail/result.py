@@ -45,7 +45,10 @@ def write_result(area: mmap.mmap, *, finished: bool, body: bytes) -> None:
         body = body[:MAX_TEXT_BYTES]
     elif len(body) > room:
         finished = False
-        body = f"the result has {len(body)} bytes, {room} are allowed".encode()
+        body = (
+            f"The result has {len(body)} bytes, {room} are allowed. Save less, or ask whoever runs"
+            " this node to raise jobs.result_mb."
+        ).encode()
     area[_HEADER.size : _HEADER.size + len(body)] = body
     area[: _HEADER.size] = _HEADER.pack(_MAGIC, finished, len(body))
 

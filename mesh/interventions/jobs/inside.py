@@ -219,7 +219,10 @@ def _told(raised: BaseException) -> str:
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
     if isinstance(raised, MemoryError) or any(hint in text for hint in _NO_MEMORY):
-        text += "\nThe job needed more memory than a job may use."
+        text += (
+            "\nThe job needed more memory than a job may use. Keep less at a time, or ask whoever"
+            " runs this node to raise jobs.memory_mb."
+        )
     return text
 
 

@@ -187,7 +187,7 @@ async def test_a_result_over_its_limit_is_an_error(jail: Jail) -> None:
         await asyncio.get_running_loop().sock_sendall(job.channel, b"x")
         outcome = await job.outcome()
     assert outcome.ending is Ending.FAILED
-    assert outcome.text == "the result has 1048576 bytes, 65536 are allowed"
+    assert outcome.text.startswith("The result has 1048576 bytes, 65536 are allowed. Save less")
 
 
 async def test_a_killed_job_is_gone_at_once(jail: Jail) -> None:

@@ -273,8 +273,8 @@ def returning_much(model: TransformersModel) -> None:
     [
         (spinning, {"wall_s": 0.5}, "0.5 s, its time limit"),
         (spinning, {"cpu_s": 1}, "1 s of computing"),
-        (hoarding, {"memory_bytes": 256 << 20}, "more memory than a job may use"),
-        (returning_much, {"result_bytes": 1 << 20}, "1048576 are allowed"),
+        (hoarding, {"memory_bytes": 256 << 20}, r"more memory than a job may use.*jobs\.memory_mb"),
+        (returning_much, {"result_bytes": 1 << 20}, r"1048576 are allowed.*jobs\.result_mb"),
     ],
 )
 async def test_limits_end_a_job_with_a_sentence(
