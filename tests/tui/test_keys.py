@@ -372,6 +372,28 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         assert chat.turns == []
 
 
+async def test_who_was_chosen_stays_chosen_while_it_cannot_be_asked(daemon: Daemon) -> None:
+    echo, other = ({**whole()["models"][0], "id": name} for name in ("echo", "other"))
+    daemon.house.change(models=[other, echo])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask other")
+        await top.press("ctrl+t")
+        await top.until("Ask echo")
+        daemon.house.change(models=[other, {**echo, "runnable": False, "reason": "loading"}])
+        await top.until("echo cannot be asked now: loading")
+        await top.press(*"hi", "enter")
+        await top.until(lambda: top.text().count("echo cannot be asked now: loading") == 1)
+        daemon.house.change(models=[other, echo])
+        await top.until(lambda: "working · other, echo" in top.text())
+        await top.press("enter")
+        await top.until("▸ hi")
+        daemon.house.change(models=[other])
+        await top.until("Ask other")
+    assert [each.model for each in daemon.generations.requests] == ["echo"]
+
+
 async def test_a_new_conversation_keeps_nothing_of_the_answer_that_ran(daemon: Daemon) -> None:
     stuck = {**whole()["models"][0], "id": "stuck"}
     daemon.house.change(models=[stuck])

@@ -48,14 +48,15 @@ class ChatScreen(TopScreen):
 
     def took(self, picture: Picture) -> None:
         """See `TopScreen`."""
-        if self.model not in (ready := _ready(picture)):
-            self.model = ready[0] if ready else ""
+        known = [model["id"] for model in picture.rows("models")]
+        if picture.status and self.model not in known:
+            self.model = next(iter(_ready(picture)), "")
+        self.watch_model()
 
     def watch_model(self) -> None:
         """The field says who is asked."""
         for field in self.query("#ask").results(Input):
-            said = f"Ask {self.model} …" if self.model else "no model can be asked now"
-            field.placeholder = said
+            field.placeholder = self._why_not() or f"Ask {self.model} …"
 
     def action_next_model(self) -> None:
         """Ask the next of the models from now on."""
@@ -85,11 +86,19 @@ class ChatScreen(TopScreen):
         running = self._answering is not None and self._answering.is_running
         if not event.value.strip() or running:
             return
-        if not self.model:
-            self.notify("No model can be asked now.", severity="warning")
+        if why_not := self._why_not():
+            self.notify(why_not, severity="warning", markup=False)
             return
         event.input.value = ""
         self._answering = self._answer(event.value)
+
+    def _why_not(self) -> str | None:
+        """Why nobody can be asked now: who was chosen stays chosen while it is away."""
+        for row in self.picture.rows("models"):
+            if row["id"] == self.model:
+                why = f"{row['id']} cannot be asked now: {row['reason']}"
+                return None if row["runnable"] else clean(why)
+        return "no model can be asked now"
 
     @work(exclusive=True, group="answer", exit_on_error=False)
     async def _answer(self, text: str) -> None:
