@@ -75,6 +75,11 @@ class PeeringSettings:
     dial: DialSettings = field(default_factory=DialSettings)
     held: Callable[[], Sequence[HeldWeights]] = tuple
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others reach this node as it is now: mDNS follows later than a new dial."""
+        return (self.answers_at.addresses() if self.answers_at is not None else ()) or (self.host,)
+
 
 class Peering:
     """Owns the node-to-node port and the control links.
@@ -130,12 +135,7 @@ class Peering:
     @property
     def address(self) -> str:
         """``HOST:PORT`` as other nodes of the network can name it."""
-        return f"{self._addresses[0]}:{self.port}"
-
-    @property
-    def _addresses(self) -> tuple[str, ...]:
-        reach = self._settings.answers_at  # as it is now: mDNS follows later than a new dial
-        return (reach.addresses() if reach is not None else ()) or (self._settings.host,)
+        return f"{self._settings.addresses[0]}:{self.port}"
 
     async def start(self) -> None:
         """Listen, announce, dial. Raises PortInUse, and BadValue for a static peer's form."""
@@ -258,7 +258,7 @@ class Peering:
         settings = self._settings
         return PeerHello(
             settings.node_id, settings.name, settings.software, settings.hearth,
-            self._run, dial, self.address, self._addresses,
+            self._run, dial, self.address, settings.addresses,
         )  # fmt: skip
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:

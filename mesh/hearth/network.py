@@ -54,7 +54,6 @@ class NetworkSettings:
     """`peering` without its hearth, which is known once one is founded or joined."""
 
     peering: PeeringSettings
-    address: str
     interfaces: tuple[str, ...]
     is_enabled: bool
 
@@ -72,7 +71,7 @@ class NetworkSettings:
             static_peers=config.peer,
             shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
         )
-        return cls(peering, address, config.interface, config.is_distributed)
+        return cls(peering, config.interface, config.is_distributed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +166,11 @@ class Network:
         return self._peering.port if self._peering is not None else 0
 
     @property
+    def host(self) -> str:
+        """The first of the addresses at which others reach this machine now."""
+        return self._settings.peering.addresses[0]
+
+    @property
     def address(self) -> str | None:
         """``HOST:PORT`` for other nodes."""
         return self._peering.address if self._peering is not None else None
@@ -228,9 +232,9 @@ class Network:
         """Open a pairing window. Raises what `Inviting.open` raises."""
         self.require_hearth()
         assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
-        host = self._settings.address
+        peering = self._settings.peering
         return await self._inviting.open(
-            level, ttl_s, self._settings.peering.answers_at or host, host
+            level, ttl_s, peering.answers_at or peering.host, self.host
         )
 
     async def invitation(self, port: int, timeout_s: float) -> WindowOutcome | None:

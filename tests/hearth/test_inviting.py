@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from ipaddress import IPv4Interface
 from pathlib import Path
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.interfaces import Interface, Reach
+from mesh.discovery.peering import PeeringSettings
 from mesh.events.intake import Report
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting
-from mesh.identity.invitations import WindowEnding
+from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.identity.invitations import WindowEnding, parse_ticket
 from mesh.identity.roster import TrustLevel
+from mesh.paths import StatePaths
 from tests.discovery.network import new_key
 
 CLOCK = SystemClock()
@@ -43,3 +50,29 @@ async def test_of_two_that_open_a_window_at_once_one_is_open(tmp_path: Path) -> 
         await inviting.close()
         await hearth.close()
     assert announced[-1] is None
+
+
+async def test_an_invitation_names_the_address_that_this_machine_has_now(tmp_path: Path) -> None:
+    def at(address: str) -> Interface:
+        return Interface("home0", True, (IPv4Interface(f"{address}/8"),))
+
+    key, table = new_key(), [at("127.0.0.2")]
+    reach = Reach(["home0"], "127.0.0.2", lambda: table)
+    settings = PeeringSettings(key.node_id, "attic", "", "test/0", "127.0.0.2", answers_at=reach)
+    network = Network(
+        key,
+        await asyncio.to_thread(StatePaths(tmp_path).create),
+        NetworkSettings(settings, ("home0",), is_enabled=True),
+        ShardStore(CLOCK, expiry_s=60.0),
+        CLOCK,
+        NetworkHooks(lambda: None, lambda event: None, lambda: None, lambda kind, fields: None),
+        ResourceLedger(CLOCK),
+    )
+    await network.start()
+    try:
+        table[:] = [at("127.0.0.3")]
+        window = await network.invite(TrustLevel.TRUSTED, 60.0)
+        ticket = parse_ticket(window.link)
+        assert window.host == ticket.host == "127.0.0.3"
+    finally:
+        await network.stop()
