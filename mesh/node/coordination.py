@@ -27,7 +27,7 @@ from mesh.coordination.records import (
     WorkerPlace,
     worker_rank,
 )
-from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.advertisement import Advertisement, at_host
 from mesh.discovery.directory import ShardStore
 from mesh.errors import CoordinationError, MeshError, StoreUnavailable
 from mesh.health.eventstream import EventFeed
@@ -36,7 +36,7 @@ from mesh.models.local import LocalModel
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.tasks import end, spawn
-from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +225,11 @@ class CoordinationHere:
     def _all_held(self) -> list[OwnPart]:
         """In a thread: a checkpoint's layers are read from its headers."""
         directories = {model.model_id: Path(model.directory) for model in self._models.values()}
+        host = self._network.host
         found = [
-            OwnPart(ref, _place(each), directories[each.model_id], each)
+            OwnPart(
+                ref, _place(each, at_host(each.endpoint, host)), directories[each.model_id], each
+            )
             for each in (served.descriptor for served in self._served())
             if each.model_id in directories
             and (ref := _ref(each.model_id, each.weights_sha256)) is not None
@@ -253,7 +256,7 @@ class CoordinationHere:
                 for each in view.shards
                 if each.descriptor.host != self._own
                 and self._network.may_serve(each.descriptor.host)
-                for place in (_place(each.descriptor),)
+                for place in (_place(each.descriptor, each.descriptor.endpoint),)
             }
             ref = _ref(view.model_id, view.weights_sha256)
             if workers and ref is not None:
@@ -274,8 +277,8 @@ def _ref(model_id: ModelId, weights_sha256: str) -> ModelRef | None:
         return None
 
 
-def _place(shard: ShardDescriptor) -> WorkerPlace:
-    return WorkerPlace(shard.host, WorkerKind.SHARD, shard.layer_range, shard.endpoint)
+def _place(shard: ShardDescriptor, endpoint: Endpoint) -> WorkerPlace:
+    return WorkerPlace(shard.host, WorkerKind.SHARD, shard.layer_range, endpoint)
 
 
 def _manifest(directory: Path, model_id: ModelId) -> Manifest | None:

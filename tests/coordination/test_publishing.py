@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Interface
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.records import ModelRef, WorkerKind, WorkerPlace, worker_rank
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
+from mesh.discovery.interfaces import Interface, Reach
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.models.local import LocalModel, find_local_models
@@ -44,6 +46,8 @@ class Here:
     looks: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
     events: EventFeed = field(init=False)
+    addresses: list[str] = field(default_factory=lambda: ["127.0.0.1"])
+    """Those of the node's machine now."""
 
     def __post_init__(self) -> None:
         self.events = EventFeed(self.clock)
@@ -51,6 +55,10 @@ class Here:
     def serve(self, *layers: str) -> None:
         name, digest = self.model.model_id, self.model.weights_sha256
         self.served[:] = [advertised(secure.KEY.node_id, each, name, digest) for each in layers]
+
+    def interfaces(self) -> list[Interface]:
+        found = tuple(IPv4Interface(f"{each}/8") for each in self.addresses)
+        return [Interface("home0", True, found)]
 
     def look(self) -> list[Advertisement]:
         self.looks += 1
@@ -109,10 +117,12 @@ async def publishing(tmp_path: Path, store: str) -> AsyncIterator[Here]:
         await asyncio.to_thread(paths.create)
         here = Here(server, model, kubeconfig)
         neighbours = ShardStore(here.clock, expiry_s=600)
+        settings = NetworkSettings.of(config, secure.KEY.node_id, "test", "127.0.0.1")
+        reach = Reach(["home0"], "127.0.0.1", here.interfaces)
         network = Network(
             secure.KEY,
             paths,
-            NetworkSettings.of(config, secure.KEY.node_id, "test", "127.0.0.1"),
+            replace(settings, peering=replace(settings.peering, answers_at=reach)),
             neighbours,
             here.clock,
             NetworkHooks(lambda: None, print, lambda: None, lambda kind, fields: None),
@@ -154,6 +164,22 @@ async def test_a_shard_is_ready_beside_files_on_the_disk_until_it_goes(tmp_path:
             found = await waiting
         assert [each["layers"] for each in found["workers"]] == ["0-3", "4-7"]
         await here.shows("Ready", 3)
+
+
+@pytest.mark.slow
+async def test_all_that_is_held_is_at_the_address_that_this_machine_has_now(tmp_path: Path) -> None:
+    async with publishing(tmp_path, "kubernetes") as here:
+        here.serve("0-7")
+        await here.shows("Ready", 2)
+        here.addresses[:] = ["127.0.0.3"]
+
+        async def has_followed() -> bool:
+            assert here.own is not None
+            (model,) = (await here.own.view())["models"]
+            ends = {each["kind"]: each["endpoint"] for each in model["workers"]}
+            return ends["shard"] == "wss://127.0.0.3:7701" and "127.0.0.3:" in ends["checkpoint"]
+
+        await until(has_followed)
 
 
 @pytest.mark.slow
