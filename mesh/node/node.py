@@ -94,7 +94,6 @@ class Node:
         self._network: Network | None = None
         self._offers: Offers | None = None
         self._api: ApiServer | None = None
-        self._address = ""
         self._steering: Steering | None = None
         self._deployments: DeploymentsHere | None = None
         self._coordination: CoordinationHere | None = None
@@ -108,7 +107,7 @@ class Node:
         chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
         for line in [*chosen, *skipped]:
             logger.info("interface %s", line)
-        address = self._address = str(chosen[0].address) if chosen else "127.0.0.1"
+        address = str(chosen[0].address) if chosen else "127.0.0.1"
         network = self._network = self._make_network(address)
         distances = Distances(self._key.node_id, self._config.interface)
         self._offers = Offers(network, self._store, self._watch, distances)
@@ -163,11 +162,12 @@ class Node:
 
     def record(self) -> DaemonRecord:
         """Where this daemon answers, for the runtime file. Only after `start`."""
-        api = self._api
-        reached = api.reached(self._address) if api is not None else {"api_url": "", "api_port": 0}
+        api, network = self._api, self._network
+        assert api is not None  # noqa: S101 - made in `start`
+        assert network is not None  # noqa: S101 - likewise
         return DaemonRecord.for_this_process(
-            **reached,
-            port=self._network.port if self._network is not None else 0,
+            **api.reached(network.host),
+            port=network.port,
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
             drain_s=self._config.distributed.host.drain_seconds,
@@ -264,7 +264,7 @@ class Node:
             "name": self._config.name,
             "software": wiring.SOFTWARE,
             "started_at": self._started_at.isoformat(),
-            "api": api.url(self._address) if api is not None else None,
+            "api": api.url(network.host) if api is not None and network is not None else None,
             "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
             "endpoint": network.address if network is not None else None,
             "state_dir": str(self._config.state_dir),

@@ -39,7 +39,9 @@ def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_pat
         with LocalNode("solo", tmp_path / "solo", flags) as node:
             record = node.wait_up()
             assert record.api_url == f"https://127.0.0.1:{record.api_port}"
-            tls = node.get("/mesh/v1/status")["node"]["api_tls"]
+            own = node.get("/mesh/v1/status")["node"]
+            assert own["api"] == record.public_url
+            tls = own["api_tls"]
             fingerprints.append(tls["sha256"])
             assert tls["certificate"] == str(StatePaths(node.state_dir).api_certificate)
             assert f"SHA-256 {tls['sha256']}" in node.log
