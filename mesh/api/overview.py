@@ -84,7 +84,7 @@ class Overview:
         }
 
     def peers(self) -> list[dict[str, Any]]:
-        """A row for each peer: name, address, state, round trip, shards."""
+        """A row for each peer: name, address, state, round trip, the shards it serves now."""
         known = {view.info.node_id: view for view in self._parts.store.nodes()}
         rows = []
         for peer in self._parts.peers():
@@ -99,7 +99,8 @@ class Overview:
                     "verdict": self._verdict(peer),
                     "rtt_ms": None if peer.rtt_ms is None else round(peer.rtt_ms, 3),
                     "software": view.info.software if view else None,
-                    "shards": [self._seen(shard) for shard in view.shards] if view else [],
+                    # Of a peer that is not linked nobody gets anything.
+                    "shards": [self._seen(s) for s in view.shards] if view and view.online else [],
                 }
             )
         return rows

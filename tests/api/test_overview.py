@@ -15,6 +15,7 @@ from mesh.api.overview import NodeParts, Overview
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.sightings import PeerState, PeerView
 from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.errors import NotEnoughMemory
 from mesh.health.detector import Verdict
@@ -51,6 +52,7 @@ class Household:
     store: ShardStore = field(default_factory=lambda: ShardStore(SystemClock(), expiry_s=600))
     host: ShardSupervisor = field(default_factory=lambda: ShardSupervisor(None, (), lambda: None))
     lacking: list[str] = field(default_factory=list)
+    peers: list[PeerView] = field(default_factory=list)
     counts: LiveCounts = field(default_factory=lambda: LiveCounts(SystemClock(), lambda: None))
 
     def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerSupervisor:
@@ -76,7 +78,7 @@ class Household:
         return Overview(
             NodeParts(
                 node=dict, models={m.model_id: m for m in self.models}, store=self.store,
-                peers=list, askers=self.askers,
+                peers=lambda: self.peers, askers=self.askers,
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
@@ -117,6 +119,18 @@ async def test_what_others_fetch_is_told_of_those_that_are_there(home: Household
     ]  # fmt: skip
     home.store.offline(PEER)
     assert home.overview.status()["weights"]["elsewhere"] == []
+
+
+async def test_a_peer_that_is_gone_serves_nothing(home: Household) -> None:
+    linked = PeerView(PEER, "kitchen", "192.168.1.2:7700", PeerState.UP, "", 0.7)
+    home.peers = [linked]
+    home.heard(good="0-7")
+    (row,) = home.overview.peers()
+    assert [(each["layers"], each["online"]) for each in row["shards"]] == [("0-7", True)]
+    home.store.offline(PEER)
+    home.peers = [replace(linked, state=PeerState.UNREACHABLE, rtt_ms=None)]
+    (row,) = home.overview.peers()
+    assert row["shards"] == []
 
 
 async def test_a_generation_that_has_ended_is_not_shown_without_its_counts(home: Household) -> None:
