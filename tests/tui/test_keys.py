@@ -394,6 +394,22 @@ async def test_who_was_chosen_stays_chosen_while_it_cannot_be_asked(daemon: Daem
     assert [each.model for each in daemon.generations.requests] == ["echo"]
 
 
+async def test_what_a_model_thinks_is_shown_above_its_answer_and_not_said_again(
+    daemon: Daemon,
+) -> None:
+    daemon.house.change(models=[{**whole()["models"][0], "id": "thinks"}])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask thinks")
+        await top.press(*"why", "enter")
+        text = await top.until("so it is")
+        assert text.index("first this,") < text.index("then that.") < text.index("so it is")
+        chat = cast("ChatScreen", top.app.screen)
+        await top.until(lambda: len(chat.turns) == 2)
+        assert chat.turns[-1] == {"role": "assistant", "content": "so it is"}
+
+
 async def test_a_new_conversation_keeps_nothing_of_the_answer_that_ran(daemon: Daemon) -> None:
     stuck = {**whole()["models"][0], "id": "stuck"}
     daemon.house.change(models=[stuck])

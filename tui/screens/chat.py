@@ -23,7 +23,8 @@ from tui.words import clean, happened, printable
 
 
 class ChatScreen(TopScreen):
-    """Ask and read. A stopped answer stays in the conversation as far as it came."""
+    """Ask and read. A stopped answer stays in the conversation as far as it came; what a model
+    thinks before it answers is shown, and is no part of the conversation."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "Stop", priority=True),
@@ -103,8 +104,10 @@ class ChatScreen(TopScreen):
     @work(exclusive=True, group="answer", exit_on_error=False)
     async def _answer(self, text: str) -> None:
         said = self.query_one("#said", VerticalScroll)
+        question = Static(f"▸ {text}", classes="question", markup=False)
+        thought = Static("", classes="thought", markup=False)
         answer = Markdown("", open_links=False)
-        await said.mount(Static(f"▸ {text}", classes="question", markup=False), answer)
+        await said.mount(question, thought, answer)
         said.anchor()
         turns = self.turns  # a new conversation has others, whatever still comes of this answer
         turns.append({"role": "user", "content": text})
@@ -112,11 +115,16 @@ class ChatScreen(TopScreen):
         beside.happened, beside.shown, beside.ended = (), "", {}
         stream = Markdown.get_stream(answer)
         told: list[str] = []
+        thinking = ""
         try:
             chunks = self.daemon().chat(self.model, list(turns))
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    piece = self._take(chunk, beside)
+                    thinks, piece = self._take(chunk, beside)
+                    if thinks:
+                        thinking += printable(thinks)
+                        thought.update(thinking.strip())
+                        thought.display = True
                     told.append(piece)
                     await stream.write(printable(piece))
         except MeshError as error:
@@ -130,8 +138,9 @@ class ChatScreen(TopScreen):
             else:
                 turns.pop()
 
-    def _take(self, chunk: Mapping[str, Any], beside: Beside) -> str:
-        """The text of a chunk; what it says of the route goes beside the answer."""
+    def _take(self, chunk: Mapping[str, Any], beside: Beside) -> tuple[str, str]:
+        """What a chunk adds to the reasoning, and its text; what it says of the route goes beside
+        the answer."""
         if not beside.shown:
             # How the status names it: see `mesh.types.shown_id`.
             beside.shown = hashlib.sha256(chunk["id"].encode()).hexdigest()[:16]
@@ -140,8 +149,12 @@ class ChatScreen(TopScreen):
             beside.happened = (*beside.happened[-4:], happened(extension["event"]))
         elif extension:
             beside.ended = extension
-        texts = [choice["delta"].get("content") or "" for choice in chunk["choices"]]
-        return "".join(texts)
+        deltas = [choice["delta"] for choice in chunk["choices"]]
+        thinks, texts = (
+            "".join(delta.get(part) or "" for delta in deltas)
+            for part in ("reasoning_content", "content")
+        )
+        return thinks, texts
 
 
 class Ask(Input):
