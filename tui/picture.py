@@ -113,9 +113,7 @@ def readiness(picture: Picture) -> Readiness:
             words += f" · {count(running, 'answer')} at {speed:.1f} tok/s"
         return Readiness("ok", words)
     if not models:
-        return Readiness(
-            "bad", "not working · no model is held by anybody: hearthnet up --model DIR"
-        )
+        return Readiness("bad", "not working · no model is held by anybody: hearthnet run MODEL")
     why = "; ".join(f"{model['id']}: {model['reason']}" for model in models)
     state = "wait" if any(model["reason"] == "loading" for model in models) else "bad"
     return Readiness(state, f"{'starting' if state == 'wait' else 'not working'} · {why}")

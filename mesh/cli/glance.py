@@ -60,7 +60,7 @@ def _answering(picture: dict[str, Any], ready: list[dict[str, Any]]) -> tuple[st
 def _silent(models: list[dict[str, Any]]) -> tuple[str, str]:
     """Nothing answers: what is missing of the model that is nearest to it."""
     if not models:
-        return "No model is here, nor at anyone it sees.", "hearthnet down, then hearthnet up"
+        return "No model is here, nor at anyone it sees.", "hearthnet run MODEL"
     model = min(models, key=lambda model: (not model["local"], len(model["missing"])))
     name, missing = model["id"], ", ".join(model["missing"])
     if not model["local"]:

@@ -72,7 +72,7 @@ def test_a_model_that_does_not_answer(model: dict[str, Any], now: str, following
 
 
 def test_no_model_at_all() -> None:
-    assert said([])[1] == "No model is here, nor at anyone it sees."
+    assert said([])[1:] == ["No model is here, nor at anyone it sees.", "next: hearthnet run MODEL"]
 
 
 def test_what_is_broken_comes_first() -> None:

@@ -23,7 +23,7 @@ def model(runnable: bool, reason: str | None, *missing: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("models", "state", "words"),
     [
-        ([], "bad", "no model is held by anybody"),
+        ([], "bad", "no model is held by anybody: hearthnet run MODEL"),
         ([model(False, "loading")], "wait", "starting · m: loading"),
         ([model(False, "missing layers 4-7", "4-7")], "bad", "not working · m: missing layers 4-7"),
         ([model(True, None)], "ok", "working · m · 3 nodes · 1 answer at 18.5 tok/s"),
