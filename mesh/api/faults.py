@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
 
 from mesh.errors import Busy, InternalError, MeshError, MethodNotAllowed, NotFound
 
+_V1 = "/v1/"
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -68,12 +71,22 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 405:
         headers = error.headers or {}
         refusal = MethodNotAllowed(
-            f"{path} does not take {request.method}.", fix=f"Use {headers.get('Allow', 'another')}."
+            f"{path} does not take {request.method}.",
+            fix=f"Use {headers.get('Allow', 'another')}.",
         )
         response = error_response(refusal)
         response.headers.update(headers)
         return response
-    return error_response(NotFound(f"There is no {path} here.", fix="Check the path's spelling."))
+    fix = "Check the path's spelling."
+    if path.startswith(_V1):
+        fix = f"Use one of: {', '.join(_asked_without_an_id(request.app.routes))}."
+    return error_response(NotFound(f"There is no {path} here.", fix=fix))
+
+
+def _asked_without_an_id(routes: Sequence[BaseRoute]) -> list[str]:
+    """The paths of OpenAI's API that are here."""
+    paths = [each.path for each in routes if isinstance(each, Route)]
+    return [path for path in paths if path.startswith(_V1) and "{" not in path]
 
 
 def on_exception(_request: Request, _error: Exception) -> Response:

@@ -290,6 +290,9 @@ async def test_unforeseen_error_in_mid_stream_is_told_without_details(
 async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    there = "Use one of: /v1/chat/completions, /v1/completions, /v1/models."
+    assert missing.json()["error"]["fix"] == there
+    assert (await http.get("/mesh/v2")).json()["error"]["fix"] == "Check the path's spelling."
     wrong = await http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
