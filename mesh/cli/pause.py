@@ -39,7 +39,7 @@ def pause(
     """
     from mesh.client import client_of
 
-    record = _signal(state_dir, signal.SIGUSR1)
+    record = _signal(state_dir, signal.SIGUSR1, "There is nothing to pause")
     client = client_of(record)
     left = ask(client, lambda client: _wait_until_idle(client, timeout))
     note("paused; `hearthnet resume` serves again")
@@ -49,7 +49,7 @@ def pause(
 
 def resume(state_dir: StateDir = None) -> None:
     """Serve again after `pause`, and try again at once what could not be loaded."""
-    _signal(state_dir, signal.SIGUSR2)
+    _signal(state_dir, signal.SIGUSR2, "Start one with `hearthnet up`")
     note("serving again")
 
 
@@ -75,15 +75,18 @@ def _running(picture: dict[str, Any]) -> str:
     return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
 
-def _signal(state_dir: Path | None, number: signal.Signals) -> DaemonRecord:
-    from mesh.client import not_running
+def _signal(state_dir: Path | None, number: signal.Signals, otherwise: str) -> DaemonRecord:
     from mesh.config import load_config
+    from mesh.errors import NotRunning
     from mesh.paths import StatePaths
     from mesh.runtime import read_daemon
 
     directory = load_config({"state_dir": state_dir}).config.state_dir
     record = read_daemon(StatePaths(directory).runtime_file)
     if record is None:
-        raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
+        raise NotRunning(
+            f"No hearthnet daemon runs with the state directory {directory}.",
+            fix=f"{otherwise}, unless another --state-dir was meant.",
+        )
     os.kill(record.pid, number)
     return record

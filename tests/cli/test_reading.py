@@ -133,7 +133,7 @@ async def test_status_leaves_out_what_matters_to_few_unless_all_is_wanted(
     ("verb", "remedy"),
     [
         ("status", "hearthnet up"), ("chat", "hearthnet up"), ("run", "hearthnet up"),
-        ("down", "nothing to stop"),
+        ("down", "nothing to stop"), ("pause", "nothing to pause"), ("resume", "hearthnet up"),
     ],
 )  # fmt: skip
 async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str, remedy: str) -> None:
