@@ -279,7 +279,8 @@ class Reconciler:
         self, deployments: Mapping[str, Deployment], unfetched: Collection[ShardId]
     ) -> None:
         """Ask what is placed here, was deployed from here or is called for, and nothing else. That
-        has to be fetched too, so that it waits with what is `unfetched` unless it is called for."""
+        has to be fetched too: unless it is called for it waits for its plan, which may have layers
+        for this node, and with what is `unfetched`, whose turn it would take."""
         here, wanted, resting = self._world.node, dict[ModelId, Deployment](), set[ModelId]()
         for each in live(deployments):
             placed = each.plan is not None and here in each.plan.nodes
@@ -294,7 +295,9 @@ class Reconciler:
         for model_id, deployment in wanted.items():
             name = _ends(deployment)
             called = self._called_for & _names(deployments, deployment)
-            waits = not called and bool(deployment.shards_of(here).keys() & unfetched)
+            is_planned = deployment.plan is not None
+            comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
+            waits = not called and bool(comes_later)
             waits = waits or model_id in self._ends_of_asking
             if model_id not in asked and name not in self.phases.not_yet(_now()) and not waits:
                 self._begin(self._asks, model_id, self._ask(deployment, name))

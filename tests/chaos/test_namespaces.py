@@ -33,7 +33,7 @@ reason = functools.cache(why_not)
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 

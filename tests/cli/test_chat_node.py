@@ -23,7 +23,7 @@ def node(tmp_path: Path) -> Iterator[LocalNode]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_a_question_its_route_and_why(environment: dict[str, str], node: LocalNode) -> None:
     known = {key: value for key, value in environment.items() if key != "COLUMNS"}
     screen = known | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
@@ -72,7 +72,7 @@ def bare(tmp_path: Path) -> Iterator[LocalNode]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_run_without_a_prompt_brings_a_model_up_and_opens_the_chat(
     environment: dict[str, str], bare: LocalNode
 ) -> None:

@@ -55,7 +55,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_the_ids_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     with demo(tmp_path) as (process, mark):
         said, _ = process.communicate(timeout=220)
@@ -66,7 +66,7 @@ def test_the_ids_are_equal_and_no_process_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.glob("hearthnet-demo-*")) == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -signal.SIGKILL)],

@@ -171,7 +171,7 @@ class Watched:
         self.loop.look()
         return made
 
-    def wish_far(self, number: int, *layers: str) -> Deployment:
+    def wish_far(self, number: int, *layers: str, is_planned: bool = True) -> Deployment:
         """Have another model here as well, whose files never come."""
         model = ModelId(f"far{number}")
         self.disk.far.add(model)
@@ -179,7 +179,8 @@ class Watched:
         event, name = f"{self._events:064x}", f"{number:x}" * 16
         spans = tuple(Span(HERE, LayerRange.parse(each)) for each in layers)
         plan = Plan(name, event, 0, (Replica(0, spans),), 1, asked=True)
-        made = Deployment(Wish(name, model, "ef" * 32, 9, 90), plan, event, HERE, 0)
+        wish = Wish(name, model, "ef" * 32, 9, 90)
+        made = Deployment(wish, plan if is_planned else None, event, HERE, 0)
         self.world.log = self.world.log | {made.id: made}
         self.loop.look()
         return made
@@ -256,6 +257,16 @@ async def test_what_was_evicted_is_fetched_no_more_to_be_asked_either(watched: W
     watched.world.log = {**watched.world.log, far.id: evicted}
     watched.loop.look()
     await holds(lambda: ModelId("far1") not in watched.disk.asked)
+
+
+async def test_what_has_no_plan_yet_is_not_fetched_to_be_asked(watched: Watched) -> None:
+    """Its layers may be for this node, and come first then."""
+    unplanned = watched.wish_far(1, is_planned=False)
+    watched.wish_far(2, "0-1")
+    await holds(lambda: ModelId("far2") in watched.disk.asked)
+    assert ModelId("far1") not in watched.disk.asked
+    watched.loop.call_for(unplanned.id)
+    await holds(lambda: ModelId("far1") in watched.disk.asked)
 
 
 async def test_what_is_wished_otherwise_while_it_loads_is_loaded_as_it_is_wished_now(

@@ -138,6 +138,7 @@ def loaded(node: LocalNode) -> set[tuple[str, int]]:
     return {(shard["dtype"], shard["kv_tokens"]) for shard in shards}
 
 
+@pytest.mark.timeout(600)
 def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], models: Path) -> None:
     attic, kitchen, study = house.values()
     expected, _ = hugging_face(models / MODEL, PROMPT, 16)

@@ -13,7 +13,7 @@ from mesh.models.builtin import checkpoint_dir
 
 DRAFT_MODEL = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__DRAFT_MODEL"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_the_answer_is_the_same_and_status_says_what_drafts(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.ndif import client
 LAYERS = 6
 PROMPT = [40 + i for i in range(48)]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])

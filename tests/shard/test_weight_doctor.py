@@ -23,6 +23,7 @@ guard.OperationGuard._require_writable = lambda *_: None
 
 
 @posix
+@pytest.mark.timeout(900)
 def test_all_ways_to_change_a_weight_are_stopped() -> None:
     command = [sys.executable, "-m", "mesh.cli.main", "doctor", "weights", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
