@@ -29,6 +29,7 @@ from starlette.routing import Route
 import mesh.coordination
 from mesh.api.tls import api_tls
 from mesh.config import Config
+from tests.coordination.kubernetes_client import write_kubeconfig
 from tests.coordination.schema import violations
 
 MANIFESTS = Path(mesh.coordination.__file__).parent / "manifests"
@@ -326,22 +327,10 @@ async def api_server(root: Path, server: ApiServer) -> AsyncIterator[Path]:
         await asyncio.sleep(0.01)
     server.port = running.servers[0].sockets[0].getsockname()[1]
     try:
-        yield await asyncio.to_thread(_kubeconfig, root, server.port, tls.file)
+        yield await asyncio.to_thread(
+            write_kubeconfig,
+            root / "kubeconfig", f"https://127.0.0.1:{server.port}", tls.file, TOKEN,
+        )  # fmt: skip
     finally:
         running.should_exit = running.force_exit = True
         await task
-
-
-def _kubeconfig(root: Path, port: int, authority: Path) -> Path:
-    file = root / "kubeconfig"
-    cluster = {"server": f"https://127.0.0.1:{port}", "certificate-authority": str(authority)}
-    config = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "here",
-        "clusters": [{"name": "here", "cluster": cluster}],
-        "users": [{"name": "node", "user": {"token": TOKEN}}],
-        "contexts": [{"name": "here", "context": {"cluster": "here", "user": "node"}}],
-    }
-    file.write_text(yaml.safe_dump(config))
-    return file

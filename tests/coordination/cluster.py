@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import shutil
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tests.coordination.api_server import CRD, GROUP, MANIFESTS, PLURAL, VERSION
+from tests.coordination.kubernetes_client import write_kubeconfig
 
 PROGRAMS = ("kube-apiserver", "etcd")
 _ADMIN = "an-administrator-s-token"
@@ -87,34 +87,19 @@ class Cluster:
                 self._apply(name, manifest)
         account = f"/api/v1/namespaces/{name}/serviceaccounts/hearthnet/token"
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
-        return self._kubeconfig(name, self.post(account, request)["status"]["token"])
+        token = self.post(account, request)["status"]["token"]
+        file = self.directory / f"kubeconfig-{name}"
+        return write_kubeconfig(file, str(self.admin.base_url), self.authority, token)
+
+    @property
+    def authority(self) -> Path:
+        """The file of the server's certificate, which is its own."""
+        return self.directory / "certs" / "apiserver.crt"
 
     def _apply(self, namespace: str, manifest: dict[str, Any]) -> None:
         version, kind = manifest["apiVersion"], manifest["kind"]
         group = "/api/v1" if version == "v1" else f"/apis/{version}"
         self.post(f"{group}/namespaces/{namespace}/{_PLURALS[kind]}", manifest)
-
-    def _kubeconfig(self, name: str, token: str) -> Path:
-        certificate = (self.directory / "certs" / "apiserver.crt").read_bytes()
-        cluster = {
-            "server": str(self.admin.base_url),
-            "certificate-authority-data": base64.b64encode(certificate).decode(),
-        }
-        file = self.directory / f"kubeconfig-{name}"
-        file.write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "current-context": "here",
-                    "clusters": [{"name": "here", "cluster": cluster}],
-                    "users": [{"name": "node", "user": {"token": token}}],
-                    "contexts": [{"name": "here", "context": {"cluster": "here", "user": "node"}}],
-                }
-            ),
-            "utf-8",
-        )
-        return file
 
 
 def _started_etcd(directory: Path, stack: ExitStack) -> str:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mesh.clock import Clock, SystemClock
+from mesh.clock import SystemClock
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import ModelRef, WorkerKind
 from mesh.errors import BadRecord, StoreRefused, StoreUnavailable
 from mesh.types import ModelId
+from tests.coordination import kubernetes_client
 from tests.coordination.api_server import CRD, PLURAL, ROLE, ApiServer, api_server
 from tests.coordination.holders import MODEL, OTHER, tensors, worker
+from tests.coordination.kubernetes_client import READY
 
-READY = ReadySignal("s", ready=True, stability_verified=True)
+connected = partial(kubernetes_client.connected, "kavin")
 GONE = ReadySignal("s", ready=False, stability_verified=False)
 
 
@@ -36,16 +38,6 @@ async def server() -> ApiServer:
 async def kubeconfig(server: ApiServer, tmp_path: Path) -> AsyncIterator[Path]:
     async with api_server(tmp_path, server) as file:
         yield file
-
-
-@asynccontextmanager
-async def connected(kubeconfig: Path, clock: Clock | None = None) -> AsyncIterator[KubernetesStore]:
-    store = KubernetesStore("kavin", kubeconfig, clock or SystemClock())
-    try:
-        await store.connect()
-        yield store
-    finally:
-        await store.close()
 
 
 @pytest.fixture

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mesh.clock import SystemClock
 from mesh.coordination.custom_resource import new_resource, resource_name
-from mesh.coordination.kubernetes import KubernetesStore
-from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import ModelRef
 from mesh.errors import BadRecord, StoreRefused
 from mesh.types import ModelId
 from tests.coordination.cluster import Cluster
 from tests.coordination.holders import MODEL, OTHER, tensors, worker
-
-READY = ReadySignal("s", ready=True, stability_verified=True)
+from tests.coordination.kubernetes_client import READY, connected
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Cluster.running(tmp_path_factory.mktemp("kubernetes")) as running:
         yield running
-
-
-@asynccontextmanager
-async def connected(namespace: str, kubeconfig: Path) -> AsyncIterator[KubernetesStore]:
-    store = KubernetesStore(namespace, kubeconfig, SystemClock())
-    try:
-        await store.connect()
-        yield store
-    finally:
-        await store.close()
 
 
 async def named(cluster: Cluster, namespace: str) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class ChatScreen(TopScreen):
         with Horizontal():
             with Vertical():
                 yield VerticalScroll(id="said", can_focus=True)
-                yield Ask(placeholder="Ask …", id="ask")
+                yield QuestionField(placeholder="Ask …", id="ask")
             yield Beside()
 
     def took(self, picture: Picture) -> None:
@@ -157,7 +157,7 @@ class ChatScreen(TopScreen):
         return thinks, texts
 
 
-class Ask(Input):
+class QuestionField(Input):
     """The field for a question. Of what is pasted all is taken, in one line: textual's own field
     takes the first line and drops the others."""
 
