@@ -5,14 +5,19 @@ before: prompt lookup, as in LLMA (arXiv:2304.04487). Elsewhere a draft model ma
 speculative decoding (arXiv:2211.17192), here always what it finds likeliest. A draft is sent behind
 the last token as one step; its tokens count only as far as the sampler chooses the same. How many
 are drafted follows from how often guesses were right and from what steps of more rows take, the
-guessing included. Knows no hops, no sampler, no models, no torch and no clock.
+guessing included. A second draft may follow while the first is under way: what that gains where
+the first holds, and costs where it does not, is measured as well. Knows no hops, no sampler, no
+models, no torch and no clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import median_low
+from typing import TypeVar
+
+T = TypeVar("T")
 
 MAX_DRAFT = 15
 """With the last token a step of 16 rows: shards take no more before the chunks of a prefill."""
@@ -38,6 +43,10 @@ _EXTRA = 0.1
 WORTH = 1.1
 """How many times as fast a step with a draft must promise to be."""
 
+_FRESH, _BEHIND, _LATER = "fresh", "behind", "later"
+"""How a step was begun: when the one before was read; before that, behind it; or when it was read
+while hops still computed what had been sent behind it for nothing."""
+
 _ENOUGH, _TIMES = 2, 8
 """Steps of a size that must have been timed, and the latest of them that count."""
 
@@ -46,13 +55,20 @@ _AGAIN = 64
 slow."""
 
 
+_SHORTER, _LONGER = 0.6, 0.1
+"""Of a step's time that one which was sent behind another is thought to take; and by what the next
+is thought to take longer where that was for nothing."""
+
+
 class Drafter:
     """The drafts of one answer. `drafted` counts tokens sent as guesses, `accepted` right ones.
 
     For each step, the first of which is the prompt's, `propose`, then `took`, then `add` with the
     tokens that the text really got. A guess is compared also where it was not sent, so that prose
     pays nothing to find out that it does not repeat itself. Where nothing is proposed, a draft
-    model may guess as many tokens as `wanted` says; `adopt` has them sent.
+    model may guess as many tokens as `wanted` says; `adopt` has them sent. Behind a draft that is
+    under way goes what `follow` says; if all of that draft was right, and the first token behind
+    it, the next step has been proposed by that.
     """
 
     def __init__(self, prompt: Sequence[int], most: int = MAX_DRAFT, worth: float = WORTH) -> None:
@@ -67,8 +83,11 @@ class Drafter:
         self._paces = {count: pace for pace in [_Pace(worth)] for count in _MATCHES}
         self._paces[_MODEL] = _Pace(worth)
         self._by = _MATCHES[0]
+        self._start = self._period = self._next = 0
         self._guessed: deque[int] = deque()
-        self._sent = 0
+        self._sent = self._size = 0
+        self._begun = _FRESH
+        self._is_followed = False
 
     def propose(self, room: int) -> list[int]:
         """The tokens to send behind the last one, at most `room`; mostly none."""
@@ -79,11 +98,26 @@ class Drafter:
         if not match:
             return []
         sent = self._best(match, most)
-        # What follows may run into the end: then the text is taken to go round.
-        period = len(self._ids) - start
-        guess = [self._ids[start + index % period] for index in range(max(sent, 1))]
-        self._guessed, self._sent, self._by = deque(guess), sent, match
-        return guess[:sent]
+        self._start, self._period, self._next = start, len(self._ids) - start, 0
+        self._guessed, self._by = deque(), match
+        self._guess(max(sent, 1))
+        self._sent = self._size = sent
+        return list(self._guessed)[:sent]
+
+    def follow(self, room: int) -> list[int]:
+        """The tokens to send behind a draft that is under way, at most `room`, where that pays."""
+        if room < 1 or not self._sent or self._by == _MODEL:
+            return []
+        rows = 1 + self._size
+        holds = self._right[self._by] ** (1 + self._sent)
+        if not self._paces[self._by].may_follow(rows, holds):
+            return []
+        self._is_followed = True
+        before, count = self._sent, min(rows, room)
+        self._guess(count)
+        self._sent += count
+        self.drafted += count
+        return list(self._guessed)[before:]
 
     def wanted(self, room: int) -> int:
         """How many tokens a draft model should guess now, at most `room`; 0: it does not pay."""
@@ -94,17 +128,26 @@ class Drafter:
         """These are sent as the draft of this step, in the place of what was proposed."""
         self._guessed, self._sent, self._by = deque(guess), len(guess), _MODEL
 
+    def had_no_room(self) -> None:
+        """What was sent as guesses came not back: there will be no more of them."""
+        self._most = self._sent = 0
+
     def took(self, rows: int, seconds: float) -> None:
-        """The step of `rows` rows came back after so long, since before its draft was made. Fewer
-        rows than were sent mean that there was no room for the draft; then there will be no
-        more."""
-        if rows <= self._sent:
-            self._most = self._sent = 0
+        """The step of `rows` rows came back after so long, since before its draft was made or, if
+        it had been sent behind another, since that was read."""
+        if not self._ids:
+            return  # it was the prompt
+        if self._begun == _BEHIND:
+            self._paces[self._by].took_behind(rows, seconds)
             return
-        if self._ids:  # else it was the prompt
-            for pace in set(self._paces.values()) if rows == 1 else {self._paces[self._by]}:
+        self.drafted += rows - 1
+        paces = set(self._paces.values()) if rows == 1 else {self._paces[self._by]}
+        if self._begun == _LATER:
+            for pace in paces:
+                pace.took_later(rows, seconds)
+        elif not self._is_followed:
+            for pace in paces:
                 pace.took(rows, seconds)
-            self.drafted += self._sent
 
     def add(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
@@ -113,19 +156,29 @@ class Drafter:
         if not self._ids:
             for known in self._prompt[-LOOK_BACK:]:
                 self._enter(known)
+        is_right = True
         for token in tokens:
-            self._compare(token)
+            is_right = self._compare(token)
             self._enter(token)
+        self._begun = (_BEHIND if is_right else _LATER) if self._is_followed else _FRESH
+        self._is_followed = False
 
     # Private
+
+    def _guess(self, count: int) -> None:
+        """Guess so many more tokens. Where that runs into the end of the text, it is taken to go
+        round."""
+        for index in range(self._next, self._next + count):
+            self._guessed.append(self._ids[self._start + index % self._period])
+        self._next += count
 
     def _best(self, by: int, most: int) -> int:
         sizes = [size for size in _SIZES if size <= most]
         return self._paces[by].best(self._right[by], sizes)
 
-    def _compare(self, token: int) -> None:
+    def _compare(self, token: int) -> bool:
         if not self._guessed:
-            return
+            return False
         is_right = self._guessed.popleft() == token
         self._right[self._by] += _GAIN * (is_right - self._right[self._by])
         if is_right and self._sent:
@@ -134,6 +187,7 @@ class Drafter:
         else:
             self._guessed.clear()
             self._sent = 0
+        return is_right
 
     def _enter(self, token: int) -> None:
         for count in _MATCHES:
@@ -157,11 +211,38 @@ class _Pace:
     def __init__(self, worth: float) -> None:
         self._worth = worth
         self._took: dict[int, deque[float]] = {}
+        self._behind: dict[int, deque[float]] = {}
+        self._later: deque[float] = deque(maxlen=_TIMES)
         self._asked = 0
         self._refused, self._patience = 0, _AGAIN
+        self._drafts = 0
 
     def took(self, rows: int, seconds: float) -> None:
         self._took.setdefault(rows, deque(maxlen=_TIMES)).append(seconds)
+
+    def took_behind(self, rows: int, seconds: float) -> None:
+        """A step that was sent behind another, since that was read."""
+        self._behind.setdefault(rows, deque(maxlen=_TIMES)).append(seconds)
+
+    def took_later(self, rows: int, seconds: float) -> None:
+        """A step that may have had to wait for what was sent for nothing."""
+        if (usual := self._median(rows)) is not None:
+            self._later.append(seconds - usual)
+
+    def may_follow(self, rows: int, holds: float) -> bool:
+        """Whether as many rows should be sent behind a step of `rows`, which with probability
+        `holds` are not for nothing."""
+        self._drafts += 1
+        if self._drafts % _AGAIN == 0:
+            self._behind.clear()  # it may have been a busy moment
+            self._later.clear()
+            return False  # and this one is timed by itself
+        usual = self._median(rows)
+        if usual is None:
+            return False
+        behind = _median(self._behind.get(rows, ()), usual * _SHORTER)
+        longer = _median(self._later, usual * _LONGER)
+        return holds * behind + (1 - holds) * (usual + longer) < usual / self._worth
 
     def best(self, right: float, sizes: Sequence[int]) -> int:
         """How many of `sizes` to draft when so large a share of guesses is `right`; 0: none."""
@@ -193,5 +274,8 @@ class _Pace:
 
     def _median(self, rows: int) -> float | None:
         """Seconds of a step of so many rows; None while too few were timed."""
-        times = self._took.get(rows, ())
-        return median_low(times) if len(times) >= _ENOUGH else None
+        return _median(self._took.get(rows, ()), None)
+
+
+def _median(times: Collection[float], default: T) -> float | T:
+    return median_low(times) if len(times) >= _ENOUGH else default

@@ -1,9 +1,9 @@
 """One generation from prompt to last token: the loop.
 
 The asker drives: it embeds, sends the hidden states through the hops, samples from what comes back
-and embeds again. Read on in `prefill` (tokens in, logits out), `drafting` (tokens guessed, and fed
-with the last one), `hop` (a session on one hop), `route` (pick, open, pass on) and `failover` (what
-is done when a hop is lost).
+and embeds again. Read on in `turns` (one step after the other), `prefill` (tokens in, logits out),
+`drafting` (tokens guessed, and fed with the last one), `hop` (a session on one hop), `route` (pick,
+open, pass on) and `failover` (what is done when a hop is lost).
 
 The way of a token from here to the socket, `*` for each asynchronous generator that it passes:
 
@@ -22,11 +22,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
-from mesh.models.candidates import Candidates, candidates_of
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
@@ -38,6 +36,7 @@ from mesh.pipeline.route import HopLost
 from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
+from mesh.pipeline.turns import Turns
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import (
     Done,
@@ -45,12 +44,8 @@ from mesh.types import (
     PipelineAborted,
     Queued,
     StreamFrame,
-    TokenDelta,
     WireDtype,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -129,14 +124,13 @@ class PipelineOrchestrator:
                 turns = self._turns(session, home, asked, answer, reader)
                 ids: Sequence[int] = prompt[opened.cached :]
                 while not answer.finish_reason:
-                    draft, begun = await turns.draft()
                     try:
-                        async for notice in turns.feed.advance([*ids, *draft], spare=len(draft)):
+                        async for notice in turns.advance(ids):
                             yield notice
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    for frame in await turns.take(draft, begun):
+                    for frame in await turns.take():
                         yield frame
                     ids = answer.token_ids[-1:]
                 finished = not answer.note
@@ -156,13 +150,13 @@ class PipelineOrchestrator:
         request: GenerationRequest,
         answer: Answer,
         reader: TextReader | None,
-    ) -> _Turns:
+    ) -> Turns:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
         most = self._most_drafted if _may_draft(request) else 0
         drafter = Drafter(answer.prompt, most, self._settings.draft_worth)
         sampler = Sampler(request.sampling, answer.prompt)
-        return _Turns(feed, self._head, drafter, reader, sampler, answer)
+        return Turns(feed, self._head, drafter, reader, sampler, answer)
 
     def _reader(self, request: GenerationRequest, prompt: Sequence[int]) -> TextReader | None:
         """The draft model, already reading the prompt; None where it is not to guess."""
@@ -263,67 +257,7 @@ class _Opened(NamedTuple):
     widened: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Turns:
-    """What takes turns in one generation."""
-
-    feed: TokenFeed
-    head: OutputHead
-    drafter: Drafter
-    reader: TextReader | None
-    sampler: Sampler
-    answer: Answer
-
-    async def draft(self) -> tuple[list[int], float]:
-        """What to send behind the last token, guessed from what the text said before or by the
-        draft model; and since when."""
-        begun = time.monotonic()
-        drafter, answer = self.drafter, self.answer
-        draft = drafter.propose(room := answer.left - 1)
-        if not draft and self.reader is not None and (count := drafter.wanted(room)):
-            draft = await self.reader.guess([*answer.prompt, *answer.token_ids], count)
-            if draft:
-                drafter.adopt(draft)
-        return draft, begun
-
-    async def take(self, draft: Sequence[int], begun: float) -> list[StreamFrame]:
-        """What the answer gains of a step that was begun then: a token, and one more after each of
-        `draft` that the sampler chooses as well. The session forgets the others."""
-        feed, answer, first = self.feed, self.answer, self.answer.end - 1
-        # Of the last token, and of drafts.
-        rows: Sequence[torch.Tensor | Candidates]
-        if feed.has_candidates:
-            rows = feed.candidates_from(first)
-        else:
-            rows = list(await self.head.logits(feed.rows_from(first)))
-        self.drafter.took(len(rows), time.monotonic() - begun)
-        taken: list[TokenDelta] = []
-        notices: list[StreamFrame] = []
-        for number, (row, guess) in enumerate(zip_longest(rows, draft[: len(rows) - 1])):
-            taken.append(await self._chosen(row, first + number, notices))
-            if answer.token_ids[-1] != guess or answer.finish_reason:
-                break
-        feed.keep(answer.end - 1)  # the last token was not fed
-        self.drafter.add(answer.token_ids[-len(taken) :])
-        return [*notices, *taken]
-
-    async def _chosen(
-        self, said: torch.Tensor | Candidates, position: int, notices: list[StreamFrame]
-    ) -> TokenDelta:
-        """The token behind `position`, of all logits or of the strongest; what happened while those
-        that are not here were asked for joins the `notices`."""
-        sampler, answer = self.sampler, self.answer
-        if not isinstance(said, Candidates):
-            candidates = candidates_of(said) if answer.tells_logprobs else None
-            return answer.take(sampler.choose(said, candidates), candidates, said)
-        token = sampler.choose_among(said)
-        if token is not None:
-            return answer.take(token, said)
-        row = await self.feed.row(position, notices)
-        return answer.take(sampler.choose_from(row), said, row)
-
-
-def _done(session: GenerationSession, opened: _Opened, turns: _Turns) -> Done:
+def _done(session: GenerationSession, opened: _Opened, turns: Turns) -> Done:
     answer = turns.answer
     return Done(
         finish_reason=answer.finish_reason,

@@ -53,7 +53,7 @@ STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
 
 TIMED_STEPS = 512
-"""How many of the latest steps percentiles are taken over."""
+"""How many of the latest steps percentiles are taken over; those count that waited for no other."""
 
 _LARGE_BYTES = 128 << 10
 """There and back: by what such a step takes longer than others, the way's speed is known."""
@@ -83,7 +83,8 @@ class _Sent:
     """A step that is unanswered; `waiter` gets the answer where somebody awaits it.
 
     Of its rows the first `kept` count: those behind were cut while it was on its way. `is_row` for
-    what asks for all logits of one row. `nbytes` of it went out while nothing else was under way.
+    what asks for all logits of one row, `is_behind` for what was sent while another was unanswered:
+    it had to wait for that, and tells nothing of the way. `nbytes` of it went out.
     """
 
     position: int
@@ -92,6 +93,7 @@ class _Sent:
     waiter: asyncio.Future[WireTensor] | None
     kept: int
     is_row: bool = False
+    is_behind: bool = False
     nbytes: int = 0
 
     @property
@@ -432,8 +434,10 @@ class HopSession:
             return
         self._steps += 1
         now = self._active_at = asyncio.get_running_loop().time()
-        nbytes = 0 if self._sent else len(tensor.data)
-        sent = _Sent(position, tensor.shape, now, waiter, rows_of(tensor), nbytes=nbytes)
+        sent = _Sent(
+            position, tensor.shape, now, waiter, rows_of(tensor),
+            is_behind=bool(self._sent), nbytes=len(tensor.data),
+        )  # fmt: skip
         self._sent[self._steps] = sent
         self._fed = position + sent.rows
         self._say(Step(self._number, self._steps, position, tensor))
@@ -466,9 +470,11 @@ class HopSession:
         self._answers += 1
         total_ms = (now - sent.sent_at) * 1e3
         compute_ms = result.compute_us / 1e3
-        self._timed.append((total_ms, compute_ms))
-        if sent.nbytes and (moved := sent.nbytes + len(result.tensor.data)) >= _LARGE_BYTES:
-            self._large.append((moved, total_ms - compute_ms))
+        if not sent.is_behind:
+            self._timed.append((total_ms, compute_ms))
+            moved = sent.nbytes + len(result.tensor.data)
+            if sent.nbytes and moved >= _LARGE_BYTES:
+                self._large.append((moved, total_ms - compute_ms))
         self._unreported.append(total_ms)
         if sent.waiter is None:
             self._take(sent, tensor)
@@ -639,7 +645,7 @@ class GenerationHop(HopSession):
     def _take(self, sent: _Sent, tensor: WireTensor) -> None:
         end = sent.position + sent.kept
         fresh = end - self.delivered
-        if fresh <= 0:
+        if fresh <= 0 or not sent.kept:
             return
         if fresh > sent.kept:
             self.fail(BadFrame("answers arrived out of order.", fix="Another shard is tried."))

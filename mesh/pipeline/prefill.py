@@ -69,24 +69,33 @@ class TokenFeed:
     async def logits(self) -> torch.Tensor:
         """(vocab,) of the token behind the last one fed. Runs the head: read it once. Raises
         as `advance` where a hop runs it."""
-        last = len(self._session.token_ids) - 1
+        last = self.length - 1
         if self._model.ends is None:
             return await self.row(last, [])
-        return self._model.ends.logits(self.rows_from(last))[0, -1]
+        return self._model.ends.logits(self.rows(last, last + 1))[0, -1]
 
-    def rows_from(self, position: int) -> torch.Tensor:
-        """(1, rows, hidden): what the last hop made of each token fed from `position` on, all of
-        which were fed together."""
-        return to_torch(self._session.route.latest(len(self._session.token_ids) - position))
+    @property
+    def length(self) -> int:
+        """How many tokens were fed."""
+        return len(self._session.token_ids)
+
+    def fed(self, position: int) -> int | None:
+        """The token that was fed for `position`; None where none was."""
+        token_ids = self._session.token_ids
+        return token_ids[position] if position < len(token_ids) else None
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """(1, stop - start, hidden): what the last hop made of these tokens, fed together."""
+        return to_torch(self._session.route.rows(start, stop))
 
     @property
     def has_candidates(self) -> bool:
         """Whether a hop runs the head."""
         return self._model.ends is None
 
-    def candidates_from(self, position: int) -> list[Candidates]:
+    def candidates(self, start: int, stop: int) -> list[Candidates]:
         """The same rows where a hop runs the head: what may follow each of them."""
-        said = top_from_wire(self._session.route.latest(len(self._session.token_ids) - position))
+        said = top_from_wire(self._session.route.rows(start, stop))
         vocab = self._model.vocab_size
         return [
             Candidates(row["ids"].astype(np.int64), row["logits"], float(row["total"]), vocab)
@@ -94,7 +103,8 @@ class TokenFeed:
         ]
 
     async def row(self, position: int, notices: list[StreamFrame]) -> torch.Tensor:
-        """(vocab,) all logits of one of those rows, fp32; `notices` get what happens meanwhile.
+        """(vocab,) all logits of one of those rows, fp32, while nothing else is under way;
+        `notices` get what happens meanwhile.
 
         Raises as `advance`.
         """
@@ -106,36 +116,45 @@ class TokenFeed:
                 if self._failover is None:
                     raise
                 notices.extend([notice async for notice in self._failover.recover(lost)])
-                notices.extend([notice async for notice in self._reach(len(session.token_ids), 0)])
+                notices.extend([notice async for notice in self.reach(self.length)])
 
     def keep(self, position: int) -> None:
         """Forget what was fed from `position` on."""
-        if position < len(self._session.token_ids):
+        if position < self.length:
             self._session.cut(position)
 
-    async def advance(
-        self, ids: Sequence[int], spare: int = 0
-    ) -> AsyncGenerator[StreamFrame, None]:
+    async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
         """Feed `ids` after what the session holds, until their last row is back; yields notices.
 
-        The last `spare` of them, all of the last chunk, are left out where a hop has no room.
-        Chunks follow each other through the hops. At most one more than there are hops is on its
-        way at once, so that every hop is busy and memory stays bounded. Raises HopLost without a
-        failover, and what `Failover.recover` raises with one.
+        Raises HopLost without a failover, and what `Failover.recover` raises with one.
         """
-        session, rows = self._session, self._rows
+        async for notice in self.feed(ids):
+            yield notice
+        async for notice in self.reach(self.length):
+            yield notice
+
+    async def feed(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
+        """Feed `ids` after what the session holds; `reach` waits for the last of them.
+
+        Chunks follow each other through the hops. At most one more than there are hops is on its
+        way at once, so that every hop is busy and memory stays bounded. Yields and raises as
+        `advance`.
+        """
+        rows = self._rows
         if self._failover is not None:
             async for notice in self._failover.leave_draining_hops():
                 yield notice
         for start in range(0, len(ids), rows):
-            chunk = list(ids[start : start + rows])
-            session.route.feed(self._input(chunk, len(session.token_ids)))
-            session.token_ids += chunk
-            behind = 0 if start + rows >= len(ids) else rows * (len(session.route.hops) + 1)
-            if len(session.token_ids) <= behind:
-                continue
-            async for notice in self._reach(len(session.token_ids) - behind, spare):
-                yield notice
+            self.follow(list(ids[start : start + rows]))
+            behind = rows * (len(self._session.route.hops) + 1)
+            if start + rows < len(ids) and self.length > behind:
+                async for notice in self.reach(self.length - behind):
+                    yield notice
+
+    def follow(self, ids: list[int]) -> None:
+        """Feed so few that they are one chunk, whatever is under way."""
+        self._session.route.feed(self._input(ids, self.length))
+        self._session.token_ids += ids
 
     def _input(self, ids: list[int], position: int) -> WireTensor:
         """What the first hop is given for these tokens."""
@@ -144,16 +163,20 @@ class TokenFeed:
         hidden = self._model.ends.embed(torch.tensor([ids]), position)
         return to_wire(self._noise.add(hidden), self._session.route.terms.wire_dtype)
 
-    async def _reach(self, position: int, spare: int) -> AsyncGenerator[StreamFrame, None]:
-        """Wait for a position to come out of the last hop, recovering as often as it takes."""
+    async def reach(
+        self, position: int, spare: int | None = None
+    ) -> AsyncGenerator[StreamFrame, None]:
+        """Wait until all before `position` has come out of the last hop, recovering as often as it
+        takes. With a `spare`, the last so many of these tokens and all that follow are forgotten
+        where a hop has no room. Yields and raises as `advance`."""
         while True:
             try:
                 await self._session.route.output(position)
             except HopLost as lost:
                 if self._failover is None:
                     raise
-                if spare and isinstance(lost.error, NO_ROOM):
-                    position, spare = position - spare, 0
+                if spare is not None and isinstance(lost.error, NO_ROOM):
+                    position, spare = position - spare, None
                     self.keep(position)
                 async for notice in self._failover.recover(lost):
                     yield notice

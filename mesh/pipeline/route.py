@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from mesh.errors import (
     PipelineStalled,
 )
 from mesh.pipeline.claims import Claim
-from mesh.pipeline.history import slice_rows
+from mesh.pipeline.history import rows_of, slice_rows
 from mesh.pipeline.hop import GenerationHop, HopObserver, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.refusal import RouteRefused, why_nobody
@@ -37,6 +38,10 @@ FULL_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waited one after the other, 1.55 s in all, by a harvest or a lens while every shard says that it
 is full: what was closed elsewhere may not have reached it yet. Generations wait in line, see
 `mesh.pipeline.room_line`."""
+
+READABLE = 4
+"""Tensors that left the last hop and can be read: more are never on their way unread, but those of
+a prompt, of which the last row counts."""
 
 T = TypeVar("T")
 Picked = TypeVar("Picked")
@@ -162,7 +167,7 @@ class Route:
         self._observer = observer
         self._patience = patience
         self._picked: Pipeline | None = None
-        self._latest: WireTensor | None = None
+        self._left: deque[tuple[int, WireTensor]] = deque(maxlen=READABLE)
         self._waiter: asyncio.Future[None] | None = None
         self._target = 0
         self._served: dict[ShardKey, RouteHop] = {}
@@ -205,8 +210,8 @@ class Route:
         self._count_widened(tensor)
         self.hops[0].accept(tensor)
 
-    async def output(self, position: int) -> WireTensor:
-        """Wait until every row before `position` has left the last hop; that row (1, 1, hidden).
+    async def output(self, position: int) -> None:
+        """Wait until every row before `position` has left the last hop.
 
         Raises:
             HopLost: a hop failed before that. Replace it and wait again.
@@ -219,18 +224,17 @@ class Route:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self.latest(1)
 
-    def latest(self, rows: int) -> WireTensor:
-        """The last `rows` rows that left the last hop, all of one tensor that was fed. Also where a
-        hop was replaced they came in one: a replay joins what was fed and divides none of it."""
-        if self._latest is None:
-            raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
-        count = self._latest.shape[1]
-        return slice_rows(self._latest, count - rows, count)
+    def rows(self, start: int, stop: int) -> WireTensor:
+        """Rows [start, stop) of what left the last hop lately, fed in one tensor. Also where a hop
+        was replaced they came in one: a replay joins what was fed and divides none of it."""
+        for first, tensor in reversed(self._left):
+            if first <= start and stop <= first + rows_of(tensor):
+                return slice_rows(tensor, start - first, stop - first)
+        raise PipelineStalled(f"Rows {start} to {stop} are not here.", fix="Report this as a bug.")
 
     async def row(self, position: int, vocab: int) -> WireTensor:
-        """All logits, fp32 (1, 1, vocab), of one of the `latest` rows, where the last hop gives
+        """All logits, fp32 (1, 1, vocab), of a row of the latest tensor, where the last hop gives
         candidates. Raises HopLost."""
         hop = self.hops[-1]
         try:
@@ -355,7 +359,7 @@ class Route:
         if index + 1 < len(self.hops):
             self.hops[index + 1].accept(tensor)
             return
-        self._latest = tensor
+        self._left.append((hop.delivered - rows_of(tensor), tensor))
         if self._waiter is not None and hop.delivered >= self._target:
             self._wake()
 

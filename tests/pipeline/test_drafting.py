@@ -23,27 +23,60 @@ def by_row(rows: int) -> float:
     return SINGLE_S * rows
 
 
-class Read:
-    """A text that is read by a drafter as a generation would; `sent` has each step's draft."""
+def for_nothing(rows: int) -> float:
+    """What the next step takes longer where hops compute alike, one after the other: nothing."""
+    return 0.0
 
-    def __init__(self, prompt: list[int], answer: list[int], cost: Cost, most: int = 15) -> None:
+
+class Read:
+    """A text that is read by a drafter as a generation would; `sent` has each step's draft.
+
+    Where `behind` is given, drafts may follow each other: a step of so many rows takes that long
+    where the one before it held; where not, the next one takes `late` longer.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        answer: list[int],
+        cost: Cost,
+        most: int = 15,
+        *,
+        behind: Cost | None = None,
+        late: Cost = for_nothing,
+    ) -> None:
         self.drafter = Drafter(prompt, most)
         self.sent: list[list[int]] = []
         self.seconds = 0.0
+        self.followed = self.held = 0
         assert self.drafter.propose(len(answer)) == []
         self.drafter.took(1, 1.0)
         self.drafter.add(answer[:1])
-        at = 1
+        at, late_s, on_its_way = 1, 0.0, list[int]()
         while at < len(answer):
-            draft = self.drafter.propose(len(answer) - at - 1)
+            if on_its_way and behind is not None:
+                draft, seconds = on_its_way[1:], behind(len(on_its_way))
+            else:
+                draft = self.drafter.propose(len(answer) - at - 1)
+                seconds = cost(1 + len(draft)) + late_s
+            room = len(answer) - at - 1 - len(draft)
+            on_its_way = self.drafter.follow(room) if behind is not None else []
+            assert len(on_its_way) <= room
+            self.followed += bool(on_its_way)
             self.sent.append(draft)
-            self.seconds += cost(1 + len(draft))
-            self.drafter.took(1 + len(draft), cost(1 + len(draft)))
+            self.seconds += seconds
+            self.drafter.took(1 + len(draft), seconds)
             right = 0
             while right < len(draft) and draft[right] == answer[at + right]:
                 right += 1
             self.drafter.add(answer[at : at + right + 1])
             at += right + 1
+            holds = right == len(draft) and on_its_way[:1] == answer[at - 1 : at]
+            late_s = 0.0 if holds or not on_its_way else late(len(on_its_way))
+            if holds:
+                self.held += 1
+            else:
+                on_its_way = []
 
     @property
     def longest(self) -> int:
@@ -124,6 +157,7 @@ def test_a_step_that_came_back_without_its_draft_was_the_last_with_one() -> None
         drafter.add([token])
     assert drafter.propose(1) == [1]
     counted = drafter.drafted
+    drafter.had_no_room()
     drafter.took(1, SINGLE_S)
     drafter.add([1])  # the guess was right, but nobody had room for it
     assert drafter.drafted == counted
@@ -132,3 +166,51 @@ def test_a_step_that_came_back_without_its_draft_was_the_last_with_one() -> None
 
 def test_with_none_allowed_nothing_is_drafted() -> None:
     assert Read([], [1, 2] * 40, flat, most=0).longest == 0
+
+
+def half(rows: int) -> float:
+    """What a step takes behind another where two hops take as long as each other."""
+    return flat(rows) / 2
+
+
+ROUND = [1, 2, 3, 4, 5] * 120
+CHANGING = [token for last in range(10, 100) for token in (*range(1, 9), last)]
+"""A text of which one token in nine is another each time."""
+
+
+def test_drafts_follow_each_other_where_two_hops_share_the_work() -> None:
+    alone, together = Read([], ROUND, flat), Read([], ROUND, flat, behind=half)
+    assert together.held > 0.8 * together.followed > 0
+    assert together.seconds < 0.75 * alone.seconds
+    assert together.drafter.accepted >= alone.drafter.accepted
+
+
+def test_what_was_on_its_way_for_nothing_is_counted_as_drafted() -> None:
+    read = Read([], CHANGING, flat, behind=half)
+    rows = sum(1 + len(draft) for draft in read.sent)
+    assert read.drafter.drafted - read.drafter.accepted >= rows - len(CHANGING)
+
+
+@pytest.mark.parametrize("text", [ROUND, CHANGING])
+def test_no_draft_follows_another_where_one_hop_computes_both(text: list[int]) -> None:
+    """What follows takes as long as alone then, and what was for nothing delays the next."""
+    alone, single = Read([], text, flat), Read([], text, flat, behind=flat, late=flat)
+    assert single.seconds < 1.05 * alone.seconds
+    assert single.followed < 0.2 * len(single.sent)
+
+
+def test_text_that_breaks_off_each_time_is_not_slowed_down_by_what_follows() -> None:
+    alone, late = Read([], CHANGING, flat), Read([], CHANGING, flat, behind=half, late=half)
+    assert late.seconds < 1.05 * alone.seconds
+
+
+def test_a_draft_model_is_not_asked_for_what_follows() -> None:
+    drafter = Drafter([1, 2, 3] * 9)
+    drafter.took(1, 1.0)
+    drafter.add([7])
+    for token in (8, 9):
+        drafter.took(1, SINGLE_S)
+        drafter.add([token])
+    assert drafter.wanted(20)
+    drafter.adopt([5, 6])
+    assert drafter.follow(20) == []

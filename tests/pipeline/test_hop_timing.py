@@ -94,3 +94,17 @@ def test_short_steps_do_not_tell() -> None:
         assert (await timed(4e6, 8, 8)).mb_s == 0.0
 
     run_virtually(main)
+
+
+def test_steps_that_wait_for_others_tell_nothing_of_the_way() -> None:
+    async def main() -> None:
+        hop, _ = session_over(partial(_Way, bytes_per_s=1e9))
+        await hop.open()
+        for place in range(0, 3 * 12, 3):
+            await asyncio.gather(*(hop.exchange(place + n, _rows(1)) for n in range(3)))
+        found = hop.timing()
+        hop.close()
+        assert found.steps == 36
+        assert found.p50_ms - found.compute_p50_ms == pytest.approx(WAY_S * 1e3, rel=0.02)
+
+    run_virtually(main)

@@ -114,7 +114,8 @@ class ToySession:
 
 
 class ToyShard:
-    """A shard host that answers at once. `before_step` may raise or return False to stay silent.
+    """A shard host that answers at once, or `delay_s` later; one step after the other where it
+    `computes_in_turn`. `before_step` may raise or return False to stay silent.
 
     `answer` turns what was computed into what is sent, `reply` sends it, now or later. A session is
     open `opens_after_s` seconds after it was asked for; `is_loading` says meanwhile that it loads;
@@ -131,6 +132,8 @@ class ToyShard:
         self.before_seal: Callable[[], None] = lambda: None
         self.refuses_steps_with: BadRequest | None = None
         self.delay_s = 0.0
+        self.computes_in_turn = False
+        self.free_at = 0.0
         self.under_way = 0
         self.most_under_way = 0
         self.answer: Callable[[Step, WireTensor], WireTensor] = lambda step, computed: computed
@@ -250,7 +253,10 @@ class ToyDoor:
         shard.under_way += 1
         shard.most_under_way = max(shard.most_under_way, shard.under_way)
         if shard.delay_s:
-            asyncio.get_running_loop().call_later(shard.delay_s, self._run, session, step)
+            loop = asyncio.get_running_loop()
+            begins = max(loop.time(), shard.free_at) if shard.computes_in_turn else loop.time()
+            shard.free_at = begins + shard.delay_s
+            loop.call_at(shard.free_at, self._run, session, step)
         else:
             self._run(session, step)
 
@@ -341,6 +347,20 @@ class NarrowEnds(ToyEnds):
         scores = torch.full((*first.shape, self.vocab), -30.0)
         scores[..., 1:3] = 0.0
         return scores.scatter(-1, first[..., None], 2.0)
+
+
+class RepeatingEnds(ToyEnds):
+    """A head that says the same token for most rows, and another one now and then.
+
+    Such a text goes on as it did before for so long that a second draft follows the first, and
+    breaks off anywhere in them.
+    """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        changes = (hidden.sum(-1).long() * 31 + 7) % PRIME < 8
+        scores = torch.full((*changes.shape, self.vocab), -30.0)
+        scores[..., 1:3] = 0.0
+        return scores.scatter(-1, torch.where(changes, 2, 1)[..., None], 4.0)
 
 
 class ToyText:
