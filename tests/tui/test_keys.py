@@ -394,6 +394,21 @@ async def test_who_was_chosen_stays_chosen_while_it_cannot_be_asked(daemon: Daem
     assert [each.model for each in daemon.generations.requests] == ["echo"]
 
 
+async def test_a_model_at_rest_is_asked_last_and_woken_by_that(daemon: Daemon) -> None:
+    echo = {**whole()["models"][0], "id": "echo"}
+    cold = {**whole()["deployments"][0], "model_id": "phi", "state": "RESTING", "resting": True}
+    daemon.house.change(models=[echo], deployments=[cold])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask echo …")
+        await top.press("ctrl+t")
+        await top.until("Ask phi, which loads first …")
+        await top.press(*"hi", "enter")
+        await top.until("▸ hi")
+    assert [each.model for each in daemon.generations.requests] == ["phi"]
+
+
 async def test_what_a_model_thinks_is_shown_above_its_answer_and_not_said_again(
     daemon: Daemon,
 ) -> None:

@@ -50,21 +50,22 @@ class ChatScreen(TopScreen):
     def took(self, picture: Picture) -> None:
         """See `TopScreen`."""
         known = [model["id"] for model in picture.rows("models")]
-        if picture.status and self.model not in known:
-            self.model = next(iter(_ready(picture)), "")
+        if picture.status and self.model not in (*known, *_at_rest(picture)):
+            self.model = next(iter(_askable(picture)), "")
         self.watch_model()
 
     def watch_model(self) -> None:
         """The field says who is asked."""
         for field in self.query("#ask").results(Input):
-            field.placeholder = self._why_not() or f"Ask {self.model} …"
+            woken = ", which loads first" * self._is_at_rest
+            field.placeholder = self._why_not() or f"Ask {self.model}{woken} …"
 
     def action_next_model(self) -> None:
         """Ask the next of the models from now on."""
-        ready = _ready(self.picture)
-        if ready:
-            at = ready.index(self.model) if self.model in ready else -1
-            self.model = ready[(at + 1) % len(ready)]
+        models = _askable(self.picture)
+        if models:
+            at = models.index(self.model) if self.model in models else -1
+            self.model = models[(at + 1) % len(models)]
             self.notify(f"{self.model} is asked from now on.", markup=False)
 
     def action_stop(self) -> None:
@@ -95,11 +96,17 @@ class ChatScreen(TopScreen):
 
     def _why_not(self) -> str | None:
         """Why nobody can be asked now: who was chosen stays chosen while it is away."""
+        if self._is_at_rest:
+            return None
         for row in self.picture.rows("models"):
             if row["id"] == self.model:
                 why = f"{row['id']} cannot be asked now: {row['reason']}"
                 return None if row["runnable"] else clean(why)
         return "no model can be asked now"
+
+    @property
+    def _is_at_rest(self) -> bool:
+        return self.model in _at_rest(self.picture) and self.model not in _ready(self.picture)
 
     @work(exclusive=True, group="answer", exit_on_error=False)
     async def _answer(self, text: str) -> None:
@@ -166,6 +173,15 @@ class QuestionField(Input):
         event.prevent_default()
         event.stop()
         self.replace(" ".join(event.text.splitlines()), *self.selection)
+
+
+def _askable(picture: Picture) -> list[str]:
+    """Models that answer at once, then those that a question wakes."""
+    return list(dict.fromkeys([*_ready(picture), *_at_rest(picture)]))
+
+
+def _at_rest(picture: Picture) -> list[str]:
+    return [row["model_id"] for row in picture.rows("deployments") if row["resting"]]
 
 
 def _ready(picture: Picture) -> list[str]:
