@@ -212,8 +212,10 @@ class PeerSources:
             while True:
                 told: asyncio.Future[Any] = asyncio.ensure_future(news.wait())
                 either: list[asyncio.Future[Any]] = [told, failed]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                told.cancel()
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    told.cancel()
                 if failed.done():
                     raise failed.result()
                 news.clear()
