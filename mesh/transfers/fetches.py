@@ -131,10 +131,10 @@ class Fetches:
         own = self._shelf.own(order.weights_sha256)
         models_dir = self._settings.models_dir
         directory = own or partial_directory(models_dir, order.model_id, order.weights_sha256)
-        running.state = "looking"
-        if not (directory / RECORD).exists():
-            await self._prepare(running, directory)
         while True:
+            running.state = "looking"
+            if not (directory / RECORD).exists():
+                await self._prepare(running, directory)
             fetch = running.fetch = Fetch(
                 directory, wanted, self._shelf, self._pace,
                 patience_s=self._settings.patience_s,

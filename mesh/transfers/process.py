@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -33,6 +34,7 @@ from mesh.models.in_use import unused
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
 from mesh.models.partial_draft import discard
+from mesh.models.partial_writer import lock_directory
 from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
@@ -338,7 +340,13 @@ class FetcherProcess(Worker):
 
 def _remove(directory: Path) -> None:
     with unused(directory):
-        discard(directory)
+        lock = lock_directory(
+            directory
+        )  # else another node of this machine would fill what is gone
+        try:
+            discard(directory)
+        finally:
+            os.close(lock)
 
 
 def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:

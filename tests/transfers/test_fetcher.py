@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import ModelInUse, TransferFailed
+from mesh.errors import Busy, ModelInUse, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
@@ -81,6 +81,10 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
             other.kill()
             await other.wait()
+            writer = await asyncio.to_thread(PartialWriter, directory)
+            with pytest.raises(Busy, match="Another process of this user writes"):
+                await empty.supervisor.remove(directory)
+            await asyncio.to_thread(writer.close)
             rounded = quantised_dir(tmp_path / "empty" / "cache", sha) / "int8"
             await asyncio.to_thread(rounded.mkdir, parents=True)
             await empty.supervisor.remove(directory)
@@ -100,6 +104,25 @@ async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
     with pytest.raises(asyncio.CancelledError):
         await run
     (await asyncio.to_thread(PartialWriter, copy)).close()
+
+
+async def test_what_is_removed_while_another_node_fills_it_is_fetched_anew(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "empty") as made:
+        full, empty = made.start("full", whole.directory), made.start("empty")
+        await up(full, empty)
+        made.introduce()
+        sha = whole.weights_sha256
+        directory = await empty.supervisor.ensure(MODEL, sha, [LayerRange(0, 1)])
+        with await asyncio.to_thread(PartialWriter, directory):
+            rest = asyncio.create_task(empty.supervisor.ensure(MODEL, sha))
+            async with asyncio.timeout(20):
+                while "Another process" not in str(empty.supervisor.transfers):  # noqa: ASYNC110 - it says so by itself
+                    await asyncio.sleep(0.05)
+            await asyncio.to_thread(shutil.rmtree, directory)
+        assert await rest == directory
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
 async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:
