@@ -299,7 +299,8 @@ class Reconciler:
             comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
             waits = not called and bool(comes_later)
             waits = waits or model_id in self._ends_of_asking
-            if model_id not in asked and name not in self.phases.not_yet(_now()) and not waits:
+            waits = waits or asked.get(model_id) == deployment.wish.weights_sha256
+            if name not in self.phases.not_yet(_now()) and not waits:
                 self._begin(self._asks, model_id, self._ask(deployment, name))
         for model_id in self._world.known():
             forget = model_id not in resting

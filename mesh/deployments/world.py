@@ -45,14 +45,16 @@ class World(Protocol):
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         """Why this node's settings do not let it hold these layers at all."""
 
-    def asked(self) -> list[ModelId]:
-        """The models that this node asks because they are deployed."""
+    def asked(self) -> Mapping[ModelId, str]:
+        """The models that this node asks, held by hand or because they are deployed, with the
+        hashes of their weights."""
 
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on."""
 
-    def known(self) -> list[ModelId]:
-        """The models whose files this node knows because they are deployed, asked or not."""
+    def known(self) -> Mapping[ModelId, str]:
+        """The models whose files this node knows because they are deployed, asked or not, with the
+        hashes of their weights."""
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
         """Ask this model no longer, and perhaps know nothing of it any more."""

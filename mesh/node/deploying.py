@@ -268,13 +268,14 @@ class House:
 
     # What it does
 
-    def asked(self) -> list[ModelId]:
+    def asked(self) -> dict[ModelId, str]:
         """See `World`."""
-        return [name for name in self._held.askers if name not in self._held.models.by_hand]
+        return {name: self._held.models[name].weights_sha256 for name in self._held.askers}
 
-    def known(self) -> list[ModelId]:
+    def known(self) -> dict[ModelId, str]:
         """See `World`."""
-        return [name for name in self._held.models if name not in self._held.models.by_hand]
+        models = self._held.models
+        return {name: models[name].weights_sha256 for name in models if name not in models.by_hand}
 
     async def ask(self, model: LocalModel) -> None:
         """See `World`."""

@@ -16,7 +16,7 @@ from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.reconcile import MAX_PROVISIONED, OwnShard, ServedShard, ShardStage
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
-from mesh.errors import MeshError, TransferFailed
+from mesh.errors import MeshError, TransferFailed, WeightsMismatch
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -33,7 +33,7 @@ class World:
         self.total_mb = total_mb
         self.log: dict[str, Deployment] = {}
         self.has: dict[ShardId, OwnShard] = {}
-        self.models: list[ModelId] = []
+        self.models: dict[ModelId, str] = {}
         self.loads: list[str] = []
         self.is_quick = asyncio.Event()
         self.is_quick.set()
@@ -65,17 +65,19 @@ class World:
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         return None
 
-    def asked(self) -> list[ModelId]:
+    def asked(self) -> dict[ModelId, str]:
         return self.models
 
-    def known(self) -> list[ModelId]:
+    def known(self) -> dict[ModelId, str]:
         return self.models
 
     async def ask(self, model: LocalModel) -> None:
-        self.models = [model.model_id]
+        if self.models.get(model.model_id, model.weights_sha256) != model.weights_sha256:
+            raise WeightsMismatch("other weights are held by that name.", fix="Let them go.")
+        self.models = {model.model_id: model.weights_sha256}
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
-        self.models = []
+        self.models = {}
 
     async def serve(
         self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress

@@ -68,6 +68,16 @@ def served_by(node: LocalNode) -> set[str]:
     return {name for model in models if model["id"] == "toy" for name in model["nodes"]}
 
 
+def advertised(node: LocalNode, of: LocalNode) -> int:
+    """How many advertisements of another a node has counted in this minute."""
+    for process in node.get("/mesh/v1/status")["accounts"]:
+        for each in process["principals"]:
+            if each["node"] == of.name:
+                used: int = each["resources"]["advertisements_per_minute"]["used"]
+                return used
+    return 0
+
+
 def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
     own = ("--dtype", "fp32", "--device", "cpu")
@@ -168,6 +178,10 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
         wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
         wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
     assert answer(sofa)["choices"] == answer(attic)["choices"] == answer(den)["choices"]
+    # Nothing changes any more, and who asks a model that it was told to hold says nothing more.
+    before = advertised(den, attic)
+    time.sleep(1.5)
+    assert advertised(den, attic) - before < 6
     assert not any(entry.present for entry in read_manifest(fetched(den)).tensors.values())
     assert read_manifest(fetched(sofa)).has_ends
     held = {row["id"]: row for row in sofa.get("/mesh/v1/weights")["models"]}
