@@ -20,6 +20,7 @@ from mesh.errors import MeshError, TransferFailed, WeightsMismatch
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+from tests.checkpoints import make_checkpoint
 
 HERE = NodeId("me")
 MB = 10
@@ -119,7 +120,7 @@ class SlowDisk(LocalWeights):
     `asked` are those that it is asked for now; where it has an `error` it says that."""
 
     def __init__(self, cache: Path) -> None:
-        super().__init__({}, [], cache)
+        super().__init__({}, [cache], cache)
         self.is_there = asyncio.Event()
         self.is_there.set()
         self.far: set[ModelId] = set()
@@ -259,6 +260,20 @@ async def test_what_was_evicted_is_fetched_no_more_to_be_asked_either(watched: W
     watched.world.log = {**watched.world.log, far.id: evicted}
     watched.loop.look()
     await holds(lambda: ModelId("far1") not in watched.disk.asked)
+
+
+async def test_other_weights_that_come_by_the_name_of_those_that_go_are_asked(
+    watched: Watched, tmp_path: Path
+) -> None:
+    old = watched.wish(["0-1"])
+    await watched.until(("0-1", "none"))
+    there = await asyncio.to_thread(make_checkpoint, tmp_path / "builtin", "llama", layers=4)
+    watched.checkpoint = await watched.disk.find(f"{there}=builtin")
+    # Whoever was away hears of both at once.
+    gone = replace(old.wish, deployment="f" * 16, evicted=True)
+    watched.world.log = {gone.deployment: replace(old, wish=gone)}
+    new = watched.wish(["0-1"])
+    await holds(lambda: list(watched.world.models.values()) == [new.wish.weights_sha256])
 
 
 async def test_what_has_no_plan_yet_is_not_fetched_to_be_asked(watched: Watched) -> None:
