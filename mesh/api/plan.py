@@ -19,13 +19,13 @@ class PlanBody(Strict):
     `nodes` are the only ones that may be used, `without` are not; those `with` are used as if they
     were here and trusted: nodes by name or id, or ``NAME=GIB`` and ``NAME=GIB:GB_S`` for a machine
     that there is not, with so much free memory, read at that speed or at this machine's. `layers`
-    are pins, ``NODE=LO-HI``.
+    are pins, ``NODE=LO-HI``. Without a `quant` it is as this node's settings have it.
     """
 
     model: str = Field(min_length=1, max_length=512)
     replicas: int = Field(default=1, ge=1, le=16)
     dedicated: bool = False
-    quant: Literal["auto", "none", "int8", "int4"] = "auto"
+    quant: Literal["auto", "none", "int8", "int4"] | None = None
     context: int = Field(default=4096, ge=1, le=1 << 24)
     streams: int = Field(default=1, ge=1, le=1024)
     nodes: list[str] = Field(default=[], max_length=256)

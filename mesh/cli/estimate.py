@@ -13,9 +13,12 @@ _ENTRIES = ("node", "layers", "device", "needs", "has", "fetches", "ms a token",
 def print_plan(plan: dict[str, Any]) -> None:
     """Print what `POST /mesh/v1/plan` returned."""
     count, streams = plan["total_layers"], plan["streams"]
+    beside = ""
+    if plan["positions"] > streams * plan["context"]:
+        beside = f"; a shard sets {plan['positions']} aside (host.kv_tokens)"
     say(
         f"{plan['model_id']}: {count} layers in {_format(plan['quant'])}, caches for"
-        f" {streams} stream{'s' if streams > 1 else ''} of {plan['context']} positions"
+        f" {streams} stream{'s' if streams > 1 else ''} of {plan['context']} positions{beside}"
     )
     for number, replica in enumerate(plan["replicas"], 1):
         say()

@@ -81,7 +81,8 @@ class Estimates:
     async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
-        known = await self._look_up(order["model"], order["context"])
+        context = max(order["context"], self._kv_tokens)
+        known = await self._look_up(order["model"], context)
         model = known.shape
         machines, demand = self._asked(model, order)
         return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
@@ -106,10 +107,8 @@ class Estimates:
         if lacking < 1 and not open_gaps:
             return UNKNOWN
         # It is known by its id where it is deployed, whatever it was called when that was asked.
-        # A shard that is loaded sets its whole cache aside, however short prompts are to be.
-        kv_tokens = self._house.config.distributed.host.kv_tokens
-        positions = max(wish.context or DEFAULT_CONTEXT, kv_tokens)
-        known = await self._look_up(wish.model_id, positions)
+        context = wish.context or DEFAULT_CONTEXT
+        known = await self._look_up(wish.model_id, max(context, self._kv_tokens))
         model = known.shape
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
@@ -122,7 +121,8 @@ class Estimates:
         demand = Demand(
             asker=self._house.node,
             quant=self._quant(wish.quant, machines),
-            context=positions,
+            context=context,
+            least_positions=self._kv_tokens,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
         )
@@ -148,7 +148,7 @@ class Estimates:
             name = float_format(model, devices[0]) if devices else "fp32"
         else:
             name = quant
-        positions = max(wish.context, self._house.config.distributed.host.kv_tokens)
+        positions = max(wish.context, self._kv_tokens)
         return math.ceil(shard_bytes(model, layers, name, positions) / 2**20)
 
     def _quant(self, wished: str, machines: Iterable[Machine]) -> str:
@@ -160,6 +160,11 @@ class Estimates:
     def machines(self, model: ModelShape) -> list[Machine]:
         """Every node that is known, with what it has of the model."""
         return [self._machine(view, model) for view in self._house.store.nodes()]
+
+    @property
+    def _kv_tokens(self) -> int:
+        """A shard that is loaded sets its whole cache aside, however short prompts are to be."""
+        return self._house.config.distributed.host.kv_tokens
 
     @property
     def _is_thin(self) -> bool:
@@ -182,16 +187,26 @@ class Estimates:
             one = self._imagined(text, machines) or machines[_node(text, machines.values())]
             machines[one.node_id] = replace(one, refusal="")
         known = list(machines.values())
+        only = frozenset(_node(text, known) for text in order["nodes"])
+        without = frozenset(_node(text, known) for text in order["without"])
+        usable = [
+            each
+            for each in known
+            if not each.refusal
+            and each.node_id not in without
+            and (not only or each.node_id in only)
+        ]
         demand = Demand(
             asker=self._house.node,
             replicas=order["replicas"],
             dedicated=order["dedicated"],
-            only=frozenset(_node(text, known) for text in order["nodes"]),
-            without=frozenset(_node(text, known) for text in order["without"]),
+            only=only,
+            without=without,
             pins=tuple(_pin(text, known) for text in order["layers"]),
-            quant=order["quant"],
+            quant=self._quant(order["quant"] or "", usable),
             context=order["context"],
             streams=order["streams"],
+            least_positions=self._kv_tokens,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
         )

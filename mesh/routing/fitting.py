@@ -218,7 +218,6 @@ def _bench(
         decode.append(step_ms)
         prefill.append(rows_ms)
     cached = 4.0 if quant != "none" else ITEMSIZE[name]
-    positions = demand.context * max(1, demand.streams)
     here = [held.layers for held in machine.held]
     lacking = tuple(
         0 if any(layer in held for held in here) else size
@@ -230,7 +229,7 @@ def _bench(
         name,
         tuple(taken),
         math.ceil(max(weights) * cached),
-        math.ceil(model.kv_numbers * cached * positions),
+        math.ceil(model.kv_numbers * cached * demand.positions),
         model.scratch_bytes,
         tuple(decode),
         tuple(prefill),

@@ -117,7 +117,8 @@ class Demand:
     `only` are the nodes that may be used, all of them when it is empty; those in `without` may not.
     A node in `pins` serves exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit
     and int8 that fits, and int4 where neither does. Caches are for `streams` sessions of `context`
-    positions each. `dedicated` copies are never evicted; where they lie does not depend on it.
+    positions each, and for `least_positions` in any case, which a shard sets aside. `dedicated`
+    copies are never evicted; where they lie does not depend on it.
     """
 
     asker: NodeId | None = None
@@ -129,5 +130,11 @@ class Demand:
     quant: str = "auto"
     context: int = DEFAULT_CONTEXT
     streams: int = 1
+    least_positions: int = 0
     max_shards: int = MAX_SHARDS
     thin: bool = False
+
+    @property
+    def positions(self) -> int:
+        """What the caches of a shard are for."""
+        return max(self.least_positions, self.context * max(1, self.streams))

@@ -27,7 +27,7 @@ class Layout:
     """Where a model is to lie: its replicas, or why there are not as many as wished.
 
     `refusal` is None exactly when all are there. `machines` has a line for each machine, used or
-    not, by id.
+    not, by id. `positions` are what the caches of each shard are for.
     """
 
     model_id: ModelId
@@ -36,6 +36,7 @@ class Layout:
     quant: Quant
     context: int
     streams: int
+    positions: int
     dedicated: bool
     replicas: tuple[Forecast, ...]
     machines: tuple[Appraisal, ...]
@@ -91,7 +92,7 @@ def _layout(
 ) -> Layout:
     return Layout(
         model.model_id, model.weights_sha256, model.total_layers, quant, demand.context,
-        demand.streams, demand.dedicated, replicas, rows, refusal,
+        demand.streams, demand.positions, demand.dedicated, replicas, rows, refusal,
     )  # fmt: skip
 
 

@@ -336,3 +336,18 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
     for span in spans:
         took = estimate(manifest, span.layers, 4, kv_tokens=kv_tokens, rows=512)
         assert took.total_mb <= room.devices[0].free_bytes // MB
+    # An estimate says the same beforehand, also that a shorter context makes no room.
+    unsaid = {**ASK, "quant": None, "context": 4096}
+    foretold = await estimates.plan(unsaid)
+    shards = foretold["replicas"][0]["shards"]
+    assert (foretold["quant"], foretold["positions"]) == ("none", kv_tokens)
+    assert [(s["node_id"], s["layers"]) for s in shards] == [(s.node, str(s.layers)) for s in spans]
+    for node in (OWN, NEAR, FAR):
+        room = cpu(need.total_mb - need.caches_mb + ends_mb(manifest, 4))
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
+    one = {**unsaid, "nodes": ["Far"]}
+    refused = (await estimates.plan(one))["refusal"]
+    laid = await estimates.layout(replace(wish, nodes=(FAR,)), None, {OWN, NEAR, FAR}, NOTHING)
+    assert laid.refusal is not None
+    assert refused["message"].rstrip(".") in laid.refusal.message
+    assert "--context" not in refused["fix"] + laid.refusal.fix
