@@ -10,12 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from mesh.clock import backoff_s
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError, NotEnoughMemory
 from mesh.models.local import LocalModel, require_within
+from mesh.models.manifest import read_manifest
+from mesh.models.partial import read_partial, require_present
 from mesh.node import wiring
 from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import home_layers
@@ -34,7 +37,17 @@ async def load_at_home(
     """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
     limit_mb = config.distributed.host.shard_max_vram_mb
     require_within(model, limit_mb, layers)
+    name = shard_id(model.model_id, layers)
+    if name not in host.private and name not in host.shards:
+        # What fails to load is left alone for a while, also once a deployment has fetched it.
+        await asyncio.to_thread(_require_here, Path(model.directory), layers)
     return await host.ensure(wiring.shard(config, model, layers))
+
+
+def _require_here(directory: Path, layers: LayerRange) -> None:
+    """Raise WeightsMissing where they are not in a partial checkpoint. Blocks."""
+    if directory.is_dir() and read_partial(directory) is not None:
+        require_present(read_manifest(directory).layer_tensors(layers))
 
 
 class HomeLayers:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from mesh.config import Config
-from mesh.errors import NotEnoughMemory
+from mesh.errors import NotEnoughMemory, WeightsMissing
 from mesh.models.local import LocalModel
-from mesh.node.home_layers import HomeLayers
+from mesh.models.manifest import Manifest
+from mesh.models.partial_writer import PartialWriter
+from mesh.node import wiring
+from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId
 from tests import secure
+from tests.models.test_partial import empty_copy, stored
 from tests.shard.spans import checkpoint
 
 LAYER_MB = 10
@@ -52,6 +57,35 @@ async def test_what_is_loaded_to_check_others_is_bounded_in_all() -> None:
             await home.judge(model, two)  # what ended with the process takes no room
     finally:
         await host.stop()
+
+
+@pytest.mark.slow
+async def test_what_was_to_be_loaded_before_it_was_fetched_is_loaded_once_it_is(
+    tmp_path: Path,
+) -> None:
+    whole = await asyncio.to_thread(checkpoint)
+    part = await asyncio.to_thread(empty_copy, whole, tmp_path)
+    layers = LayerRange(0, 2)
+    model = LocalModel(ModelId("toy"), str(part), whole.weights_sha256, 4, None, None, LAYER_MB)
+    config = await asyncio.to_thread(Config)
+    host = ShardSupervisor(secure.start_command(), (), lambda: None)
+    host.start()
+    try:
+        async with asyncio.timeout(60):
+            await host.wait_up()
+            with pytest.raises(WeightsMissing):
+                await load_at_home(config, model, layers, host)
+            await asyncio.to_thread(fill, part, whole, layers)
+            served = await host.serve(wiring.shard(config, model, layers))
+            assert served.descriptor.layer_range == layers
+    finally:
+        await host.stop()
+
+
+def fill(part: Path, whole: Manifest, layers: LayerRange) -> None:
+    with PartialWriter(part) as writer:
+        for entry in whole.layer_tensors(layers):
+            writer.put(entry.name, 0, [stored(whole, entry.name)])
 
 
 @pytest.mark.slow
