@@ -21,6 +21,7 @@ from mesh.models.candidates import candidates_of
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import Manifest
 from mesh.models.progress import Progress
+from mesh.models.rounded import note_place
 from mesh.shard.device import DTYPES, Choice, choose_quant, short_dtype_name
 from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.types import WireDtype
@@ -101,6 +102,7 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
 
         dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
         as_stored = DTYPES.get(stored, torch.float32)
+        note_place(plan.cache_dir, manifest.weights_sha256, manifest.path)
         ends = load_ends(manifest, dtype=as_stored, device=device, progress=progress, defer=True)
         kernels = compile_head(ends, manifest.weights_sha256, plan.cache_dir, plan.threads, quant)
     computed = ComputedEnds(ends, device, dtype.value)

@@ -22,6 +22,7 @@ from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import require_present
 from mesh.models.progress import Progress
+from mesh.models.rounded import note_place
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import Quant, bytes_per_weight
 from mesh.shard.compiled.parts import NotCompilable
@@ -307,6 +308,7 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     from mesh.shard.compiled.store import quantised_span
 
     manifest, settings = plan.manifest, plan.request.settings
+    note_place(plan.request.cache_dir, manifest.weights_sha256, manifest.path)
     # As it is stored: most of it is only mapped then, and read where it was not rounded before.
     loaded = _load_span(plan, _stored(manifest), defer=True)
     span = quantised_span(

@@ -35,6 +35,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
 from mesh.models.partial_draft import discard
 from mesh.models.partial_writer import lock_directory
+from mesh.models.rounded import sweep_rounded
 from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
@@ -148,6 +149,7 @@ class FetcherProcess(Worker):
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
             self._shelf.put(kept)
+        await asyncio.to_thread(sweep_rounded, command.cache_dir)
         try:  # whoever has knocked already is answered with all that is here
             await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
         except MeshError as error:

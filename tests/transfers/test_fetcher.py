@@ -18,6 +18,7 @@ from mesh.errors import Busy, ModelInUse, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
+from mesh.models.rounded import note_place
 from mesh.paths import quantised_dir
 from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.fetching import Fetch, WantedLayers
@@ -55,9 +56,12 @@ async def used_elsewhere(directory: Path) -> asyncio.subprocess.Process:
 
 
 async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole: Manifest) -> None:
+    cache = tmp_path / "empty" / "cache"
+    await asyncio.to_thread(note_place, cache, "ab" * 32, tmp_path / "deleted by hand")
     async with house(tmp_path, "full", "empty") as made:
         full, empty = made.start("full", whole.directory), made.start("empty")
         await up(full, empty)
+        assert not await asyncio.to_thread(quantised_dir(cache, "ab" * 32).exists)
         made.introduce()
         sha = whole.weights_sha256
         directory = await empty.supervisor.ensure(MODEL, sha, [LayerRange(4, 8)], ends=False)
@@ -85,7 +89,7 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
             with pytest.raises(Busy, match="Another process of this user writes"):
                 await empty.supervisor.remove(directory)
             await asyncio.to_thread(writer.close)
-            rounded = quantised_dir(tmp_path / "empty" / "cache", sha) / "int8"
+            rounded = quantised_dir(cache, sha) / "int8"
             await asyncio.to_thread(rounded.mkdir, parents=True)
             await empty.supervisor.remove(directory)
         assert empty.supervisor.holdings == ()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily
+from mesh.models.rounded import sweep_rounded
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -85,6 +86,21 @@ def test_other_weights_that_came_into_their_place_are_not_served_as_those(
     assert not list(cache.glob("quantised/**/*.safetensors"))
     file.write_bytes(before)
     loaded.load()
+
+
+def test_what_was_rounded_of_a_checkpoint_goes_when_its_last_copy_has(tmp_path: Path) -> None:
+    cache, copies = tmp_path / "cache", [tmp_path / "one", tmp_path / "two"]
+    for copy in copies:
+        shutil.copytree(checkpoint().directory, copy)
+        request = ShardRequest(copy, ModelId("m"), WHOLE, quant="int8", cache_dir=cache)
+        load_shard(plan_shard(request, HERE))
+    load_shard(plan_shard(request, HERE)).load_ends()
+    for copy in copies:
+        sweep_rounded(cache)
+        assert list(cache.glob("quantised/**/*.safetensors"))
+        shutil.rmtree(copy)
+    sweep_rounded(cache)
+    assert not list(cache.glob("quantised/*"))
 
 
 def test_a_session_is_as_long_as_the_caches_and_the_model_allow() -> None:
