@@ -114,6 +114,8 @@ class Outside:
         self._claims = claims
         self._pace = pace
         self._running: dict[str, _Running] = {}
+        self._turns: dict[str, asyncio.Lock] = {}
+        """By origin."""
 
     def rows(self) -> list[Transfer]:
         """What is under way."""
@@ -126,18 +128,15 @@ class Outside:
         hub = Hub(order.hub)
         try:
             model = await _found(hub, order.repository, order.revision)
-            while True:
-                known = self._known(model.origin, hub_alone=order.hub_alone)
-                known = known or await self._alone(running, hub, model)
-                if known is not None:
-                    running.state, was_here = "fetching", bool(self._shelf.of(known))
-                    directory = await self._fetches.ensure(
-                        Ensure(order.id, model.model_id, known, order.layers, order.ends, order.hub)
-                    )
-                    if not was_here:  # then neighbours' word is all there is
-                        await asyncio.to_thread(_require_the_hubs, model, directory)
-                    return directory
-                await self._fetches.news(_LOOK_S)
+            known = await self._hash(running, hub, model)
+            running.state, running.note = "fetching", ""
+            was_here = bool(self._shelf.of(known))
+            directory = await self._fetches.ensure(
+                Ensure(order.id, model.model_id, known, order.layers, order.ends, order.hub)
+            )
+            if not was_here:  # then neighbours' word is all there is
+                await asyncio.to_thread(_require_the_hubs, model, directory)
+            return directory
         finally:
             del self._running[order.id]
             await hub.close()
@@ -214,6 +213,19 @@ class Outside:
         votes = Counter([*filter(None, said.values()), *(k.manifest.weights_sha256 for k in here)])
         sha256, count = votes.most_common(1)[0] if votes else ("", 0)
         return sha256 if 2 * count > votes.total() else None
+
+    async def _hash(self, running: _Running, hub: Hub, model: HubModel) -> str:
+        """The hash of its weights, once it is known; one pull here at a time asks for it."""
+        turn = self._turns.setdefault(model.origin, asyncio.Lock())
+        while True:
+            if turn.locked():
+                running.state, running.note = "waiting", "another pull here reads it from the hub"
+            async with turn:
+                known = self._known(model.origin, hub_alone=running.order.hub_alone)
+                known = known or await self._alone(running, hub, model)
+            if known is not None:
+                return known
+            await self._fetches.news(_LOOK_S)
 
     async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> str | None:
         """The hash of its weights, after reading all of it; None where another node does that."""

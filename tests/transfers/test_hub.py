@@ -45,7 +45,8 @@ async def test_it_is_read_once_for_the_whole_house(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
     async with hub_house(tmp_path, hub.url, "one", "two", "three") as (_, (one, two, three)):
-        pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
+        # From two terminals at once on one of the machines.
+        pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, one, two)]
         for directory in await asyncio.gather(*pulls):
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
             record = await asyncio.to_thread(read_record, directory)
