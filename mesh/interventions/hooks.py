@@ -63,36 +63,30 @@ class Hooks:
         """
         interleaver = self._interleaver
         watching = bool(interleaver.interleaving and interleaver.busy)
-        grad = torch.is_grad_enabled()
         _refuse_modes()
         self._caches.require_unchanged()
-        outer, hop.joints.tracking = hop.joints.tracking, grad
-        request |= {"watch": watching, "grad": grad, "attn": self.attention()}
+        request |= {"watch": watching, "attn": self.attention()}
         first_shown: int | None = None
-        try:
-            header, buffers = self._message(hop, request, value, watching=watching)
-            while True:
-                reply, received = self._exchange(hop, header, buffers)
-                self._count(hop, reply["visits"])
-                reader = self._reader(hop, received)
-                if reply["op"] == "done":
-                    self._observed(hop, reply, reader)
-                    self._caches.grow(reply["kv"])
-                    if first_shown is not None:
-                        self.require_as_sent(first_shown, request.get("stop", first_shown + 1))
-                    return reader.value(reply["value"])
-                if first_shown is None and reply["op"] != "more":
-                    first_shown = int(reply["provider"].partition(".")[0])
-                try:
-                    answer = self._serve(hop, reply, reader)
-                    _refuse_modes()
-                except BaseException:
-                    self._abort(hop)
-                    raise
-                hop.joints.tracking = grad
-                header, buffers = self._message(hop, {"op": "resume"}, answer, watching=watching)
-        finally:
-            hop.joints.tracking = outer
+        header, buffers = self._message(hop, request, value, watching=watching)
+        while True:
+            reply, received = self._exchange(hop, header, buffers)
+            self._count(hop, reply["visits"])
+            reader = self._reader(hop, received)
+            if reply["op"] == "done":
+                self._observed(hop, reply, reader)
+                self._caches.grow(reply["kv"])
+                if first_shown is not None:
+                    self.require_as_sent(first_shown, request.get("stop", first_shown + 1))
+                return reader.value(reply["value"])
+            if first_shown is None and reply["op"] != "more":
+                first_shown = int(reply["provider"].partition(".")[0])
+            try:
+                answer = self._serve(hop, reply, reader)
+                _refuse_modes()
+            except BaseException:
+                self._abort(hop)
+                raise
+            header, buffers = self._message(hop, {"op": "resume"}, answer, watching=watching)
 
     def _message(
         self, hop: JobHop, request: Header, value: Any, *, watching: bool
@@ -100,20 +94,24 @@ class Hooks:
         writer = Writer(hop.tensors.write, self._other)
         changed = hop.tensors.write_changed(writer.buffers)
         header = request | {"changed": changed, "value": writer.value(value)}
+        header["grad"] = torch.is_grad_enabled()
         header |= self._wants(hop) if watching else {"want": []}
         return header, writer.buffers
 
     def _exchange(self, hop: JobHop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
         try:
-            return hop.exchange(header, buffers)
+            reply, received = hop.exchange(header, buffers)
         except BadRequest as error:
             raise RemoteLayerError(str(error)) from None
+        _go_on_as(reply)
+        return reply, received
 
     def _abort(self, hop: JobHop) -> None:
         try:
-            reply, _ = hop.exchange({"op": "abort"}, [])
+            reply, _ = hop.exchange({"op": "abort", "grad": torch.is_grad_enabled()}, [])
         except MeshError:
             return  # it has already given up; the user's error is the one to show
+        _go_on_as(reply)
         self._count(hop, reply["visits"])
         self._caches.grow(reply.get("kv", []))
 
@@ -212,6 +210,11 @@ class Hooks:
             return Staying(int(data[1]), str(data[2]))
 
         return Reader(buffers, hop.tensors.read, other, CPU)
+
+
+def _go_on_as(reply: Header) -> None:
+    """What either end does to the grad mode is there for the other, as in one thread."""
+    torch.set_grad_enabled(reply.get("grad", torch.is_grad_enabled()))
 
 
 def _refuse_modes() -> None:

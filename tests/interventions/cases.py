@@ -913,6 +913,45 @@ def across_a_session(p: Parts) -> Any:
 
 
 @gradient
+def switched_off_half_way(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        start = p.layers[0].output
+        start.requires_grad_(True)
+        before = p.first_norm(2).output
+        with torch.no_grad():
+            attention = p.attn(2).output[0]
+            with torch.enable_grad():
+                inner = p.layers[2].mlp.input
+        after = p.layers[3].mlp.input
+        with torch.no_grad():
+            later = p.layers[3].mlp.output
+        out = p.model.output.logits
+        seen = (before, attention, inner, after, later, out)
+        tracked = nnsight.save([value.requires_grad for value in seen])
+        with out.pow(2).sum().backward():
+            grads = nnsight.save([inner.grad, start.grad])
+    return tracked, grads
+
+
+@gradient
+def switched_on_half_way(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        with torch.no_grad():
+            start = p.layers[1].output
+            start.requires_grad_(True)
+            p.attn(2).output[0].save()
+            with torch.enable_grad():
+                first = p.layers[2].mlp.output
+                second = p.layers[4].output
+                loss = second.pow(2).sum()
+            last = p.layers[5].output
+        tracked = nnsight.save([value.requires_grad for value in (first, second, last)])
+        with loss.backward():
+            grads = nnsight.save([first.grad, start.grad])
+    return tracked, grads
+
+
+@gradient
 def of_operations(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output

@@ -87,8 +87,6 @@ class JobJoints:
         self._known: dict[int, tuple[int, bool, Any]] = {}
         self._views: set[int] = set()
         self._unreachable: list[int] = []
-        self.tracking = False
-        """Whether the shard builds a graph in the call under way."""
 
     def clear(self) -> None:
         """A trace has ended: what crosses from now on does not depend on what crossed before."""
@@ -104,7 +102,7 @@ class JobJoints:
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """A new joint's number for a tensor with a history of the job's; 0 where the shard need not
         ask."""
-        if not (self.tracking and tensor.requires_grad) or self._is_known(tag, tensor):
+        if not tensor.requires_grad or self._is_known(tag, tensor):
             return 0
         self._last_gift += 2
         self._add(self._new_joint(self._last_gift), tensor)

@@ -83,7 +83,6 @@ class Run:
         self,
         host: Host,
         header: Header,
-        graph: GraphShare | None,
         body: Callable[[Run, Request], bytes],
     ) -> None:
         self.watching = bool(header.get("watch"))
@@ -92,8 +91,10 @@ class Run:
         """Whether each of its operations is looked at."""
         self.room = 0
         """Bytes held for it where they are not counted one by one."""
-        self.grad = graph is not None
-        self.graph = graph
+        self.graph: GraphShare | None = None
+        """Of the graph that it builds, once it builds one."""
+        self.grad = bool(header.get("grad"))
+        """Whether it builds one from where it goes on."""
         self.wanted: dict[str, frozenset[int]] = {}
         self.observed: list[list[Any]] = []
         self.standing: dict[Path, tuple[int, Any]] = {}
@@ -102,7 +103,6 @@ class Run:
         self._host = host
         self.attention = str(header.get("attn", "sdpa"))
         self._visits: dict[str, int] = {}
-        self._grad_now = self.grad
         self._since = 0.0
         self._greenlet: Any = greenlet(lambda request: body(self, request))
 
@@ -117,12 +117,12 @@ class Run:
         self._since = time.perf_counter()
         self._greenlet.parent = getcurrent()
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self._grad_now)
+        torch.set_grad_enabled(self.grad)
         try:
             with tree.reporter.reporting_to(self):
                 answer: bytes | None = self._greenlet.switch(request)
         finally:
-            self._grad_now = torch.is_grad_enabled()
+            self.grad = torch.is_grad_enabled()
             torch.set_grad_enabled(before)
         return answer
 
@@ -167,12 +167,12 @@ class Run:
         observed, self.observed = self.observed, []
         self.standing = {}
         changed = self._host.tensors.write_changed(writer.buffers)
-        if self.grad:
-            tensors: list[torch.Tensor] = []
-            apply(value, tensors.append, torch.Tensor)
-            changed += [writer.tensor(tensor) for tensor in in_order_of_making(tensors)]
+        tensors: list[torch.Tensor] = []
+        apply(value, tensors.append, torch.Tensor)
+        changed += [writer.tensor(tensor) for tensor in in_order_of_making(tensors)]
         header = {
             "op": op,
+            "grad": torch.is_grad_enabled(),
             "visits": self._host.patterns.encode(visits),
             "observed": observed,
             "changed": changed,

@@ -101,6 +101,7 @@ class TapSession:
             if op in ("resume", "abort"):
                 run = self._top()
                 run.is_watched = True  # from here on the job's values are among the model's
+                run.grad = bool(header.get("grad", run.grad))
                 return self._drive(run, (header, buffers))
             return self._at_once(op, header, buffers)
         except MeshError as error:
@@ -184,10 +185,7 @@ class TapSession:
         if len(self._runs) >= _MAX_NESTED:
             raise BadRequest("Module calls are nested too deeply.", fix="Call fewer from within.")
         self._tree.use_attention(str(header.get("attn", "sdpa")))
-        graph = GraphShare(self.meter) if header.get("grad") else None
-        run = Run(self, header, graph, self._execute)
-        if graph is not None:
-            self._graphs.add(graph)
+        run = Run(self, header, self._execute)
         self._runs.append(run)
         self._want(run, header)
         if self.observed or self.sourced or self._modules_sourced:
@@ -202,6 +200,9 @@ class TapSession:
         return self._runs[-1]
 
     def _drive(self, run: Run, request: Request | None) -> bytes | None:
+        if run.grad and run.graph is None:
+            run.graph = GraphShare(self.meter)
+            self._graphs.add(run.graph)
         self._guard.graph = self._joints.graph = run.graph
         self._weights.apply()
         try:
