@@ -20,6 +20,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from mesh.errors import BadRequest
+from mesh.interventions.unseen import checksum, was_given_out
 
 _OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
 _OWN = ("_hearthnet_number", "_hearthnet_place")
@@ -48,7 +49,7 @@ class Caches:
         self._numbers = itertools.count(1)
         self._mirrored = _mirrored(weakref.ref(self))
         self._live: dict[int, weakref.ref[Any]] = {}
-        self._shown: dict[tuple[int, int], tuple[list[torch.Tensor], list[int]]] = {}
+        self._shown: dict[tuple[int, int], list[_Shown]] = {}
 
     def number_of(self, cache: Cache) -> int:
         """The number of a cache, which is a shared one from now on. Raises BadRequest."""
@@ -106,8 +107,8 @@ class Caches:
         place = (number, layer)
         if place not in self._shown:
             fetched = self._hop_of[layer].fetch_cache(number, layer)
-            self._shown[place] = (fetched, [tensor._version for tensor in fetched])
-        return self._shown[place][0]
+            self._shown[place] = [_Shown(tensor) for tensor in fetched]
+        return [shown.tensor for shown in self._shown[place]]
 
     def take_back(self, layer: int) -> None:
         """Put what the shard has of a layer into the job's caches, where it grows from now on."""
@@ -120,9 +121,8 @@ class Caches:
 
     def require_unchanged(self) -> None:
         """Raise BadRequest when what was fetched has been edited: the shards have not seen that."""
-        for tensors, versions in self._shown.values():
-            if [tensor._version for tensor in tensors] != versions:
-                raise _unchangeable()
+        if any(shown.is_changed() for both in self._shown.values() for shown in both):
+            raise _unchangeable()
 
     def _free(self, number: int) -> None:
         self._live.pop(number, None)
@@ -130,6 +130,20 @@ class Caches:
             del self._shown[place]
         for hop in self._hops:
             hop.free_cache(number)
+
+
+class _Shown:
+    """Keys or values as they were fetched."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._version = tensor._version
+        self._checksum = checksum(tensor)
+
+    def is_changed(self) -> bool:
+        if self.tensor._version != self._version:
+            return True
+        return was_given_out(self.tensor) and checksum(self.tensor) != self._checksum
 
 
 _Place = tuple["weakref.ref[Caches]", int, int]

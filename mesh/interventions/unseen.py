@@ -1,7 +1,7 @@
 """A job's tensors, and what is done to them in place without a new version.
 
-An edit in place shows in a tensor's version, except through `.data` and NumPy. Values whose memory
-user code was given like that are compared by content from then on.
+An edit in place shows in a tensor's version, except through `.data`, NumPy, DLPack and storages.
+Values whose memory user code was given like that are compared by content from then on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from greenlet import getcurrent
 from torch import nn
 
-from mesh.shard.taps.codec import Buffers, write_tensor
+from mesh.shard.taps.codec import raw, storage_of
 from mesh.shard.taps.joints import JobJoints
 from mesh.shard.taps.shared_tensors import JobTensors
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_WAYS = ("numpy", "untyped_storage", "__dlpack__")
+_GIVEN: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 _LIVE: weakref.WeakSet[WatchedTensors] = weakref.WeakSet()
 
 
@@ -40,17 +41,22 @@ class WatchedTensors(JobTensors):
     def given_out(self, memory: int) -> None:
         """What lies at this address may change without a new version."""
         for tag in self._in_storage.get(memory, ()):
-            self._sums.setdefault(tag, _checksum(self._tensors[tag]))
+            self._sums.setdefault(tag, checksum(self._tensors[tag]))
+
+    def _keep(self, tag: int, tensor: torch.Tensor) -> None:
+        super()._keep(tag, tensor)
+        if was_given_out(tensor):
+            self._sums[tag] = checksum(tensor)
 
     def _is_changed(self, tag: int, tensor: torch.Tensor) -> bool:
         return super()._is_changed(tag, tensor) or (
-            tag in self._sums and _checksum(tensor) != self._sums[tag]
+            tag in self._sums and checksum(tensor) != self._sums[tag]
         )
 
     def _settle(self, tag: int, tensor: torch.Tensor) -> None:
         super()._settle(tag, tensor)
         if tag in self._sums:
-            self._sums[tag] = _checksum(tensor)
+            self._sums[tag] = checksum(tensor)
 
 
 def watch_memory() -> None:
@@ -59,23 +65,29 @@ def watch_memory() -> None:
     if not hasattr(kind.numpy, "_hearthnet"):
         data = kind.data
         kind.data = property(_telling(data.__get__), _telling(data.__set__))
-        kind.numpy = _telling(kind.numpy)
+        for name in _WAYS:
+            setattr(kind, name, _telling(getattr(kind, name)))
         kind.numpy._hearthnet = True
+
+
+def was_given_out(tensor: torch.Tensor) -> bool:
+    """Whether user code has had its memory, and may change it without a new version."""
+    return storage_of(tensor) in _GIVEN
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of its values. Raises BadRequest as `mesh.shard.taps.codec.raw`."""
+    return zlib.crc32(raw(tensor))
 
 
 def _telling(way: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(way)
     def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # User code runs in a worker's greenlet; the model's own loop does not.
-        if getattr(getcurrent(), "mediator", None) is not None and type(tensor) in _PLAIN:
+        if type(tensor) in _PLAIN:
+            memory = storage_of(tensor)
+            _GIVEN.add(memory)
             for live in list(_LIVE):
-                live.given_out(tensor.untyped_storage().data_ptr())
+                live.given_out(memory.data_ptr())
         return way(tensor, *args, **kwargs)
 
     return telling
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    buffers: Buffers = []
-    write_tensor(tensor, buffers)
-    return zlib.crc32(buffers[0])

@@ -6,12 +6,13 @@ else on its hop than in the job; it is then run in the job, with all its weights
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+
+from mesh.interventions.unseen import checksum
 
 
 class WeightHop(Protocol):
@@ -45,7 +46,7 @@ class RemoteWeights:
         key = (path, name)
         if key not in self._fetched:
             weight = self._hop_of[layer].fetch_weight(path, name)
-            self._fetched[key] = (nn.Parameter(weight, requires_grad=False), _checksum(weight))
+            self._fetched[key] = (nn.Parameter(weight, requires_grad=False), checksum(weight))
         return self._fetched[key][0]
 
     def pull(self, layer: int) -> int:
@@ -68,9 +69,9 @@ class RemoteWeights:
 
     def _is_edited(self, part: _Part) -> bool:
         for name in dict.keys(part.parameters):
-            weight, checksum = self._fetched.get((part.path, name), (None, 0))
+            weight, before = self._fetched.get((part.path, name), (None, 0))
             # By content: edits through `.data` leave no other trace.
-            if weight is not None and (weight.requires_grad or _checksum(weight) != checksum):
+            if weight is not None and (weight.requires_grad or checksum(weight) != before):
                 return True
         return False
 
@@ -135,8 +136,3 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _is_transformers_own(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
-
-
-def _checksum(weight: torch.Tensor) -> int:
-    raw = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(raw.numpy().data)

@@ -193,6 +193,19 @@ def edit_without_a_new_version(p: Parts) -> Any:
 
 
 @case
+def edit_memory_that_was_given_out_before_it_crosses(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        mine = p.layers[0].output * 0.5
+        memory = mine.data
+        p.layers[1].output = mine
+        p.first_norm(2).output.save()
+        memory[:, 1:] = 2.0
+        kept = p.layers[2].output.save()
+        out = p.model.output.logits.save()
+    return kept, out
+
+
+@case
 def edit_an_older_name(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         older = p.layers[2].output

@@ -394,6 +394,18 @@ def test_an_edit_through_a_view_shows_in_what_it_is_a_view_of() -> None:
     equal(job(spread), job(local), 0.0)
 
 
+def test_an_edit_of_the_memory_itself_shows() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            p.layers[2].output.untyped_storage()[:64].fill_(60)
+            torch.from_dlpack(p.layers[3].output)[:, 1] = 1.5
+            out = p.model.output.logits.save()
+        return out
+
+    local, spread, _ = both()
+    equal(job(spread), job(local), 0.0)
+
+
 def test_such_an_edit_shows_under_gradients_too() -> None:
     def job(p: Parts) -> Any:
         with p.model.trace(PROMPT):
@@ -507,12 +519,13 @@ def test_a_saved_cache_comes_with_its_contents() -> None:
     equal(job(spread), job(local), 0.0)
 
 
-def test_a_remote_cache_cannot_be_changed_unseen() -> None:
+@pytest.mark.parametrize("way", [lambda k: k, lambda k: k.data, lambda k: k.numpy()])
+def test_a_remote_cache_cannot_be_changed_unseen(way: Callable[[torch.Tensor], Any]) -> None:
     _, spread, _ = both()
     with pytest.raises(BadRequest, match="can be read, not changed"), spread.model.session():
         with spread.model.trace(PROMPT, use_cache=True):
             cache = spread.model.output.past_key_values
-        cache.layers[3].keys[:] = 0
+        way(cache.layers[3].keys)[:] = 0
         with spread.model.trace(torch.tensor([[5]]), past_key_values=cache):
             spread.layers[5].output.save()
     refused = pytest.raises(BadRequest, match="can be read, not changed")

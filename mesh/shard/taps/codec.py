@@ -295,10 +295,18 @@ def _slice_parts(value: Any) -> tuple[Any, Any, Any]:
 
 # torch's own, where a job's process watches who asks a tensor for its memory.
 _numpy: Callable[[torch.Tensor], Any] = torch.Tensor.numpy
+storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 
 def write_tensor(tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-    """Dtype and shape of `tensor`; its bytes go to the end of `buffers`.
+    """Dtype and shape of `tensor`; its bytes go to the end of `buffers`. Raises as `raw`."""
+    # A snapshot: the tensor may well change before the message is written.
+    buffers.append(memoryview(bytes(raw(tensor))))
+    return [_DTYPE_NAMES[tensor.dtype], list(tensor.shape)]
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of `tensor`, in its own memory where it lies there in one piece.
 
     Raises BadRequest when it has no plain data: on the meta device, sparse, quantised.
     """
@@ -312,10 +320,7 @@ def write_tensor(tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     plain = plain.to("cpu").contiguous()
-    raw = _numpy(plain.reshape(-1).view(torch.uint8)) if plain.numel() else b""
-    # A snapshot: the tensor may well change before the message is written.
-    buffers.append(memoryview(bytes(raw)))
-    return [_DTYPE_NAMES[plain.dtype], list(plain.shape)]
+    return memoryview(_numpy(plain.reshape(-1).view(torch.uint8)) if plain.numel() else b"")
 
 
 def read_tensor(description: Any, data: memoryview, device: torch.device) -> torch.Tensor:
@@ -334,8 +339,8 @@ def read_tensor(description: Any, data: memoryview, device: torch.device) -> tor
     # And no view: it could not be edited in place under autograd, and nnsight asks for `_base`.
     tensor = torch.empty(shape, dtype=dtype)
     if len(data):
-        raw = _numpy(tensor.detach().reshape(-1).view(torch.uint8))
-        raw[:] = np.frombuffer(data, dtype=np.uint8)
+        bytes_ = _numpy(tensor.detach().reshape(-1).view(torch.uint8))
+        bytes_[:] = np.frombuffer(data, dtype=np.uint8)
     return tensor.to(device)
 
 

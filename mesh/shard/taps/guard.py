@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.codec import storage_of
 from mesh.shard.taps.extents import Extent, extent_of
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
@@ -106,7 +107,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted, or the model's. Raises LimitReached."""
         if tensor.layout is not torch.strided or tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         key, size = storage._cdata, storage.nbytes() + ENTRY_BYTES
         known = self._alive.get(key)
         if known is not None:
@@ -138,7 +139,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _require_writable(self, written: Any, func: Any) -> None:
         for tensor in _tensors((written,)):
-            if tensor.untyped_storage().data_ptr() in self._model:
+            if storage_of(tensor).data_ptr() in self._model:
                 raise BadRequest(
                     f"{func._schema.name} would write to the model itself, which all share.",
                     fix="Change a copy: clone() it first.",

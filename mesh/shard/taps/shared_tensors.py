@@ -14,7 +14,14 @@ from typing import Any, Protocol
 import torch
 
 from mesh.errors import BadRequest
-from mesh.shard.taps.codec import Buffers, EncodedKind, Reader, read_tensor, write_tensor
+from mesh.shard.taps.codec import (
+    Buffers,
+    EncodedKind,
+    Reader,
+    read_tensor,
+    storage_of,
+    write_tensor,
+)
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 _FIX = "Run the same hearthnet version on both machines."
@@ -176,7 +183,7 @@ class SharedTensors:
         raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
 
     def _keep(self, tag: int, tensor: torch.Tensor) -> None:
-        self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tag)
+        self._in_storage.setdefault(storage_of(tensor).data_ptr(), []).append(tag)
         self._tensors[tag] = tensor
         self._tags[id(tensor)] = tag
         self._settle(tag, tensor)
@@ -232,7 +239,7 @@ class ShardTensors(SharedTensors):
         super()._keep(tag, tensor)
 
     def _alias(self, tensor: torch.Tensor, *, detached: bool) -> list[Any] | None:
-        tags = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
+        tags = self._in_storage.get(storage_of(tensor).data_ptr(), [])
         if not tags or not tensor.numel() or (detached and tensor.requires_grad):
             return None
         if tensor.requires_grad:
@@ -294,7 +301,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
     if one.dtype != other.dtype:
         return True
-    places = torch.arange(one.untyped_storage().nbytes() // one.itemsize)
+    places = torch.arange(storage_of(one).nbytes() // one.itemsize)
     taken = torch.zeros(len(places), dtype=torch.bool)
     taken[_of(one, places)] = True
     return bool(taken[_of(other, places)].any())

@@ -25,6 +25,7 @@ from mesh.errors import BadRequest
 from mesh.models.load import LoadedSpan
 from mesh.shard.belongings import Belonging, belongings
 from mesh.shard.protection import Protection
+from mesh.shard.taps.codec import storage_of
 from mesh.shard.views import layer_list_name
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
@@ -198,7 +199,7 @@ def _address(tensor: torch.Tensor) -> int:
     """Where its storage is; 0 for one without memory that can be pointed to."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return 0
-    return tensor.untyped_storage().data_ptr()
+    return storage_of(tensor).data_ptr()
 
 
 def _covers(weight: torch.Tensor, tensor: torch.Tensor) -> bool:

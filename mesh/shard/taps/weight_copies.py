@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mesh.shard.taps.codec import storage_of
+
 _ALIGNMENT = 64
 """Kernels may give other last bits on memory that is aligned otherwise."""
 
@@ -132,6 +134,6 @@ def _aligned_copy(weight: torch.Tensor) -> torch.Tensor:
     apart = (weight.data_ptr() - room.data_ptr()) % _ALIGNMENT
     first = apart // weight.itemsize  # both are aligned to their elements
     copy = torch.empty(0, dtype=weight.dtype, device=weight.device)
-    copy.set_(room.untyped_storage(), first, weight.shape, weight.stride())
+    copy.set_(storage_of(room), first, weight.shape, weight.stride())
     copy.copy_(weight)
     return copy
