@@ -9,6 +9,7 @@ that was filled elsewhere, is refused: the shard would not know of it.
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
 import itertools
 import sys
@@ -22,7 +23,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from mesh.errors import BadRequest
 from mesh.interventions.unseen import checksum, was_given_out
 
-_OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
+_OPERATIONS = (
+    "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
+)  # fmt: skip
 _OWN = ("_hearthnet_number", "_hearthnet_place")
 
 
@@ -55,6 +58,7 @@ class Caches:
         """The number of a cache, which is a shared one from now on. Raises BadRequest."""
         number = getattr(cache, "_hearthnet_number", None)
         if number is not None:
+            self._require_in_order(cache, int(number))
             return int(number)
         if type(cache) is not DynamicCache:
             raise BadRequest(
@@ -124,6 +128,13 @@ class Caches:
         if any(shown.is_changed() for both in self._shown.values() for shown in both):
             raise _unchangeable()
 
+    def _require_in_order(self, cache: Any, number: int) -> None:
+        for index, layer in enumerate(cache.layers):
+            if index in self._hop_of and layer.is_initialized:
+                _, *place = layer.__dict__.get("_hearthnet_place", (None,))
+                if place != [number, index]:
+                    raise _unchangeable()
+
     def _free(self, number: int) -> None:
         self._live.pop(number, None)
         for place in [place for place in self._shown if place[0] == number]:
@@ -162,7 +173,7 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
         def get(layer: Any) -> Any:
             caches, number, where = layer.__dict__["_hearthnet_place"]
             owner = caches()
-            if _is_transformers(sys._getframe(1)) or owner is None:
+            if _is_transformers(sys._getframe(1)) or owner is None or not layer.is_initialized:
                 return layer.__dict__[name]
             return owner.contents(number, where)[index]
 
@@ -174,9 +185,22 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
         return property(get, put)
 
     members: dict[str, Any] = {"keys": shown("keys", 0), "values": shown("values", 1)}
+    members |= {name: _by_the_cache(getattr(kind, name)) for name in ("update", *_OPERATIONS)}
     members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
     members["__module__"] = kind.__module__
     return type(kind.__name__, (kind,), members)
+
+
+def _by_the_cache(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`own` for those who keep the shard's part in step."""
+
+    @functools.wraps(own)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        if not _is_transformers(sys._getframe(1)):
+            raise _unchangeable()
+        return own(*args, **kwargs)
+
+    return operation
 
 
 def _plain(layer: Any) -> Any:
@@ -186,7 +210,8 @@ def _plain(layer: Any) -> Any:
     plain: Any = object.__new__(type(layer).__bases__[0])
     plain.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in _OWN})
     plain.keys, plain.values = layer.keys, layer.values
-    plain.dtype, plain.device = plain.keys.dtype, plain.keys.device
+    if layer.is_initialized:
+        plain.dtype, plain.device = plain.keys.dtype, plain.keys.device
     return plain
 
 
@@ -223,6 +248,7 @@ def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
 def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
     members: dict[str, Any] = {name: _mirroring(name, caches) for name in _OPERATIONS}
     members["__reduce_ex__"] = lambda cache, _protocol: _as_plain(_plain_cache(cache))
+    members["update"] = _by_the_cache(DynamicCache.update)
     members["__iter__"] = lambda cache: iter(_plain_cache(cache))
     members["__module__"] = DynamicCache.__module__
     return type(DynamicCache.__name__, (DynamicCache,), members)
@@ -231,5 +257,6 @@ def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
 def _unchangeable() -> BadRequest:
     return BadRequest(
         "The keys and values of a layer on another machine can be read, not changed.",
-        fix="Change what they are computed from: the outputs of k_proj and v_proj.",
+        fix="Change what they are computed from, the outputs of k_proj and v_proj, or all layers at"
+        " once by the cache's own methods.",
     )

@@ -74,7 +74,6 @@ class Hooks:
             reader = self._reader(hop, received)
             if reply["op"] == "done":
                 self._observed(hop, reply, reader)
-                self._caches.grow(reply["kv"])
                 if first_shown is not None:
                     self.require_as_sent(first_shown, request.get("stop", first_shown + 1))
                 return reader.value(reply["value"])
@@ -83,6 +82,7 @@ class Hooks:
             try:
                 answer = self._serve(hop, reply, reader)
                 _refuse_modes()
+                self._caches.require_unchanged()
             except BaseException:
                 self._abort(hop)
                 raise
@@ -169,6 +169,7 @@ class Hooks:
         for location, value in reply["observed"]:
             self._interleaver.handle(self._prefix + location, reader.value(value))
         hop.tensors.read_changed(reply["changed"], reader)
+        self._caches.grow(reply.get("kv", []))
 
     def _serve(self, hop: JobHop, reply: Header, reader: Reader) -> Any:
         self._observed(hop, reply, reader)

@@ -533,6 +533,70 @@ def test_a_remote_cache_cannot_be_changed_unseen(way: Callable[[torch.Tensor], A
         spread.model.output.past_key_values.layers[3].keys = torch.zeros(1)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: [layer.crop(-1) for layer in cache.layers],
+        lambda cache: cache.layers[3].reset(),
+        lambda cache: cache.layers[0].batch_repeat_interleave(2),
+        lambda cache: cache.update(cache.layers[2].keys, cache.layers[2].values, 2),
+        lambda cache: cache.layers.reverse(),
+    ],
+)
+def test_layers_of_a_remote_cache_are_not_changed_one_by_one(change: Callable[[Any], Any]) -> None:
+    _, spread, _ = both()
+    refused = pytest.raises(BadRequest, match="can be read, not changed")
+    with refused, spread.model.session():
+        with spread.model.trace(PROMPT, use_cache=True):
+            cache = spread.model.output.past_key_values
+        change(cache)
+        with spread.model.trace(torch.tensor([[5]]), past_key_values=cache):
+            spread.layers[5].output.save()
+
+
+def test_an_edit_of_what_the_layer_under_way_has_cached_is_refused() -> None:
+    _, spread, _ = both()
+    refused = pytest.raises(BadRequest, match="can be read, not changed")
+    with refused, spread.model.trace(PROMPT, use_cache=True):
+        cache = spread.layers[2].inputs[1]["past_key_values"]
+        spread.layers[2].output.save()
+        cache.layers[2].keys[:] = 0
+        spread.layers[3].output.save()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_has_what_the_layers_so_far_have_put_into_it(family: str) -> None:
+    def job(p: Parts) -> Any:
+        with p.model.generate(PROMPT, max_new_tokens=3, do_sample=False) as tracer:
+            seen = nnsight.save([])
+            for _ in tracer.iter[:3]:
+                cache = p.layers[2].inputs[1]["past_key_values"]
+                before = cache.layers[2].get_seq_length()
+                p.layers[2].mlp.output.save()
+                layer = cache.layers[2]
+                seen.append((before, layer.get_seq_length(), layer.keys, layer.values))
+        return seen
+
+    local, spread, _ = both(family)
+    equal(job(spread), job(local), 0.0)
+
+
+def test_a_cache_that_was_emptied_begins_anew() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            with p.model.trace(PROMPT, use_cache=True):
+                cache = p.model.output.past_key_values
+            cache.reset()
+            emptied = nnsight.save([layer.keys for layer in cache.layers])
+            with p.model.trace("Anna reads", past_key_values=cache):
+                out = p.model.output.logits.save()
+            kept = nnsight.save([layer.keys for layer in cache.layers])
+        return emptied, out, kept
+
+    local, spread, _ = both()
+    equal(job(spread), job(local), 0.0)
+
+
 def test_a_cache_filled_elsewhere_is_not_continued_wrongly() -> None:
     _, spread, _ = both()
     with pytest.raises(BadRequest, match="filled elsewhere"), spread.model.session():

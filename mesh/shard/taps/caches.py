@@ -18,10 +18,8 @@ from mesh.types import LayerRange
 
 _MAX_CACHES = 64
 _OPERATIONS = frozenset(
-    {"reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
+    {"reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
 )
-
-Lengths = dict[int, list[int]]
 
 
 class TapCaches:
@@ -34,6 +32,8 @@ class TapCaches:
         first = tree.layers.start
         self._indices = range(layers.start - first, layers.stop - first)
         self._caches: dict[int, Any] = {}
+        self._told: dict[int, list[int]] = {}
+        """How many positions the job knows of, by layer."""
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -46,6 +46,7 @@ class TapCaches:
                 raise BadRequest("The job keeps too many caches.", fix="Let go of earlier ones.")
             self._meter.take(self._entry_bytes)
             cache = self._caches[number] = self._tree.new_cache()
+            self._told[number] = _lengths(cache)
         return cache
 
     def number_of(self, cache: Any) -> int | None:
@@ -55,6 +56,7 @@ class TapCaches:
     def free(self, number: int) -> None:
         """Forget the cache, if it is there."""
         if self._caches.pop(number, None) is not None:
+            del self._told[number]
             self._meter.give(self._entry_bytes)
 
     def clear(self) -> None:
@@ -74,6 +76,7 @@ class TapCaches:
                 getattr(cache.layers[index], name)(*arguments)
             except (IndexError, TypeError, ValueError) as error:
                 raise raised(error) from error
+        self._told[number] = _lengths(cache)
 
     def positions_after(self, number: int, name: str, arguments: tuple[Any, ...]) -> int:
         """How many rows all of them would hold after such an `operate`."""
@@ -81,7 +84,7 @@ class TapCaches:
         batches = (
             [layer.keys.shape[0] for layer in cache.layers if layer.is_initialized] if cache else []
         )
-        if name == "crop" or not any(batches):
+        if name in ("crop", "reset") or not any(batches):
             return self.positions()
         if name == "batch_repeat_interleave":
             batch = max(batches) * int(arguments[0])
@@ -108,21 +111,16 @@ class TapCaches:
         """How many rows all of them hold together."""
         return sum(map(_rows, self._caches.values()))
 
-    def lengths(self) -> Lengths:
-        """How many positions each layer of each cache holds now."""
-        return {
-            number: [int(layer.get_seq_length()) for layer in cache.layers]
-            for number, cache in self._caches.items()
-        }
-
-    def growth(self, before: Lengths) -> list[list[int]]:
-        """``[cache, first layer, stop, batch, positions added]`` for runs of equal layers."""
+    def growth(self) -> list[list[int]]:
+        """``[cache, first layer, stop, batch, positions added]`` for runs of equal layers, since
+        this was asked last."""
         grown: list[list[int]] = []
         first = self._tree.layers.start
         for number, cache in self._caches.items():
-            old = before.get(number, [0] * len(cache.layers))
+            old, new = self._told[number], _lengths(cache)
+            self._told[number] = new
             for index, layer in enumerate(cache.layers):
-                added = int(layer.get_seq_length()) - old[index]
+                added = new[index] - old[index]
                 if not added:
                     continue
                 entry = [number, first + index, first + index + 1, layer.keys.shape[0], added]
@@ -131,6 +129,10 @@ class TapCaches:
                 else:
                     grown.append(entry)
         return grown
+
+
+def _lengths(cache: Any) -> list[int]:
+    return [int(layer.get_seq_length()) for layer in cache.layers]
 
 
 def _rows(cache: Any) -> int:

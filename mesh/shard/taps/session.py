@@ -285,12 +285,11 @@ class TapSession:
     # Forwards, inside their greenlet
 
     def _execute(self, run: Run, request: Request) -> bytes:
-        lengths = self._caches.lengths()
         try:
             value = self._forward(run, *request)
-            return run.message("done", value, kv=self._caches.growth(lengths))
+            return run.message("done", value, kv=self._caches.growth())
         except _Aborted:
-            return run.message("aborted", kv=self._caches.growth(lengths))
+            return run.message("aborted", kv=self._caches.growth())
         except MeshError as error:
             return refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever model code raises is the job's error
@@ -342,7 +341,7 @@ class TapSession:
             return value
         before = _rows(value)
         self.tensors.has_shown_weights = False
-        message = run.message("hit", value, provider=provider)
+        message = run.message("hit", value, provider=provider, kv=self._caches.growth())
         shows_weights = self.tensors.has_shown_weights
         answer = self._converse(run, message)
         if shows_weights and self._weights.unchanged(answer, value):
