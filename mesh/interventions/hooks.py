@@ -8,6 +8,7 @@ out-of-order errors come out as on one machine.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,11 @@ class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped 
         """End the trace and tell who listens."""
         super().cancel()
         self.on_end()
+
+
+_MOST_NAMED = 8
+"""Lines that an error names."""
+_NOT_THEIRS = ("nnsight.", "mesh.")
 
 
 class RemoteLayerError(RuntimeError):
@@ -102,7 +108,7 @@ class Hooks:
         try:
             reply, received = hop.exchange(header, buffers)
         except BadRequest as error:
-            raise RemoteLayerError(str(error)) from None
+            raise _failure(error, self._interleaver) from None
         _go_on_as(reply)
         return reply, received
 
@@ -211,6 +217,19 @@ class Hooks:
             return Staying(int(data[1]), str(data[2]))
 
         return Reader(buffers, hop.tensors.read, other, CPU)
+
+
+def _failure(error: BadRequest, interleaver: Interleaver) -> RemoteLayerError:
+    """What to raise for `error`; says where user code stands that waits for a value."""
+    failure = RemoteLayerError(str(error))
+    for mediator in interleaver.mediators[:_MOST_NAMED]:
+        frame = mediator.worker.gr_frame if mediator.alive else None
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THEIRS):
+            frame = frame.f_back
+        if frame is not None:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            failure.add_note(f"Your code was waiting at line {frame.f_lineno}: {line}")
+    return failure
 
 
 def _go_on_as(reply: Header) -> None:

@@ -30,13 +30,13 @@ def malformed(error: Exception) -> MeshError:
     return BadRequest(f"An intervention message is malformed: {error!r:.200}.", fix=FIX)
 
 
-def raised(error: Exception) -> MeshError:
-    """What an error of the model's code, or of torch, is answered with."""
+def raised(error: Exception, place: str = "") -> MeshError:
+    """What an error of the model's code, or of torch, is answered with; `place` is where it was."""
     if is_lost(error):
         raise error  # it is not about this job alone: `Scheduler` acts upon it
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
     return BadRequest(
-        f"{type(error).__name__}: {error!s:.2000}",
+        f"{type(error).__name__}: {error!s:.2000}{place:.500}",
         fix="The model's own code raised this on the machine that holds the layer.",
     )

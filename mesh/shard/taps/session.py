@@ -293,7 +293,7 @@ class TapSession:
         except MeshError as error:
             return refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever model code raises is the job's error
-            return refusal(raised(error))
+            return refusal(raised(error, self._tree.place_of(error)))
 
     def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
         value = self._read(run, header, buffers)

@@ -8,9 +8,12 @@ controller. One tree serves every intervention session of a shard, one at a time
 
 from __future__ import annotations
 
+import linecache
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Protocol
 
 import torch
@@ -150,6 +153,20 @@ class SpanTree:
             del self._sourced[path]
             state = self._envoys[path]._module.__dict__[STATE]
             state.body, state.compiled, state.sourced = state.original, None, False
+
+    def place_of(self, error: Exception) -> str:
+        """Which module's code raised `error`, and at which line; empty if none of these."""
+        paths = {id(envoy._module): path for path, envoy in self._envoys.items()}
+        place = ""
+        for frame, number in walk_tb(error.__traceback__):
+            path = paths.get(id(frame.f_locals.get("self")))
+            if path is not None:
+                layer, _, inside = path.partition(".")
+                file = frame.f_code.co_filename
+                line = linecache.getline(file, number, frame.f_globals).strip()
+                place = f" [layer {layer}{inside and f', {inside}'}: `{line}`,"
+                place += f" {Path(file).name} line {number}]"
+        return place
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in memory of the model's."""

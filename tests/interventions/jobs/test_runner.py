@@ -220,10 +220,14 @@ async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
     def misfitting(model: TransformersModel) -> None:
         with model.trace(PROMPT):
             model.model.layers[2].mlp.output = torch.zeros(3, 5)
+            model.model.layers[4].output.save()
 
     with pytest.raises(JobFailed, match="must match the size of tensor") as failed:
         await run(here, misfitting, hops=3)
-    assert "mesh." not in str(failed.value)
+    text = str(failed.value)
+    assert "[layer 2: `hidden_states = residual + hidden_states`, modeling_llama.py" in text
+    assert text.endswith(": model.model.layers[4].output.save()")
+    assert "mesh." not in text
 
 
 async def test_a_module_that_only_the_client_has_is_named(here: Bench) -> None:
