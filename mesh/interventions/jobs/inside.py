@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import nnsight
 import numpy
@@ -31,6 +31,7 @@ from nnsight.intervention.serialization import CustomCloudUnpickler, UnknownPers
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import _saves, dec, inc
 from nnsight.tracing.util import filter_traceback
+from torch import nn
 
 from mesh.errors import BadRequest, MeshError
 from mesh.interventions.channel import SocketChannel
@@ -40,8 +41,10 @@ from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
+from mesh.interventions.weights import RemoteParameters
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
+from mesh.shard.taps.codec import Staying
 from mesh.types import LayerRange, ModelId
 
 if TYPE_CHECKING:
@@ -158,18 +161,14 @@ class _Portable(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that not every client can read as it is."""
-        named = obj if isinstance(obj, type) else type(obj)
-        module = str(getattr(obj, "__module__", None) or named.__module__)
-        if module.partition(".")[0] == "mesh":
-            _refuse_to_save(named.__name__)
+        if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteParameters):
+            raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
+        if isinstance(obj, Staying):
+            raise pickle.PicklingError(f"{obj.kind} is on another machine")
+        module = getattr(obj, "__module__", None) or type(obj).__module__
+        if str(module).partition(".")[0] == "mesh":
+            raise pickle.PicklingError("a part of the model is on another machine")
         return NotImplemented
-
-
-def _refuse_to_save(name: str) -> NoReturn:
-    raise BadRequest(
-        f"A {name} cannot be saved: it stands for an object of the machine that holds the layer.",
-        fix="Save the tensors in it.",
-    )
 
 
 def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:

@@ -175,7 +175,19 @@ async def test_what_stands_for_an_object_of_a_shard_cannot_be_saved(here: Bench)
             args, _ = model.model.layers[2].self_attn.source.attention_interface_1.inputs
             thing = nnsight.save([args[0]])
 
-    with pytest.raises(JobFailed, match="cannot be saved"):
+    what = r"What was saved as .thing. cannot be sent: LlamaAttention is on another machine"
+    with pytest.raises(JobFailed, match=what):
+        await run(here, saving)
+
+
+async def test_a_module_on_another_machine_cannot_be_saved(here: Bench) -> None:
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            logits = model.output.logits.save()
+            part = nnsight.save({"mlp": model.model.layers[2].mlp})
+
+    what = r"What was saved as .part. cannot be sent: LlamaMLP is on another machine"
+    with pytest.raises(JobFailed, match=what):
         await run(here, saving)
 
 
