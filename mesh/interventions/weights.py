@@ -77,7 +77,7 @@ class RemoteWeights:
 
 
 class RemoteParameters(dict[str, Any]):
-    """A module's parameters: without data until one is looked at by name."""
+    """A module's parameters: without data until one is looked at."""
 
     def __init__(
         self, stubs: dict[str, Any], weights: RemoteWeights, path: str, layer: int
@@ -92,6 +92,14 @@ class RemoteParameters(dict[str, Any]):
         if stub is None or not stub.is_meta or detect_fake_mode() is not None:
             return stub
         return self._weights.fetch(self._path, name, self._layer)
+
+    def values(self) -> Any:
+        """The weights themselves."""
+        return {name: self[name] for name in self}.values()
+
+    def items(self) -> Any:
+        """The weights themselves, with their names."""
+        return {name: self[name] for name in self}.items()
 
 
 class _Part:

@@ -119,6 +119,34 @@ def test_whatever_else_is_done_to_a_layer_takes_effect(kind: str) -> None:
     assert len(log) == 1
 
 
+def test_weights_listed_are_those_of_the_layer() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            before = p.layers[1].output.save()
+            mlp = module_of(p.layers[2].mlp)
+            sizes = nnsight.save([float(weight.norm()) for weight in mlp.parameters()])
+            state = nnsight.save(mlp.state_dict())
+        return before, sizes, dict(state)
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 0.0)
+    assert log == []
+
+
+def test_weights_loaded_into_a_layer_take_effect() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            mlp = module_of(p.layers[2].mlp)
+            mlp.load_state_dict({name: value / 2 for name, value in mlp.state_dict().items()})
+            with p.model.trace(PROMPT):
+                out = p.model.output.logits.save()
+        return out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
 def test_modes_that_do_not_travel_are_refused() -> None:
     _, spread, _ = both()
     for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
