@@ -54,6 +54,10 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     # nnsight's pipeline moves a model to its device unless it is placed already.
     module.hf_device_map = {"": "cpu"}
     base: nn.Module = module.base_model
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    tied = getattr(module.config, "tie_word_embeddings", False)
+    if tied and head.weight.data_ptr() == embedding.weight.data_ptr():
+        head.weight = embedding.weight  # one weight in all respects, as transformers ties them
     model = TransformersModel(
         module,
         task="text-generation",

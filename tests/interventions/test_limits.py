@@ -147,6 +147,22 @@ def test_weights_loaded_into_a_layer_take_effect() -> None:
     assert len(log) == 1
 
 
+def test_the_head_that_is_the_embedding_is_so_in_the_job() -> None:
+    def job(p: Parts) -> Any:
+        weight = p.embed.weight
+        weight.requires_grad_(True)
+        with p.model.trace(PROMPT):
+            loss = p.model.output.logits.pow(2).sum()
+            loss.backward()
+        return p.model.lm_head.weight.grad, sum(w.numel() for w in module_of(p.model).parameters())
+
+    local, spread, _ = both("gpt2")
+    try:
+        equal(job(spread), job(local), 1e-4)
+    finally:
+        spread.embed.weight.requires_grad_(False)
+
+
 def test_modes_that_do_not_travel_are_refused() -> None:
     _, spread, _ = both()
     for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
