@@ -9,9 +9,11 @@ neighbours within a fixed number of steps. Knows no machine and no model.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, permutations
 
 from mesh.types import LayerRange
@@ -21,6 +23,9 @@ _ALL_ORDERS = 5
 
 _MAX_CELLS = 60_000
 """Steps of the search for a better order; each takes about a microsecond."""
+
+_KEPT = 128
+"""Seatings that are kept: a plan asks for some again, as for fewer replicas of the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,14 @@ class Seat:
         taken = self._bytes[layers.stop] - self._bytes[layers.start]
         fetched = self._fetched[layers.stop] - self._fetched[layers.start]
         return taken <= self.room_bytes and fetched <= self.disk_bytes
+
+    def reach(self, start: int) -> int:
+        """Where the layers end that it can take where all before `start` may be others'."""
+        if self.pin is not None:
+            return self.pin.stop if self.pin.start <= start else start
+        in_memory = bisect_right(self._bytes, self._bytes[start] + self.room_bytes)
+        on_disk = bisect_right(self._fetched, self._fetched[start] + self.disk_bytes)
+        return min(in_memory, on_disk) - 1
 
     @property
     def is_even(self) -> bool:
@@ -111,7 +124,15 @@ def seat(seats: Iterable[Seat], total_layers: int, most: int) -> Seating | None:
 
     Depends on the seats and their keys alone, not on their order. Every pinned seat is used.
     """
-    ordered = sorted(seats, key=lambda each: (_begins(each), each.key))
+    of_use = [each for each in seats if each.pin is not None or layers_within(each)]
+    of_use.sort(key=lambda each: (_begins(each), each.key))
+    return _seated(tuple(of_use), total_layers, most)
+
+
+@lru_cache(maxsize=_KEPT)
+def _seated(ordered: Sequence[Seat], total_layers: int, most: int) -> Seating | None:
+    if not _may_do(ordered, total_layers, most):
+        return None
     found = _search(ordered, total_layers, 0.0)
     if found is None or len(found.parts) <= most:
         return found
@@ -142,6 +163,19 @@ def layers_within(each: Seat) -> int:
             start += 1
         best = max(best, stop - start)
     return best
+
+
+def _may_do(seats: Sequence[Seat], total: int, most: int) -> bool:
+    """False where no order can do: the roomiest `most` seats have too little room at their best
+    places, or a layer is left out even where each seat is taken as often as it helps."""
+    rooms = sorted((layers_within(each) for each in seats if each.pin is None), reverse=True)
+    pinned = [len(each.pin) for each in seats if each.pin is not None]
+    if len(pinned) > most or sum(pinned) + sum(rooms[: most - len(pinned)]) < total:
+        return False
+    covered = 0
+    for _ in seats[:most]:
+        covered = max(each.reach(covered) for each in seats)
+    return covered >= total
 
 
 def _search(ordered: Sequence[Seat], total: int, extra_ms: float) -> Seating | None:
