@@ -4,6 +4,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Where compiled modules may not be kept, each of some thousand processes compiles them anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test check bench bench-peers chaos docs clean
 
