@@ -63,8 +63,7 @@ class Client(Administration):
         if certificate is not None:
             checked = pinned(certificate)
         elif parsed.scheme == "http":
-            # Trusts nobody. To read the whole list of authorities takes longer than a question.
-            checked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            checked = trusting_nobody()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Proxies of the environment must not see what stays on this machine.
         self._http = httpx.AsyncClient(
@@ -301,6 +300,11 @@ def pinned(certificate: str) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=certificate)
     return context
+
+
+def trusting_nobody() -> ssl.SSLContext:
+    """For plain HTTP: to read the whole list of authorities takes longer than a question."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def not_running(message: str) -> NotRunning:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 
 from mesh.cli.join import join_alone
-from mesh.client import pinned
+from mesh.client import pinned, trusting_nobody
 from mesh.config import CONFIG_VARIABLE, ENV_PREFIX, Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
@@ -192,7 +192,7 @@ class LocalNode:
         """A request to its API by its owner, who knows its certificate."""
         headers = {"Authorization": f"Bearer {self.record.api_key}"}
         certificate = self.record.certificate
-        more["verify"] = pinned(certificate) if certificate is not None else True
+        more["verify"] = trusting_nobody() if certificate is None else pinned(certificate)
         return httpx.request(method, f"{self.url}{path}", headers=headers, trust_env=False, **more)
 
     def _untie(self) -> None:
