@@ -30,10 +30,15 @@ else:
 # psutil derives the start time from clock ticks; two readings differ by rounding only.
 _START_TOLERANCE_S = 1.0
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
     """A running daemon: its process and where it answers.
+
+    `create_time` is when the process started: in seconds since the `boot` of that id where the
+    system names its boots, so that a clock that is set changes nothing; else by the wall clock.
 
     `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
     may chat. `drain_s`: how long running answers get when it is stopped. `certificate` is that of
@@ -52,15 +57,16 @@ class DaemonRecord:
     certificate: str | None = None
     certificate_file: str = ""
     public_url: str = ""
+    boot: str = ""
 
     @classmethod
     def for_this_process(
         cls, *, api_url: str, api_port: int, port: int, api_key: str | None, **more: Any
     ) -> DaemonRecord:
         """The record of the calling process; `more` are the fields that have defaults."""
-        pid = os.getpid()
-        started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key, **more)
+        process, boot = psutil.Process(), _boot_id()
+        started = _started(process, boot)
+        return cls(process.pid, started, api_url, api_port, port, api_key, boot=boot, **more)
 
     @property
     def is_alive(self) -> bool:
@@ -69,7 +75,9 @@ class DaemonRecord:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_ZOMBIE:
                 return False
-            return bool(abs(process.create_time() - self.create_time) < _START_TOLERANCE_S)
+            if self.boot and self.boot != _boot_id():
+                return False
+            return abs(_started(process, self.boot) - self.create_time) < _START_TOLERANCE_S
         except psutil.NoSuchProcess:
             return False
 
@@ -107,6 +115,19 @@ def sole_use(paths: StatePaths) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _started(process: psutil.Process, boot: str) -> float:
+    # Linux counts from the boot; psutil adds when that was, which moves as the wall clock is set.
+    created = float(process.create_time())
+    return created - float(psutil.boot_time()) if boot else created
 
 
 def _lock(descriptor: int) -> None:

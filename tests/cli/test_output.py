@@ -8,8 +8,10 @@ import signal
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mesh import errors
@@ -139,11 +141,44 @@ def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert read_daemon(file) == record
     # The same process id, started at another time: a process that came later.
-    DaemonRecord(record.pid, record.create_time - 60, "http://127.0.0.1:1", 1, 2).write(file)
-    assert read_daemon(file) is None
+    for other in (
+        replace(record, create_time=record.create_time - 60),
+        DaemonRecord(record.pid, psutil.Process().create_time() - 60, "http://127.0.0.1:1", 1, 2),
+        replace(record, boot="another"),
+    ):
+        other.write(file)
+        assert read_daemon(file) is None
     for text in ("", "[]", "{}", '{"pid": 1}', "\x00"):
         file.write_text(text)
         assert read_daemon(file) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says by its clock when it booted")
+def test_a_daemon_is_found_after_the_wall_clock_was_set(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.json"
+    DaemonRecord.for_this_process(
+        api_url="http://127.0.0.1:1", api_port=1, port=2, api_key=None
+    ).write(file)
+    # All that a step of the clock changes there: /proc says the boot an hour later.
+    statistics = tmp_path / "stat"
+    statistics.write_text(
+        re.sub(
+            r"(?m)^btime (\d+)$",
+            lambda line: f"btime {int(line[1]) + 3600}",
+            Path("/proc/stat").read_text(),
+        )
+    )
+    look = (
+        "import pathlib, sys; from mesh.runtime import read_daemon;"
+        " print(read_daemon(pathlib.Path(sys.argv[1])) is not None)"
+    )
+    step = f'mount --bind "{statistics}" /proc/stat && exec "$@"'
+    command = ["unshare", "--mount", "--map-root-user", "--user", "bash", "-c", step, "bash"]
+    probe = subprocess.run([*command, "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no mounts here: {probe.stderr.decode().strip()}")
+    said = subprocess.check_output([*command, sys.executable, "-c", look, str(file)], text=True)
+    assert said.strip() == "True"
 
 
 def _sleeper(code: str) -> subprocess.Popen[bytes]:
@@ -168,8 +203,6 @@ def _sleeper(code: str) -> subprocess.Popen[bytes]:
 def test_down_stops_the_daemon(
     tmp_path: Path, environment: dict[str, str], code: str, timeout: str, ended_by: int
 ) -> None:
-    import psutil
-
     with _sleeper(code) as process:
         started = psutil.Process(process.pid).create_time()
         record = DaemonRecord(process.pid, started, "http://127.0.0.1:1", 1, 2)
