@@ -76,6 +76,30 @@ async def test_it_shows_the_mesh_and_chats() -> None:
 
 
 @in_a_browser
+async def test_the_chat_keeps_who_was_chosen_and_says_what_to_do_where_an_answer_breaks() -> None:
+    long = "org/" + "very-long-" * 20
+    async with serving() as api:
+        echo, other = api.view.models()
+        rows = [echo, {**other, "id": long, "runnable": True}, {**echo, "id": "breaks"}]
+        api.view.models = lambda: list(rows)  # type: ignore[method-assign]
+
+        def look(page: Page) -> None:
+            chosen = "document.querySelector('#model').value"
+            page.size(390, 844)
+            page.until("document.querySelector('#model').options.length === 3")
+            assert page.eval("document.documentElement.scrollWidth") <= 390
+            page.eval(f"{chosen} = 'breaks'")
+            rows[1:] = [{**each, "runnable": False} for each in rows[1:]]
+            page.until("document.querySelector('#model').options.length === 2")
+            assert page.eval(chosen) == "breaks"
+            page.eval("document.querySelector('#text').value = 'hello'")
+            page.eval("document.querySelector('#chat').requestSubmit()")
+            page.says("#turns", "✖ No progress for 30 s. Try again.")
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
 async def test_names_are_text() -> None:
     async with serving() as api:
         hostile = "<img src=x onerror=document.title='got'>"

@@ -29,10 +29,11 @@ export async function administers(signal) {
   return response.ok && (await response.json()).tags.includes("admin");
 }
 
+export const worded = (error) => [error.message, error.fix].filter(Boolean).join(" ");
+
 export async function refusal(response) {
   try {
-    const error = (await response.json()).error;
-    return [error.message, error.fix].filter(Boolean).join(" ");
+    return worded((await response.json()).error);
   } catch {
     return `the daemon answered ${response.status}`;
   }

@@ -1,9 +1,9 @@
 "use strict";
 // The mesh at a glance, who asks, the chat and the jobs.
 
-import { administers, ask, events, hasKey, refusal, useKey } from "./daemon.js";
+import { administers, ask, events, hasKey, refusal, send, useKey, worded } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
-import { at, come, dim, made, ms, pace, row } from "./elements.js";
+import { at, button, come, dim, made, ms, pace, row } from "./elements.js";
 
 const status = {};
 const happened = [];
@@ -31,7 +31,7 @@ async function follow(signal) {
       allow(may);
       for await (const update of events(response)) {
         if (signal.aborted) return;
-        if (update.error) throw new Error(update.error.message);
+        if (update.error) throw new Error(worded(update.error));
         wait = 1;
         take(update);
       }
@@ -208,8 +208,10 @@ function answer(running) {
 }
 
 function drawChoice() {
-  const names = status.models.filter((model) => model.runnable || model.local).map((model) => model.id);
   const choice = at("model");
+  // Whoever was chosen stays chosen while it cannot be asked.
+  const names = status.models.filter((model) => model.runnable || model.local
+    || model.id === choice.value).map((model) => model.id);
   if (names.join("\n") === [...choice.options].map((option) => option.value).join("\n")) return;
   const before = choice.value;
   choice.replaceChildren(...names.map((name) => new Option(name, name)));
@@ -277,7 +279,7 @@ at("chat").addEventListener("submit", async (event) => {
       body: JSON.stringify({ model: at("model").value, messages: turns, stream: true, temperature: 0 }) });
     if (!response.ok) throw new Error(await refusal(response));
     for await (const chunk of events(response)) {
-      if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.error) throw new Error(worded(chunk.error));
       const delta = chunk.choices?.[0]?.delta || {};
       thought.textContent += delta.reasoning_content || "";
       said.content += delta.content || "";
