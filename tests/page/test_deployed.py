@@ -257,3 +257,36 @@ async def test_a_button_keeps_the_focus_while_what_is_beside_it_changes(daemon: 
         page.until("document.querySelector('#undeployed').checkVisibility()")
 
     await visit(daemon, look)
+
+
+async def test_a_job_is_ended_and_said_why_it_is_not(daemon: Daemon) -> None:
+    first, second = "1f" * 16, "2e" * 16
+
+    def look(page: Page) -> None:
+        page.eval("window.confirm = () => true; window.alert = (words) => { window.told = words; }")
+        page.until("document.querySelectorAll('#jobs button').length === 2")
+        page.eval("document.querySelector(\"[aria-label='End the job 1f1f1f1f']\").focus()")
+        daemon.jobs.killed.append(second)
+        page.until("document.querySelectorAll('#jobs button').length === 1")
+        assert page.eval(FOCUS) == "End the job 1f1f1f1f"
+        page.enter()
+        page.until("document.querySelectorAll('#jobs button').length === 0")
+        assert daemon.jobs.killed == [second, first]
+        assert not page.eval("window.told")
+
+    def too_late(page: Page) -> None:
+        page.eval("window.confirm = () => true; window.alert = (words) => { window.told = words; }")
+        page.until("document.querySelectorAll('#jobs button').length === 1")
+        asyncio.run_coroutine_threadsafe(daemon.stop(), loop).result(30)
+        page.click("#jobs button")
+        page.until("(window.told || '').startsWith('The job 1f1f1f1f was not ended: ')")
+
+    await visit(daemon, look)
+    daemon.jobs.killed.remove(first)
+    loop = asyncio.get_running_loop()
+
+    def browse() -> None:
+        with opened(daemon, OWNER) as page:
+            too_late(page)
+
+    await asyncio.to_thread(browse)

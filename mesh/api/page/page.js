@@ -99,7 +99,9 @@ function take(update) {
   lastId = update.last_id;
   happened.push(...update.events);
   happened.splice(0, happened.length - 8);
-  if (status.node) draw();
+  if (!status.node) return;
+  draw();
+  if (update.status.jobs || !status.jobs) drawJobs();
 }
 
 // Drawing
@@ -137,7 +139,6 @@ function draw() {
   drawDeployed(status);
   drawDownloads();
   drawChoice();
-  drawJobs();
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
     made("li", "dim", `${String(event.at || "").slice(11, 19)} ${event.type}`)) : [dim("none yet")]));
 }
@@ -224,23 +225,29 @@ function drawJobs() {
     at("jobs").replaceChildren(dim("a key with the scope `interventions` shows jobs"));
     return;
   }
+  const focused = document.activeElement.dataset.job;
   const rows = [...jobs.jobs.map((job) => jobRow(job, true)),
     ...jobs.ended.slice(0, 6).map((job) => jobRow(job, false))];
   at("jobs").replaceChildren(...(rows.length ? rows : [dim("none")]));
+  [...at("jobs").querySelectorAll("button")].find((each) => each.dataset.job === focused)?.focus();
 }
 
 function jobRow(job, isLive) {
   const line = row(made("strong", "", job.status.toLowerCase()), dim(job.model), dim(job.id.slice(0, 8)),
     dim(String(job.description).split("\n")[0].slice(0, 80)));
   if (isLive) {
-    const button = made("button", "end", "End");
-    button.addEventListener("click", async () => {
-      if (!window.confirm(`End the job ${job.id.slice(0, 8)}? Its client is told.`)) return;
-      const response = await ask(`mesh/v1/jobs/${encodeURIComponent(job.id)}/kill`,
-        { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
-      if (!response.ok) window.alert(await refusal(response));
+    const name = job.id.slice(0, 8);
+    const end = button("End", `End the job ${name}`, async () => {
+      if (!window.confirm(`End the job ${name}? Its client is told.`)) return;
+      try {
+        await send("POST", `mesh/v1/jobs/${encodeURIComponent(job.id)}/kill`, {});
+      } catch (error) {
+        window.alert(`The job ${name} was not ended: ${error.message}`);
+      }
     });
-    line.append(button);
+    end.className = "end";
+    end.dataset.job = job.id;
+    line.append(end);
   }
   return line;
 }
