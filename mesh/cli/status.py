@@ -334,7 +334,7 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
         [
             (
                 peer["name"],
-                peer["id"][:6],
+                (peer["id"] or "")[:6],  # one given by its address is unknown until it answers
                 peer["state"],
                 None if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f}",
                 peer["address"],

@@ -16,7 +16,7 @@ import pytest
 
 from mesh import errors
 from mesh.cli.output import one_line, print_table, printable, report
-from mesh.cli.status import print_accounts, print_models, print_ready
+from mesh.cli.status import print_accounts, print_models, print_peers, print_ready
 from mesh.cli.up import make_first_key
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
@@ -151,6 +151,17 @@ def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"pid": 1}', "\x00"):
         file.write_text(text)
         assert read_daemon(file) is None
+
+
+def test_a_peer_that_never_answered_is_listed_by_its_address(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    address = "192.0.2.7:8421"
+    row = {"id": None, "name": address, "address": address, "state": "unreachable", "rtt_ms": None}
+    print_peers([{**row, "shards": []}])
+    assert capsys.readouterr().out.splitlines()[1].split() == [
+        address, "-", "unreachable", "-", address, "-",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says by its clock when it booted")
