@@ -19,6 +19,7 @@ from mesh.discovery.multicast import Multicast
 from mesh.errors import ConnectFailed, MeshError, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.record import HearthRecord, read_record, write_record
+from mesh.identity.decisions import HEARTH_PREFIX
 from mesh.identity.invitations import Ticket, parse_ticket
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import Joined
@@ -162,6 +163,14 @@ async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) ->
 
 def _record(joined: Joined, node_name: str) -> HearthRecord:
     welcome = joined.welcome
+    if not welcome.hearth_id.startswith(HEARTH_PREFIX):
+        raise PairingRejected(
+            f"{welcome.hearth_name!r} was founded by another version of hearthnet, whose log has"
+            " another form.",
+            fix="Run the same hearthnet version on both machines; one that is replaced founds its"
+            " hearth anew.",
+            param="protocol",
+        )
     if not any(member.node_id == joined.inviter for member in welcome.members):
         raise PairingRejected(
             "The inviter is not a member of the hearth that it invites to.",
