@@ -342,9 +342,8 @@ class FetcherProcess(Worker):
 
 def _remove(directory: Path) -> None:
     with unused(directory):
-        lock = lock_directory(
-            directory
-        )  # else another node of this machine would fill what is gone
+        # Else another node of this machine would fill what is gone.
+        lock = lock_directory(directory)
         try:
             discard(directory)
         finally:
