@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 ENDING_S = 30.0
 """For the processes and the network, beside what running answers get."""
 _KILLING_S = 10.0
+_POLL_S = 0.05
 
 
 def down(
@@ -52,16 +54,31 @@ def end_daemon(record: DaemonRecord, timeout: float | None, *, ending_s: float =
     and `ending_s`."""
     import psutil
 
+    from mesh.errors import Busy
+
     # Jobs and then streams of the API may each take all of it.
     wait_s = 2 * record.drain_s + ending_s if timeout is None else timeout
     try:
         process = psutil.Process(record.pid)
         process.terminate()
-        try:
-            process.wait(wait_s)
-        except psutil.TimeoutExpired:
+        if not _ends(record, wait_s):
             note(f"The daemon did not stop within {wait_s:g} s; killing it.")
             process.kill()
-            process.wait(_KILLING_S)
+            if not _ends(record, _KILLING_S):
+                raise Busy(
+                    f"The daemon was killed and has not ended after {_KILLING_S:g} s.",
+                    fix="It waits for a disk or a device; see what that lacks.",
+                )
     except psutil.NoSuchProcess:
         pass  # it went by itself, which is what was wanted
+
+
+def _ends(record: DaemonRecord, within_s: float) -> bool:
+    """Whether it ends in time. Who started it need not have noticed: in a container the first
+    process often never does."""
+    deadline_s = time.monotonic() + within_s
+    while record.is_alive:
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
