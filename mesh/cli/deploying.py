@@ -15,6 +15,9 @@ POLL_S = 0.25
 REPLANNED_S = 15.0
 """What finds no room on its machine is planned anew after some seconds; that is waited for."""
 
+_Key = tuple[int, str, str]
+"""A span's replica, node and layers."""
+
 
 async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
     """Its row once all of it is up, or, if that is enough, once it can be asked.
@@ -23,11 +26,10 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
     reason when a span has failed for longer than it takes to plan it anew.
     """
     import asyncio
-    import time
 
-    told: dict[tuple[int, str, str], object] = {}
+    told: dict[_Key, object] = {}
     model_id = ""
-    failing_since: float | None = None
+    failures = _Failures()
     while True:
         row = _of(await client.deployments(), deployment, model_id)
         if row["deployment"] != deployment:
@@ -36,8 +38,8 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
                 f" counts, with its settings ({row['deployment']})"
             )
         deployment, model_id = row["deployment"], row["model_id"]
-        for span in row["spans"]:
-            key = span["replica"], span["node"], span["layers"]
+        spans = {(span["replica"], span["node"], span["layers"]): span for span in row["spans"]}
+        for key, span in spans.items():
             far = span["phase"], _percent(span), span["reason"]
             if told.get(key) != far:
                 told[key] = far
@@ -47,12 +49,8 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
         is_up = row["state"] == "READY" or (answering and not row["missing"])
         if is_up:
             return row
-        failed = [span for span in row["spans"] if span["phase"] == "FAILED"]
-        if not failed or row["state"] != "FAILED":
-            failing_since = None
-        elif failing_since is None:
-            failing_since = time.monotonic()
-        elif time.monotonic() - failing_since > REPLANNED_S:
+        failed = failures.lasting(spans, asyncio.get_running_loop().time())
+        if failed and row["state"] == "FAILED":
             raise NotEnoughMemory(
                 f"{failed[0]['node']} cannot hold layers {failed[0]['layers']}:"
                 f" {failed[0]['reason']}",
@@ -60,6 +58,26 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
                 " `hearthnet evict`.",
             )
         await asyncio.sleep(POLL_S)
+
+
+class _Failures:
+    """Since when spans fail: also while they are tried again, unless that gets on."""
+
+    def __init__(self) -> None:
+        self._since: dict[_Key, float] = {}
+
+    def lasting(self, spans: dict[_Key, dict[str, Any]], now: float) -> list[dict[str, Any]]:
+        """Those that have failed for longer than it takes to plan them anew."""
+        for key, span in spans.items():
+            if span["phase"] == "FAILED":
+                self._since.setdefault(key, now)
+            elif span["phase"] in ("DEPLOYING", "READY") or span["done_bytes"]:
+                self._since.pop(key, None)
+        return [
+            span
+            for key, span in spans.items()
+            if span["phase"] == "FAILED" and now - self._since[key] > REPLANNED_S
+        ]
 
 
 def warn_of_gaps(row: dict[str, Any]) -> None:

@@ -171,7 +171,8 @@ class _Peer:
                 failures = 0 if useful else failures + 1
             except (MeshError, TimeoutError) as error:
                 failures += 1
-                logger.info("gossip failed: peer=%s reason=%s", self._peer, error)
+                why = str(error) or "no answer in time"
+                logger.info("gossip failed: peer=%s reason=%s", self._peer, why)
             if failures:
                 wait_s = backoff_s(failures, _FIRST_BACKOFF_S, self._settings.max_backoff_s)
                 await asyncio.sleep(jittered_s(wait_s, self._rng))

@@ -279,7 +279,8 @@ async def test_a_job_is_ended_and_said_why_it_is_not(daemon: Daemon) -> None:
         page.until("document.querySelectorAll('#jobs button').length === 1")
         asyncio.run_coroutine_threadsafe(daemon.stop(), loop).result(30)
         page.click("#jobs button")
-        page.until("(window.told || '').startsWith('The job 1f1f1f1f was not ended: ')")
+        told = "'The job 1f1f1f1f was not ended: the daemon does not answer; `hearthnet status`'"
+        page.until(f"(window.told || '').startsWith({told})")
 
     await visit(daemon, look)
     daemon.jobs.killed.remove(first)

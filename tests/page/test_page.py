@@ -157,6 +157,22 @@ async def test_it_asks_for_a_key_where_one_is_needed() -> None:
 
 
 @in_a_browser
+async def test_a_wrong_key_can_be_forgotten_where_none_is_needed() -> None:
+    async with serving() as api:
+
+        def look(page: Page) -> None:
+            page.says("#headline", "working · echo")
+            page.eval("document.querySelector('#key').value = 'hn_mistyped'")
+            page.eval("document.querySelector('#key-form').requestSubmit()")
+            page.says("#headline", "wants a key")
+            page.until("document.querySelector('#key-open').checkVisibility()")
+            page.click("#key-open")
+            page.says("#headline", "working · echo")
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
 async def test_a_daemon_that_goes_is_missed() -> None:
     async with serving() as api:
 

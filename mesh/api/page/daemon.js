@@ -1,6 +1,8 @@
 "use strict";
 // Asking the daemon. The key is kept here and nowhere else: it is gone with the tab.
 
+export const GONE = "the daemon does not answer";
+
 let key = "";
 
 export function useKey(given) {
@@ -8,10 +10,15 @@ export function useKey(given) {
 }
 export const hasKey = () => key !== "";
 
-export function ask(path, options = {}) {
+export async function ask(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (key) headers.Authorization = `Bearer ${key}`;
-  return fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  try {
+    return await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error(`${GONE}; \`hearthnet status\` says whether it runs`);
+  }
 }
 
 // What is answered to a JSON body; an Error with the daemon's sentence and fix where it refuses.

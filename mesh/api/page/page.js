@@ -1,7 +1,7 @@
 "use strict";
 // The mesh at a glance, who asks, the chat and the jobs.
 
-import { administers, ask, events, hasKey, refusal, send, useKey, worded } from "./daemon.js";
+import { GONE, administers, ask, events, hasKey, refusal, send, useKey, worded } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
 import { at, button, come, dim, made, ms, pace, row } from "./elements.js";
 
@@ -41,7 +41,7 @@ async function follow(signal) {
     if (signal.aborted) return;
     document.body.classList.add("stale");
     for (let left = wait; left > 0 && !signal.aborted; left -= 1) {
-      headline("bad", `✖ the daemon does not answer (${why}); trying again in ${left} s`);
+      headline("bad", `✖ ${why.startsWith(GONE) ? why : `${GONE} (${why})`}; trying again in ${left} s`);
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
   }
@@ -71,7 +71,7 @@ function needKey(said) {
   headline("wait", "◌ this daemon wants a key");
   allowChanges(false);
   showKeyForm(true, `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`);
-  at("key-open").hidden = true;
+  at("key-open").hidden = !hasKey();  // a wrong one can be forgotten
 }
 
 function showKeyForm(isShown, said) {

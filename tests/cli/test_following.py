@@ -1,0 +1,65 @@
+"""Following a deployment on its way up, in virtual time, by what the daemon says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mesh.cli.deploying import follow
+from mesh.errors import NotEnoughMemory
+from tests.simulation.virtual_loop import run_virtually
+from tests.tui.house import deployment, span
+
+NAME = "d" * 16
+
+
+class Said:
+    """A client to a daemon that says `at` what time how far one deployment is."""
+
+    def __init__(self, at: Callable[[float], dict[str, Any]]) -> None:
+        self._at = at
+
+    async def deployments(self) -> list[dict[str, Any]]:
+        """See `Client`."""
+        now = asyncio.get_running_loop().time()
+        return [{"error": None, **self._at(now)}]
+
+
+def row(phase: str, *, done: int = 0, reason: str | None = None) -> dict[str, Any]:
+    on = span(0, "s", "sofa", "0-3", phase, (done, 100), reason)
+    return deployment(NAME, "toy", (int(phase == "READY"), 1), phase, "COLD", [on], "0-3")
+
+
+async def followed(at: Callable[[float], dict[str, Any]]) -> float:
+    """After how many seconds it is up."""
+    await follow(Said(at), NAME)  # type: ignore[arg-type]
+    return asyncio.get_running_loop().time()
+
+
+def test_what_fails_again_and_again_is_given_up() -> None:
+    """Each try waits two minutes for somebody who has it, and says for a moment that it failed."""
+
+    def at(now: float) -> dict[str, Any]:
+        fails = now % 122 > 120
+        return row("FAILED", reason="nobody has it") if fails else row("PROVISIONING")
+
+    async def main() -> None:
+        async with asyncio.timeout(250):
+            with pytest.raises(NotEnoughMemory, match="sofa cannot hold layers 0-3: nobody has it"):
+                await followed(at)
+
+    run_virtually(main)
+
+
+def test_what_gets_on_between_two_failures_is_waited_for() -> None:
+    def at(now: float) -> dict[str, Any]:
+        if now > 600:
+            return row("READY")
+        if now % 122 > 120:
+            return row("FAILED", reason="nobody has it")
+        return row("PROVISIONING", done=int(now) % 100)
+
+    assert 600 < run_virtually(lambda: followed(at)) < 602
