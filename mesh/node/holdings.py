@@ -111,6 +111,9 @@ class Holdings:
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on, whose ends are on this disk. Raises WeightsMismatch when
         another checkpoint is held by its name."""
+        assert self._tls is not None  # noqa: S101 - set by `start`
+        tls = None if model.model_id in self.askers else await self._tls()
+        # Nothing is waited for from here on: of two who ask at once each would start an asker.
         known = self.models.get(model.model_id)
         if known is not None and known.weights_sha256 != model.weights_sha256:
             raise WeightsMismatch(
@@ -119,9 +122,8 @@ class Holdings:
             )
         if known is None:
             self.models.put(model)
-        if model.model_id not in self.askers:
-            assert self._tls is not None  # noqa: S101 - set by `start`
-            self._start_asker(model, await self._tls())
+        if tls is not None and model.model_id not in self.askers:
+            self._start_asker(model, tls)
             self.home.add(model)
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool = True) -> None:

@@ -10,6 +10,7 @@ import pytest
 from mesh.config import Config
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.errors import Busy
+from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
 from mesh.node.holdings import Holdings
 from mesh.shard.commands import ShardRequest
@@ -42,6 +43,34 @@ class SlowHost(ShardSupervisor):
             self._now = now
             await asyncio.sleep(0.5)
         raise Busy("It is full.", fix="Wait.")
+
+
+async def test_a_model_that_is_asked_twice_at_once_has_one_asker() -> None:
+    config = await asyncio.to_thread(Config)
+    held = Holdings(config, secure.KEY, [], Owner())
+    material = TlsMaterial.of(secure.KEY, [])
+    waiting: list[asyncio.Future[TlsMaterial]] = []
+
+    async def tls() -> TlsMaterial:
+        waiting.append(asyncio.get_running_loop().create_future())
+        return await waiting[-1]
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(held.start("127.0.0.1", tls))
+        await asyncio.sleep(0)
+        waiting.pop().set_result(material)
+    try:
+        first, second = (asyncio.create_task(held.ask(MODEL)) for _ in range(2))
+        await asyncio.sleep(0)
+        waiting[0].set_result(material)
+        await first
+        asker = held.askers[MODEL.model_id]
+        waiting[1].set_result(material)
+        await second
+        assert held.askers == {MODEL.model_id: asker}
+    finally:
+        await held.stop_asking()
+        await held.home.stop()
 
 
 async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
