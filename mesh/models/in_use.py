@@ -41,7 +41,7 @@ def unused(directory: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ModelInUse(
-                f"Another node of this machine uses {directory}.",
+                f"A node of this machine still uses {directory}.",
                 fix="Have it serve and ask that model no more, then remove it.",
             ) from error
         yield

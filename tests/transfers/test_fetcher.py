@@ -80,7 +80,7 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(shutil.rmtree, gone)
             other = await used_elsewhere(directory)
-            with pytest.raises(ModelInUse, match="Another node of this machine"):
+            with pytest.raises(ModelInUse, match="A node of this machine still uses"):
                 await empty.supervisor.remove(directory)
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
             other.kill()
