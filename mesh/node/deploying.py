@@ -246,11 +246,11 @@ class House:
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """See `World`."""
-        return self.need_of(deployment.wish, layers)
+        return self.layouts.need_mb(deployment.wish, layers)
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         """See `DeployingNode`."""
-        return self.layouts.need_mb(wish, layers)
+        return self.layouts.taken_mb(wish, layers)
 
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         """See `World`."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from mesh.config import Config
+from mesh.deployments.formats import is_as_wished
 from mesh.deployments.laid import UNKNOWN, Laid
 from mesh.deployments.laying import RoomAdjustments
 from mesh.deployments.phases import Phase, PhaseProgress
@@ -20,6 +21,7 @@ from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
 from mesh.errors import MeshError, WeightsMismatch
+from mesh.node.shards_as_seen import served_shard
 from mesh.routing.machines import ITEMSIZE
 from mesh.types import LayerRange, NodeId, ShardId
 
@@ -96,13 +98,29 @@ class Layouts:
     def need_mb(self, wish: Wish, layers: LayerRange) -> int:
         """What these layers take; where nobody knows the model, no more than is certain: the
         process that loads them counts again, and refuses."""
-        known = self.planner.need_mb(wish, layers) if self.planner is not None else None
-        if known is not None:
+        if (known := self._known_mb(wish, layers)) is not None:
             return known
         quant = wish.quant or self._config.quant
         least = ITEMSIZE["bf16" if quant == "none" else "int8" if quant == "auto" else quant]
         part = wish.layers_mb * len(layers) / wish.total_layers
         return math.ceil(part * least / ITEMSIZE["fp32"])
+
+    def taken_mb(self, wish: Wish, layers: LayerRange) -> int:
+        """The same; where nobody knows the model here, the least that is said by who serves them as
+        it is wished, weights and caches: so much gets free once they rest."""
+        if (known := self._known_mb(wish, layers)) is not None:
+            return known
+        what, found = (wish.model_id, wish.weights_sha256, layers), list[int]()
+        for shard in (each for view in self._store.nodes() for each in view.shards):
+            said, memory = served_shard(shard.descriptor), shard.health.memory
+            is_it = (said.model_id, said.weights_sha256, said.layers) == what
+            if is_it and is_as_wished(said.loaded, wish):
+                beside_mb = memory.headroom_mb if memory is not None else 0
+                found.append(max(0, shard.descriptor.vram_required_mb - beside_mb))
+        return min(found, default=self.need_mb(wish, layers))
+
+    def _known_mb(self, wish: Wish, layers: LayerRange) -> int | None:
+        return self.planner.need_mb(wish, layers) if self.planner is not None else None
 
     def refused(self, deployment: Deployment) -> Collection[Span]:
         """The spans of its plan for which their machines say that they have no room."""

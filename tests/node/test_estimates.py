@@ -297,6 +297,19 @@ async def test_a_wish_that_counts_other_layers_than_its_weights_have_is_refused(
             await layouts.laid_out(replace(wish, replicas=2), plan, {}, (), alive)
 
 
+async def test_what_may_rest_makes_the_room_that_it_says_it_takes(store: ShardStore) -> None:
+    """Also where this node was never asked about that model."""
+    shard = advertised(NEAR, "0-3")
+    said = replace(shard.descriptor, vram_required_mb=400)
+    store.update(NodeInfo(NEAR, "Near", "", "test"), (replace(shard, descriptor=said),))
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
+    wish = Wish("0" * 16, said.model_id, said.weights_sha256, 16, 320)
+    other = LayerRange(0, 3)
+    assert layouts.taken_mb(wish, said.layer_range) == 400
+    assert layouts.taken_mb(wish, other) == layouts.need_mb(wish, other) == 30
+    assert layouts.taken_mb(replace(wish, quant="int8"), said.layer_range) < 400
+
+
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) -> None:
     manifest = read_manifest(checkpoint_dir(), model_id=ModelId("builtin"))
