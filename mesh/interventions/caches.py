@@ -54,6 +54,11 @@ class Caches:
         self._live: dict[int, weakref.ref[Any]] = {}
         self._shown: dict[tuple[int, int], list[_Shown]] = {}
 
+    @property
+    def are_there(self) -> bool:
+        """Whether somebody holds one."""
+        return bool(self._live)
+
     def number_of(self, cache: Cache) -> int:
         """The number of a cache, which is a shared one from now on. Raises BadRequest."""
         number = getattr(cache, "_hearthnet_number", None)

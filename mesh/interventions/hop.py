@@ -64,10 +64,11 @@ class JobHop:
         """Say with the next message that nobody holds this cache any more. Never blocks."""
         self._freed.append(cache)
 
-    def release(self) -> None:
-        """A trace has ended: tensors of it that come again come as new ones."""
+    def release(self, *, cached: bool = False) -> None:
+        """A trace has ended: tensors of it that come again come as new ones. `cached` is whether
+        later ones may depend on it by a cache."""
         self.tensors.clear()
-        self.joints.clear()
+        self.joints.clear(cached=cached)
         self._released = True
         self._subscribed = self._sourced = frozenset()
 

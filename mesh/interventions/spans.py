@@ -165,7 +165,7 @@ class RemoteSpans:
     def _end(self) -> None:
         self._deferred = None
         for hop in self._hops:
-            hop.release()
+            hop.release(cached=self._caches.are_there)
 
     # Taking layers over, and giving them back to the job
 

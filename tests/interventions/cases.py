@@ -965,6 +965,20 @@ def switched_on_half_way(p: Parts) -> Any:
 
 
 @gradient
+def through_a_cache(p: Parts) -> Any:
+    ids = tokens(p.model, 10)
+    with p.model.session():
+        with p.model.trace(ids[:, :6], use_cache=True):
+            start = p.layers[0].output
+            start.requires_grad_(True)
+            kept = p.model.output.past_key_values
+        with p.model.trace(ids[:, 6:], past_key_values=kept):
+            loss = p.model.output.logits.pow(2).sum()
+            found = nnsight.save(torch.autograd.grad(loss, start)[0])
+    return found
+
+
+@gradient
 def of_operations(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output

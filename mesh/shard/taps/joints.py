@@ -88,9 +88,11 @@ class JobJoints:
         self._views: set[int] = set()
         self._unreachable: list[int] = []
 
-    def clear(self) -> None:
-        """A trace has ended: what crosses from now on does not depend on what crossed before."""
-        self._joints = []
+    def clear(self, *, cached: bool) -> None:
+        """A trace has ended: what crosses from now on does not depend on what crossed before, if
+        nothing of that is `cached`."""
+        if not cached:
+            self._joints = []
         self._known.clear()
         self._views.clear()
 
