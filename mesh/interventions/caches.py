@@ -25,6 +25,7 @@ from mesh.interventions.unseen import checksum, was_given_out
 
 _OPERATIONS = (
     "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
+    "activate_past_recording",
 )  # fmt: skip
 _OWN = ("_hearthnet_number", "_hearthnet_place")
 
@@ -80,6 +81,8 @@ class Caches:
         cache.__class__ = self._mirrored
         self._live[number] = weakref.ref(cache)
         weakref.finalize(cache, self._free, number)
+        if any(map(cache.is_recording_past, range(len(cache.layers)))):
+            cache.activate_past_recording()
         return number
 
     def by_number(self, number: int) -> Cache:
@@ -190,7 +193,8 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
         return property(get, put)
 
     members: dict[str, Any] = {"keys": shown("keys", 0), "values": shown("values", 1)}
-    members |= {name: _by_the_cache(getattr(kind, name)) for name in ("update", *_OPERATIONS)}
+    changing = (name for name in ("update", *_OPERATIONS) if hasattr(kind, name))
+    members |= {name: _by_the_cache(getattr(kind, name)) for name in changing}
     members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
     members["__module__"] = kind.__module__
     return type(kind.__name__, (kind,), members)

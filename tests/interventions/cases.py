@@ -474,6 +474,19 @@ def generate_beams(p: Parts) -> Any:
 
 
 @case
+def generate_by_prompt_lookup(p: Parts) -> Any:
+    ids = tokens(p.model, 24).repeat(1, 3)
+    options = {"max_new_tokens": 10, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    with p.model.generate(ids, **options) as tracer:
+        seen = nnsight.save([])
+        for _ in tracer.iter[:2]:
+            seen.append(p.layers[3].output)
+    with p.model.generate(ids, **options) as tracer:
+        out = tracer.result.save()
+    return seen, out
+
+
+@case
 def generate_sampled(p: Parts) -> Any:
     torch.manual_seed(5)
     with p.model.generate(PROMPT, max_new_tokens=5, do_sample=True, top_k=20) as tracer:

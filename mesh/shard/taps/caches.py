@@ -18,8 +18,11 @@ from mesh.types import LayerRange
 
 _MAX_CACHES = 64
 _OPERATIONS = frozenset(
-    {"reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
-)
+    {
+        "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
+        "activate_past_recording",
+    }
+)  # fmt: skip
 
 
 class TapCaches:
@@ -68,12 +71,13 @@ class TapCaches:
         """Do to the session's layers what the job does to its cache. Raises BadRequest."""
         if name not in _OPERATIONS:
             raise BadRequest(f"Unknown cache operation {name[:50]!r}.", fix="Update this node.")
-        cache = self._caches.get(number)
-        if cache is None:
-            return
+        cache = self.get(number)
         for index in self._indices:
+            layer = cache.layers[index]
+            if not hasattr(layer, name):
+                continue  # only some kinds of layers have it
             try:
-                getattr(cache.layers[index], name)(*arguments)
+                getattr(layer, name)(*arguments)
             except (IndexError, TypeError, ValueError) as error:
                 raise raised(error) from error
         self._told[number] = _lengths(cache)
@@ -84,7 +88,7 @@ class TapCaches:
         batches = (
             [layer.keys.shape[0] for layer in cache.layers if layer.is_initialized] if cache else []
         )
-        if name in ("crop", "reset") or not any(batches):
+        if name in ("crop", "reset", "activate_past_recording") or not any(batches):
             return self.positions()
         if name == "batch_repeat_interleave":
             batch = max(batches) * int(arguments[0])
