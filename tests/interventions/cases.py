@@ -978,6 +978,19 @@ def switched_on_half_way(p: Parts) -> Any:
 
 
 @gradient
+def of_an_older_name(p: Parts) -> Any:
+    with p.model.trace(PROMPT):
+        residual = p.first_norm(2).input
+        p.attn(2).output[0].save()
+        residual.requires_grad_(True)
+        inner = p.layers[3].mlp.output
+        loss = p.model.output.logits.pow(2).sum()
+        with loss.backward():
+            grads = nnsight.save([inner.grad, residual.grad])
+    return grads
+
+
+@gradient
 def through_a_cache(p: Parts) -> Any:
     ids = tokens(p.model, 10)
     with p.model.session():

@@ -361,6 +361,17 @@ def test_no_way_to_ask_for_such_a_gradient_is_open(ask: Callable[[Any, Any], Any
         ask(spread.model.output.logits.pow(2).sum(), late)
 
 
+def test_a_value_detached_in_place_is_refused() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="Detaching a tensor in place"):  # noqa: SIM117
+        with spread.model.trace(PROMPT):
+            spread.layers[0].output.requires_grad_(True)
+            older = spread.layers[2].output
+            spread.first_norm(3).output.save()
+            older.detach_()
+            spread.layers[3].output.save()
+
+
 def test_gradients_around_such_a_value_are_right() -> None:
     def job(p: Parts) -> Any:
         with p.model.trace(PROMPT):

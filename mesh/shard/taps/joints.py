@@ -104,6 +104,8 @@ class JobJoints:
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """A new joint's number for a tensor with a history of the job's; 0 where the shard need not
         ask."""
+        if self.is_asked(tag, tensor) and not tensor.requires_grad:
+            raise unsupported("Detaching a tensor in place stops at layers on other machines")
         if not tensor.requires_grad or self._is_known(tag, tensor):
             return 0
         self._last_gift += 2
@@ -135,6 +137,11 @@ class JobJoints:
         """Show with its history what was only looked at before."""
         with torch.enable_grad():
             tensor.copy_(self.arriving(joint, tensor.detach().clone()))
+
+    def is_asked(self, tag: int, tensor: torch.Tensor) -> bool:
+        """Whether it has a gradient now and had none for the shard, or the reverse."""
+        known = self._known.get(tag)
+        return tensor.requires_grad != (known is not None and known[1])
 
     def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
         """Take `view`, of a known tensor, for the shard's `joint`; torch takes its gradient on, to

@@ -66,6 +66,9 @@ class ShownWeights(Protocol):
 class JobOrigins(Origins, Protocol):
     """What more is asked of the job's end."""
 
+    def is_asked(self, tag: int, tensor: torch.Tensor) -> bool:
+        """Whether it has a gradient now and had none for the shard, or the reverse."""
+
     def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
         """`view`, of a tensor that is known, is what the shard calls `joint`."""
 
@@ -270,6 +273,12 @@ class JobTensors(SharedTensors):
 
     def __init__(self, device: torch.device, origins: JobOrigins) -> None:
         super().__init__(2, device, origins)
+
+    def write_changed(self, buffers: Buffers) -> list[list[Any]]:
+        """The entries of all tensors that are not as the shard has them."""
+        changed = super().write_changed(buffers)
+        asked = [t for tag, t in self._tensors.items() if self._origins.is_asked(tag, t)]
+        return changed + [self.write(tensor, buffers) for tensor in asked]
 
     def _read_alias(self, tag: int, joint: int, description: list[Any]) -> torch.Tensor:
         owner_tag, start, shape, stride = description
