@@ -27,7 +27,7 @@ ONE_IDEA: dict[str, str] = {
 }
 """Files that one idea fills beyond the limit of lines, each with that idea."""
 MAX_CONSTRUCTOR_PARAMETERS = 7
-MAX_PRIVATE_LOOKS = 109
+MAX_PRIVATE_LOOKS = 104
 MAX_MONKEYPATCHES = 26
 """In all tests together: what is there is there, and a new test does without."""
 BANNED_NAMES = {"utils", "util", "helpers", "common", "core", "manager", "base", "misc"}

@@ -104,6 +104,7 @@ def private_looks(text: str) -> int:
         isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
+        and node.attr != "_exit"  # of `os`, and public in spite of its name
         and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
         for node in ast.walk(ast.parse(text))
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from mesh.paths import StatePaths
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
+from tests.warm.daemons import command
 
 QUESTION = [{"role": "user", "content": "What is hearthnet?"}]
 
@@ -64,10 +63,7 @@ def refused(node: LocalNode, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def hearthnet(*arguments: str, node: LocalNode | None = None, stdin: str = "") -> Any:
     flags = ["--state-dir", str(node.state_dir)] if node else []
-    return subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", *arguments, *flags],
-        input=stdin, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return command(*arguments, *flags, stdin=stdin)
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,7 +23,7 @@ from mesh.paths import StatePaths
 from mesh.wire.messages import Hello, Message
 from mesh.wire.websocket import connect
 from tests.mesh_e2e.sniffer import Sniffer, is_tls, may_sniff
-from tests.warm.daemons import WarmNode
+from tests.warm.daemons import WarmNode, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -37,11 +35,7 @@ NO_FALLBACK = {"fallback_to_local": False}
 
 def hearthnet(*arguments: str, node: LocalNode) -> dict[str, Any]:
     """A verb's ``--json``, run as people run it."""
-    run = subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", *arguments, "--json",
-         "--state-dir", str(node.state_dir)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    run = command(*arguments, "--json", "--state-dir", str(node.state_dir))
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
     return found

@@ -19,6 +19,7 @@ from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, until, up_peers
 from tests.mesh_e2e.test_losing_nodes import COUNT, PROMPT, stream
+from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -38,11 +39,7 @@ def inviting(node: LocalNode) -> tuple[subprocess.Popen[str], str]:
 
 
 def join(node: LocalNode, words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", "join", *words.split(), "--name", node.name,
-         "--state-dir", str(node.state_dir)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return command("join", *words.split(), "--name", node.name, "--state-dir", str(node.state_dir))
 
 
 def post(node: LocalNode, verb: str, **body: Any) -> dict[str, Any]:

@@ -8,8 +8,6 @@ In the order of this file few have to be.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +20,7 @@ from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
+from tests.warm.daemons import command
 
 PROMPT = [40 + i for i in range(24)]
 COUNT = 400
@@ -233,10 +232,7 @@ def test_the_answer_goes_on_at_home_when_nobody_else_is_left(
 
 
 def hearthnet(verb: str, node: LocalNode) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", verb, "--state-dir", str(node.state_dir)],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    command(verb, "--state-dir", str(node.state_dir), timeout=60).check_returncode()
 
 
 def serving(asker: LocalNode) -> set[str]:

@@ -48,6 +48,10 @@ def test_every_machine_fetches_its_own_layers_and_no_more(
     for each in house:
         until(lambda each=each: len(peers(each)) == len(house) - 1, "they see each other")
 
+    def heard() -> list[str]:
+        return [found["id"] for found in others[0].get("/mesh/v1/weights")["neighbours"]]
+
+    until(lambda: MODEL in heard(), "it heard who has the files")
     # By one that has nothing, and never will have more than the ends and what is placed there.
     deployed = hearthnet("deploy", MODEL, "--nodes", "kitchen,study", "--wait", node=others[0])
     assert deployed.returncode == 0, deployed.stderr

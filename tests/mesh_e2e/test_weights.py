@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from mesh.models.manifest import read_manifest
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.ndif import client
+from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LAYERS = 8
@@ -32,15 +32,7 @@ def wait_for(condition: Callable[[], object], patience_s: float = 90.0) -> None:
 
 
 def verb(node: LocalNode, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "mesh.cli.main",
-        *arguments,
-        "--state-dir",
-        str(node.state_dir),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return command(*arguments, "--state-dir", str(node.state_dir))
 
 
 def answer(node: LocalNode) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +15,7 @@ from nnsight.modeling.transformers import TransformersModel
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.ndif import client
-from tests.warm.daemons import WarmNode
+from tests.warm.daemons import WarmNode, command
 
 pytestmark = pytest.mark.slow
 
@@ -144,8 +142,6 @@ def ended(daemon: LocalNode) -> list[dict[str, Any]]:
 
 
 def hearthnet(daemon: LocalNode, *arguments: str) -> Any:
-    run = subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", *arguments, "--state-dir", str(daemon.state_dir)],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    run = command(*arguments, "--state-dir", str(daemon.state_dir), timeout=60)
+    run.check_returncode()
     return json.loads(run.stdout)

@@ -1,4 +1,5 @@
-"""Daemons for tests, forked from one process that has imported everything (`tests.warm.python`)."""
+"""Daemons and commands for tests, forked from one process that has imported everything
+(`tests.warm.python`)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from tempfile import TemporaryFile
 from typing import cast
 
 from mesh.cli.local_node import LocalNode
@@ -116,11 +118,40 @@ class WarmNode(LocalNode):
         own = {k: v for k, v in environment.items() if not k.startswith(ENV_PREFIX)}
         if sys.platform != "linux" or own != inherited:
             return super().launch(command, environment, tether, log)
-        if _Shared.python is None:
-            _Shared.python = WarmPython()
         _, _, module, *arguments = command
-        daemon = _Shared.python.fork(module, arguments, environment, [tether, log, log])
+        daemon = _shared().fork(module, arguments, environment, [tether, log, log])
         return cast("subprocess.Popen[bytes]", daemon)
+
+
+def command(
+    *arguments: str, stdin: str = "", timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """What ``hearthnet arguments`` says in this environment. For what a command does to a node;
+    what the command itself is, from its start to Ctrl-C, is tested on a process of its own."""
+    program = ["-m", "mesh.cli.main", *arguments]
+    if sys.platform != "linux":
+        return subprocess.run(
+            [sys.executable, *program], input=stdin, capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
+    with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        given.write(stdin)
+        given.seek(0)
+        stdio = [each.fileno() for each in (given, out, err)]
+        forked = _shared().fork("mesh.cli.main", [*arguments], os.environ, stdio)
+        try:
+            status = forked.wait(timeout)
+        finally:
+            forked.kill()
+        for each in (out, err):
+            each.seek(0)
+        return subprocess.CompletedProcess(program, status, out.read(), err.read())
+
+
+def _shared() -> WarmPython:
+    if _Shared.python is None:
+        _Shared.python = WarmPython()
+    return _Shared.python
 
 
 def _inherited() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""A Python process that has imported what a daemon and its processes need, and forks daemons.
+"""A Python process that has imported what a daemon and its processes need, and forks daemons and
+commands.
 
 Started by `tests.warm.daemons`, once per process that runs tests. A daemon's own imports and its
 warm parent's cost six seconds of CPU, and a test that starts one tests neither: with this, both are
@@ -15,12 +16,13 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from mesh.processes import nursery
 from mesh.processes.nursery import CHANNEL_FD, MAX_ORDER_BYTES, Nursery, warm
 
-WARM_MODULES = (*nursery.WARM_MODULES, "mesh.cli.main", "mesh.node.daemon", "mesh.cli.tethered")
+TETHERED = "mesh.cli.tethered"
+WARM_MODULES = (*nursery.WARM_MODULES, "mesh.cli.main", "mesh.node.daemon", TETHERED)
 _NURSERY = [sys.executable, "-m", nursery.__name__]
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
@@ -82,7 +84,7 @@ class WarmPopen(subprocess.Popen[Any]):
         return parent
 
 
-def _be_daemon() -> None:
+def _be_what_was_asked_for() -> None:
     """Take the standard descriptors and the arguments, then run as ``python -m`` does."""
     with socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))) as channel:
         message, fds, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 3)
@@ -90,15 +92,30 @@ def _be_daemon() -> None:
         os.dup2(fd, standard)
         os.close(fd)
     module, *arguments = json.loads(message)
-    WarmPopen.waiting = ForkedParent()
-    subprocess.Popen = WarmPopen  # type: ignore[misc]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv[:] = [module, *arguments]
     sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module == TETHERED:
+        WarmPopen.waiting = ForkedParent()
+        subprocess.Popen = WarmPopen  # type: ignore[misc]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        _run_command(module)
+
+
+def _run_command(module: str) -> NoReturn:
+    """Run it to its end; to take apart all that was imported takes 0.2 s and helps nobody."""
+    status: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Nursery(int(sys.argv[1]), warm(WARM_MODULES)).serve()
-    _be_daemon()
+    _be_what_was_asked_for()

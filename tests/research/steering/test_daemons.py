@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.types import Edit, Site
 from tests.mesh_e2e.conftest import StartNode, starter
 from tests.research.steering.local import greedy_ids, load, noise
+from tests.warm.daemons import command
 
 PROMPT = [40 + i for i in range(24)]
 COUNT = 200
@@ -63,11 +62,8 @@ def model() -> Any:
 
 
 def hearthnet(node: LocalNode, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", "steer", *arguments, "--state-dir",
-         str(node.state_dir), "--json"],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    done = command("steer", *arguments, "--state-dir", str(node.state_dir), "--json", timeout=60)
+    done.check_returncode()
     return json.loads(done.stdout)
 
 
