@@ -106,13 +106,16 @@ class Phases:
         if before is None or (before.phase, before.lacks_memory) != (phase, lacks_memory):
             self._on_change(shard, now)
 
-    def bytes(self, shard: ShardId, done: int, total: int, bytes_per_s: float) -> None:
-        """So much of its weights is here or loaded, and the rest comes so fast."""
+    def bytes(
+        self, shard: ShardId, done: int, total: int, bytes_per_s: float, waits_for: str = ""
+    ) -> None:
+        """So much of its weights is here or loaded; the rest comes so fast, or waits for that."""
         before = self._now.get(shard)
         if before is not None and before.phase in (Phase.PROVISIONING, Phase.DEPLOYING):
             self._now[shard] = replace(
-                before, done=min(done, total), total=total, bytes_per_s=bytes_per_s
-            )
+                before, done=min(done, total), total=total, bytes_per_s=bytes_per_s,
+                reason=waits_for or None,
+            )  # fmt: skip
 
     def failed(self, shard: ShardId, error: MeshError, now: float) -> None:
         """It failed; it waits twice as long after each time."""

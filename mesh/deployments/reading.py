@@ -94,10 +94,11 @@ class ReadingModels:
     # Private
 
     async def _read(self, reading: _Reading) -> None:
-        def heard(done: int, total: int, bytes_per_s: float) -> None:
+        def heard(done: int, total: int, bytes_per_s: float, note: str) -> None:
             reading.far = replace(
-                reading.far, done=min(done, total), total=total, bytes_per_s=bytes_per_s
-            )
+                reading.far, done=min(done, total), total=total, bytes_per_s=bytes_per_s,
+                reason=note or _WHY,
+            )  # fmt: skip
 
         model = reading.wish.model_id
         try:

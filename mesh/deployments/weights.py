@@ -26,8 +26,9 @@ _PATHS = ("/", "~", "./", "../")
 """How a path begins that can be no name."""
 _MAX_NAMED = 256
 
-OnProgress = Callable[[int, int, float], None]
-"""Is told the bytes that are here, how many there will be, and how many come in a second."""
+OnProgress = Callable[[int, int, float, str], None]
+"""Is told the bytes that are here, how many there will be, how many come in a second, and what is
+waited for where none do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class LocalWeights:
                 continue
             if manifest.weights_sha256 == weights_sha256:
                 size = sum(entry.nbytes for entry in manifest.tensors.values())
-                on_progress(size, size, 0.0)
+                on_progress(size, size, 0.0, "")
                 return directory
             others.append(f"{directory} has other weights")
         raise self._missing(model_id, others)

@@ -122,7 +122,7 @@ class FetchedWeights:
         while True:
             for transfer in self._weights.fetcher.transfers:
                 which = (transfer.model_id, transfer.weights_sha256)
-                if which == (model, weights_sha256) and transfer.total_bytes:
-                    far = (transfer.done_bytes, transfer.total_bytes, transfer.bytes_per_s)
-                    on_progress(*far)
+                if which == (model, weights_sha256) and (transfer.total_bytes or transfer.note):
+                    far = transfer.done_bytes, transfer.total_bytes, transfer.bytes_per_s
+                    on_progress(*far, transfer.note)
             await asyncio.sleep(_LOOK_S)

@@ -207,7 +207,7 @@ class Holdings:
         while True:
             load = self.host.load()
             if load is not None and load["name"] == name and load["total_bytes"]:
-                on_progress(load["done_bytes"], load["total_bytes"], 0.0)
+                on_progress(load["done_bytes"], load["total_bytes"], 0.0, "")
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _model(self, model_id: ModelId) -> LocalModel:

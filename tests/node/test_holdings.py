@@ -80,7 +80,7 @@ async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
     phases, told = Phases(lambda *_: None), list[PhaseProgress | None]()
     phases.put(SHARD, Phase.DEPLOYING)
 
-    def on_progress(done: int, total: int, bytes_per_s: float) -> None:
+    def on_progress(done: int, total: int, bytes_per_s: float, note: str) -> None:
         phases.bytes(SHARD, done, total, bytes_per_s)
         told.append(phases.get(SHARD))
 
