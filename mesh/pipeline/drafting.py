@@ -242,7 +242,7 @@ class _Pace:
             return False
         behind = _median(self._behind.get(rows, ()), usual * _SHORTER)
         longer = _median(self._later, usual * _LONGER)
-        return holds * behind + (1 - holds) * (usual + longer) < usual / self._worth
+        return self._worth * (holds * behind + (1 - holds) * (usual + longer)) < usual
 
     def best(self, right: float, sizes: Sequence[int]) -> int:
         """How many of `sizes` to draft when so large a share of guesses is `right`; 0: none."""

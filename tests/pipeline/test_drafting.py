@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mesh.pipeline.drafting import MAX_DRAFT, Drafter
+from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
 
 SINGLE_S = 0.010
 
@@ -44,8 +44,9 @@ class Read:
         *,
         behind: Cost | None = None,
         late: Cost = for_nothing,
+        worth: float = WORTH,
     ) -> None:
-        self.drafter = Drafter(prompt, most)
+        self.drafter = Drafter(prompt, most, worth)
         self.sent: list[list[int]] = []
         self.seconds = 0.0
         self.followed = self.held = 0
@@ -202,6 +203,11 @@ def test_no_draft_follows_another_where_one_hop_computes_both(text: list[int]) -
 def test_text_that_breaks_off_each_time_is_not_slowed_down_by_what_follows() -> None:
     alone, late = Read([], CHANGING, flat), Read([], CHANGING, flat, behind=half, late=half)
     assert late.seconds < 1.05 * alone.seconds
+
+
+def test_where_no_gain_is_asked_for_nearly_every_draft_is_followed() -> None:
+    read = Read([], CHANGING, flat, behind=flat, late=flat, worth=0.0)
+    assert read.followed > 0.8 * sum(map(bool, read.sent))
 
 
 def test_a_draft_model_is_not_asked_for_what_follows() -> None:

@@ -233,4 +233,5 @@ at("wish-form").addEventListener("submit", (event) => {
 });
 at("wish-send").addEventListener("click", confirmed);
 at("wish-leave").addEventListener("click", () => at("wish").close());
-at("wish").addEventListener("close", forget);
+// The event comes later than the closing: by then another wish may stand there.
+at("wish").addEventListener("close", () => { if (!at("wish").open) forget(); });
