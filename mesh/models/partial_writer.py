@@ -24,6 +24,7 @@ from typing import Self
 from mesh.errors import BadCheckpoint, Busy, MeshError
 from mesh.models.disk_room import require_room
 from mesh.models.header import TensorEntry
+from mesh.models.in_use import unused
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import (
     JOURNAL,
@@ -31,7 +32,7 @@ from mesh.models.partial import (
     read_journal,
     read_record,
 )
-from mesh.models.partial_draft import refused_by_disk
+from mesh.models.partial_draft import discard, refused_by_disk
 
 logger = logging.getLogger(__name__)
 
@@ -340,6 +341,17 @@ def lock_directory(directory: Path) -> int:
             fix="Wait until it is done.",
         ) from error
     return fd
+
+
+def remove_partial(directory: Path) -> None:
+    """Delete a checkpoint. Blocks. Raises ModelInUse, Busy while somebody writes there, OSError."""
+    with unused(directory):
+        # Else another node of this machine would fill what is gone.
+        lock = lock_directory(directory)
+        try:
+            discard(directory)
+        finally:
+            os.close(lock)
 
 
 def _open_journal(file: Path) -> int:

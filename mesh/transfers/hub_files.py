@@ -9,16 +9,17 @@ import asyncio
 import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
+from mesh.models.hashing import write_json_atomically
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
-from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of
+from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, read_record
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk, take_place
 from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
@@ -169,6 +170,13 @@ def become_checkpoint(
         take_place(staging, directory)
     except OSError as error:
         raise refused_by_disk(directory, error) from error
+
+
+def note_read(directory: Path, record: PartialRecord) -> None:
+    """Have the checkpoint that is there say that this machine has read it, where that is all that
+    its record lacks. Blocks."""
+    if read_record(directory) == replace(record, is_read=False):
+        write_json_atomically(directory / RECORD, asdict(record))
 
 
 def _parsed(name: str, content: bytes, form: type[T]) -> T:

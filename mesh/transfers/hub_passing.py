@@ -21,13 +21,13 @@ from mesh.models.disk_room import require_room
 from mesh.models.hashing import read_cached, weights_sha256, write_json_atomically
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.models.partial import RECORD, PartialRecord, partial_directory, read_record
+from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_draft import create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub, HubFile
 from mesh.transfers.hub_download import TRIES, HubDownload
-from mesh.transfers.hub_files import HubModel, become_checkpoint, safetensors_headers
+from mesh.transfers.hub_files import HubModel, become_checkpoint, note_read, safetensors_headers
 from mesh.transfers.hub_gguf import gguf_headers
 from mesh.transfers.meter import Meter
 
@@ -122,8 +122,7 @@ class HubPassing:
         record = PartialRecord(1, model.model_id, sha256, model.origin, hashes, is_read=True)
         if (directory / RECORD).exists():
             shutil.rmtree(staging)
-            if read_record(directory) == replace(record, is_read=False):
-                write_json_atomically(directory / RECORD, asdict(record))
+            note_read(directory, record)
             return directory
         (staging / _PASSED).unlink()
         become_checkpoint(staging, directory, record, complete)

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
+from mesh.errors import ModelInUse
 from mesh.models.hashing import hash_tensors, weights_sha256
+from mesh.models.header import TensorEntry
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import RECORD, PartialRecord, partial_directory
-from mesh.models.partial_draft import discard
-from mesh.models.partial_writer import lock_directory
+from mesh.models.partial_writer import PartialWriter, WriteOutcome, lock_directory, remove_partial
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
 from mesh.transfers.hub_download import HubDownload, has_room_for, make_directory, require_room_for
 from mesh.transfers.hub_files import (
     HubModel,
     become_checkpoint,
+    note_read,
     read_small,
     weights_files,
     write_small,
@@ -87,7 +91,28 @@ class HubPull:
         names = {name: entry.sha256 for name, entry in tensors.items()}
         record = PartialRecord(1, model.model_id, sha256, model.origin, names, is_read=True)
         directory = partial_directory(self._models_dir, model.model_id, sha256)
-        if (directory / RECORD).exists():  # a part of it came from a neighbour before
-            discard(directory)
+        if (directory / RECORD).exists():  # a part of it came before
+            try:
+                remove_partial(directory)
+            except ModelInUse:
+                _fill(directory, tensors)
+                note_read(directory, record)
+                shutil.rmtree(self.staging)
+                return directory
         become_checkpoint(self.staging, directory, record, names)
         return directory
+
+
+def _fill(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Put these into the checkpoint that is there, from where they lie. Blocks. Raises Busy,
+    DiskFull."""
+    with PartialWriter(directory) as writer:
+        writer.require_room(tensors)
+        for name, entry in tensors.items():
+            with entry.file.open("rb") as file:
+                for _ in range(2):  # what of its pieces came before may be wrong
+                    for start, stop in writer.missing(name):
+                        file.seek(entry.offset + start)
+                        writer.put(name, start, [file.read(stop - start)])
+                    if writer.settle(name) is WriteOutcome.COMPLETE:
+                        break

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -30,11 +29,9 @@ from mesh.errors import (
     as_mesh_error,
 )
 from mesh.models.hub_cache import hub_snapshot
-from mesh.models.in_use import unused
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
-from mesh.models.partial_draft import discard
-from mesh.models.partial_writer import lock_directory
+from mesh.models.partial_writer import remove_partial
 from mesh.models.rounded import sweep_rounded
 from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
@@ -242,7 +239,7 @@ class FetcherProcess(Worker):
         if fetches.is_fetching(directory):
             raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
         kept = self._shelf.at(directory)
-        await asyncio.to_thread(_remove, directory)
+        await asyncio.to_thread(remove_partial, directory)
         self._shelf.remove(directory)
         if kept is not None and not self._shelf.of(kept.manifest.weights_sha256):
             rounded = quantised_dir(start.cache_dir, kept.manifest.weights_sha256)
@@ -338,16 +335,6 @@ class FetcherProcess(Worker):
                 link.close("you are no longer trusted here")
         if self._fetches is not None:
             self._fetches.keep_only(members)
-
-
-def _remove(directory: Path) -> None:
-    with unused(directory):
-        # Else another node of this machine would fill what is gone.
-        lock = lock_directory(directory)
-        try:
-            discard(directory)
-        finally:
-            os.close(lock)
 
 
 def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:

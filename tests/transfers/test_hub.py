@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
+from mesh.errors import Busy, HubRefused, MeshError, ModelNotFound, TransferFailed
+from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import read_record
+from mesh.models.partial_writer import PartialWriter
 from mesh.transfers.commands import PeerHolding
 from mesh.transfers.hub import HubSettings
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
@@ -240,6 +242,29 @@ async def test_a_commit_that_leaves_the_weights_alone_is_read_once_more_at_most(
             (held,) = one.supervisor.holdings
             assert held.layers == (0, 2, 3)
         assert weights_sent(hub) < 4 * size
+
+
+async def test_what_is_in_use_is_added_to_and_never_replaced(tmp_path: Path) -> None:
+    checkpoint = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=4, hidden=64, vocab=300
+    )
+    with HubStandin(checkpoint) as hub:
+        async with hub_house(tmp_path / "house", hub.url, "one") as (_, (one,)):
+            layers = [LayerRange(0, 1)]
+            first = await one.supervisor.pull("org/toy", layers, ends=False, drop=True)
+            there = await asyncio.to_thread(os.stat, first)
+            await asyncio.to_thread((checkpoint / "README.md").write_text, "edited")
+            writer = await asyncio.to_thread(PartialWriter, first)
+            with pytest.raises(Busy):
+                await one.supervisor.pull("org/toy", hub_alone=True)
+            await asyncio.to_thread(writer.close)
+            await asyncio.to_thread(use, first)
+            assert await one.supervisor.pull("org/toy", hub_alone=True) == first
+        assert os.path.samestat(there, await asyncio.to_thread(os.stat, first))
+        manifest = await asyncio.to_thread(read_manifest, checkpoint, model_id=MODEL)
+        assert await asyncio.to_thread(right, first, manifest) == set(manifest.tensors)
+        staging = first.parent / ".hub"
+        assert not await asyncio.to_thread(lambda: list(staging.glob("org--*")))
 
 
 async def test_nobody_is_believed_what_the_hub_has_where_it_says_something_else(
