@@ -70,6 +70,8 @@ class HubClaims:
         self._patience_s = patience_s
         self._seen: dict[tuple[NodeId, str], tuple[int, float]] = {}
         """By node and origin: the bytes, and since when there are no more."""
+        self._made: Counter[str] = Counter()
+        """How often this node claims each origin now."""
 
     def other(self, origin: str) -> PeerHolding | None:
         """Who else asks for it."""
@@ -93,13 +95,17 @@ class HubClaims:
             yield False
             return
         self._shelf.claim(origin, model_id, directory)
+        self._made[origin] += 1
         try:
             if self._fetches.neighbours:
                 await asyncio.sleep(SETTLE_S)
             other = self.other(origin)
             yield other is None or self._own < other.node
         finally:
-            self._shelf.unclaim(origin)
+            self._made[origin] -= 1
+            if not self._made[origin]:
+                del self._made[origin]
+                self._shelf.unclaim(origin)
 
 
 class Outside:

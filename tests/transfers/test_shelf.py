@@ -10,7 +10,13 @@ import pytest
 
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.transfers import documents
+from mesh.transfers.asking import WeightsLink
+from mesh.transfers.commands import PeerHolding
+from mesh.transfers.fetches import Fetches, FetchSettings
+from mesh.transfers.outside import HubClaims
+from mesh.transfers.pacing import Pace
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
+from mesh.types import ModelId, NodeId
 from mesh.wire.messages import Part
 from tests.checkpoints import make_checkpoint
 
@@ -60,3 +66,20 @@ def test_what_its_owner_has_deleted_is_not_told_any_more(manifest: Manifest) -> 
     shutil.rmtree(manifest.directory)
     assert shelf.holdings() == []
     assert shelf.all() == []
+
+
+async def test_who_fetches_from_the_hub_says_so_until_all_here_who_do_have_ended(
+    tmp_path: Path,
+) -> None:
+    async def dial(peer: PeerHolding) -> WeightsLink:
+        raise AssertionError(peer)
+
+    shelf = Shelf()
+    fetches = Fetches(FetchSettings(tmp_path), shelf, dial, Pace())
+    claims = HubClaims(NodeId("one"), shelf, fetches, patience_s=1.0)
+    claim = ("org/toy@0", ModelId("org/toy"), tmp_path)
+    async with claims.made(*claim):
+        async with claims.made(*claim) as is_first:
+            assert is_first
+        assert [held.origin for held in shelf.holdings()] == ["org/toy@0"]
+    assert shelf.holdings() == []
