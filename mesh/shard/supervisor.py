@@ -241,6 +241,7 @@ class ShardSupervisor(Supervisor):
     def _loaded(self, answer: Loaded) -> None:
         shard, name = LocalShard(answer), answer.descriptor.shard_id
         self._attempts.succeeded(name)
+        self._attempts.succeeded(_alone(name))
         loading = self._loading.pop(name, None)
         if loading is not None:
             loading.set_result(shard)
@@ -262,7 +263,9 @@ class ShardSupervisor(Supervisor):
                 self._use_port(None)
                 return
         if request is not None:
-            self._attempts.failed(request.shard_id, error, _now())
+            name = request.shard_id
+            # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
+            self._attempts.failed(name if name in self.wanted() else _alone(name), error, _now())
         for name in self.wanted() if request is None else [request.shard_id]:
             self._did_not_load(name, error)
 
@@ -303,7 +306,9 @@ class ShardSupervisor(Supervisor):
     def _why_not(self, name: ShardId) -> MeshError | None:
         """Why a shard is not to be loaded now, after what happened when it was."""
         free_mb = 0 if self.memory is None else self.memory.ram_mb
-        return self._attempts.why_not(name, _now(), free_mb)
+        names = [name] if name in self.wanted() else [name, _alone(name)]
+        found = (self._attempts.why_not(each, _now(), free_mb) for each in names)
+        return next(filter(None, found), None)
 
     def _load_missing(self) -> None:
         """Ask for every wanted shard that is not here and may be tried."""
@@ -365,6 +370,11 @@ class ShardSupervisor(Supervisor):
         if len(self.shards) + len(self.failed) >= len(self.requests):
             self._settled.set()
         self._on_change()
+
+
+def _alone(name: ShardId) -> str:
+    """What is known of loads of it that were private."""
+    return f"{name} for this node alone"
 
 
 def _now() -> float:

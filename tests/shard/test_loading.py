@@ -107,6 +107,17 @@ async def test_a_load_that_failed_for_a_passing_reason_is_tried_again() -> None:
         assert host.starts == 1
 
 
+async def test_what_failed_for_this_node_alone_is_loaded_at_once_where_it_is_to_be_served() -> None:
+    total_mb = psutil.virtual_memory().total >> 20
+    async with secure.hosting(None) as host:
+        much, little = (secure.request(**shard(caches_mb=mb)) for mb in (2 * total_mb, 0))
+        for request in (much, little):  # it is left alone for a while
+            with pytest.raises(NotEnoughMemory, match=f"{2 * total_mb} for caches"):
+                await host.ensure(request)
+        served = await host.serve(little)
+        assert host.serving == [served]
+
+
 @pytest.fixture
 def group() -> Any:
     with limited_group(1024) as directory:
