@@ -202,8 +202,9 @@ class PlanControl(Protocol):
         "gap"}], "token_ms", "head_ms", "asker_ms", "tokens_per_second", "all_tokens_per_second",
         "first_token_ms", "bottleneck": {"what", "node", "ms", "share", "help"}}], "machines":
         [{"node_id", "node", "free_bytes", "total_bytes", "layers_that_fit", "used", "why"}],
-        "refusal": {"code", "message", "fix", "missing_bytes", "node"} | None}``. Sizes are bytes.
-        May raise MeshError."""
+        "refusal": {"code", "message", "fix", "missing_bytes", "node"} | None, "others_rest":
+        whether it fits once other deployments rest, and not before}``. Sizes are bytes. May raise
+        MeshError."""
 
 
 @dataclass(frozen=True, slots=True)

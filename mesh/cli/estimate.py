@@ -26,6 +26,9 @@ def print_plan(plan: dict[str, Any]) -> None:
             say(f"replica {number}")
         _print_replica(replica, streams)
     _print_machines(plan["machines"], fits=plan["refusal"] is None)
+    if plan["others_rest"]:
+        say()
+        say("It fits once other deployments rest: the smallest that may go make room.")
     refusal = plan["refusal"]
     if refusal is not None:
         say()

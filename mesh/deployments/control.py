@@ -22,7 +22,7 @@ from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.identity.naming import nodes_meant, told_apart
-from mesh.types import LayerRange, NodeId
+from mesh.types import LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +168,16 @@ class Deploying:
             {"deployment": name, "model_id": wish.model_id, "evicted": True}
             for name, wish in ended.items()
         ]
+
+    def room_of_others(
+        self, model_id: ModelId, weights_sha256: str, *, dedicated: bool
+    ) -> Mapping[NodeId, int]:
+        """MiB that would get free on each machine if all rested that may for this model."""
+        found = Checkpoint(model_id, weights_sha256, 0, None, 0)
+        known = self._of(model_id, weights_sha256)
+        wish = _new_wish("", found) if known is None else known.wish
+        wish = replace(wish, dedicated=dedicated)
+        return room_of_others(wish, self._others(wish).values(), self._house.need_of)
 
     def require(self, model: str) -> dict[str, Any]:
         """The row of one deployment, by its id or model. Raises NotFound."""

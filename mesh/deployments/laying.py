@@ -114,6 +114,11 @@ def rooms(
     return Laid(rooms=found, extra=extra, held=held)
 
 
+def with_more(device: Device, more_bytes: int) -> Device:
+    """The device, were so much more free there, or less."""
+    return replace(device, free_bytes=max(0, device.free_bytes + more_bytes))
+
+
 def _room(bench: Bench) -> int:
     """Layers that the bench has room for: more than the model has where it takes several times."""
     seat = bench.seat(None)
@@ -131,7 +136,7 @@ def _ready(model: ModelShape, machine: Machine, demand: Demand, said: RoomAdjust
     """The machine as it may be given layers."""
     devices = list(machine.devices)
     if devices:
-        devices[0] = _with_more(devices[0], said.freed_mb.get(machine.node_id, 0) << 20)
+        devices[0] = with_more(devices[0], said.freed_mb.get(machine.node_id, 0) << 20)
     held = tuple(HeldLayers(each.layers) for each in machine.held)
     ready = replace(machine, devices=tuple(devices), held=held)
     for span in said.refused:
@@ -147,7 +152,7 @@ def _humbled(model: ModelShape, machine: Machine, layers: LayerRange, demand: De
         return machine
     part, whole = REFUSED_SHARE
     excess = found[0].have_bytes - found[0].need(layers).total * part // whole
-    first = _with_more(machine.devices[0], -max(0, excess))
+    first = with_more(machine.devices[0], -max(0, excess))
     return replace(machine, devices=(first, *machine.devices[1:]))
 
 
@@ -156,10 +161,6 @@ def _benches(model: ModelShape, machine: Machine, demand: Demand) -> list[Bench]
         if demand.quant in ("auto", quant) and (found := benches(model, machine, demand, quant)):
             return found
     return []
-
-
-def _with_more(device: Device, more_bytes: int) -> Device:
-    return replace(device, free_bytes=max(0, device.free_bytes + more_bytes))
 
 
 def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:

@@ -10,44 +10,54 @@ import asyncio
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.laid import UNKNOWN, Laid
-from mesh.deployments.laying import RoomAdjustments, lay, rooms
+from mesh.deployments.laying import RoomAdjustments, lay, rooms, with_more
 from mesh.deployments.placement import gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, WeightsMismatch
+from mesh.errors import BadRequest, NotEnoughMemory, WeightsMismatch
 from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.manifest import Manifest
 from mesh.node.fetched_weights import FetchedWeights
+from mesh.node.plan_form import as_json
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import float_format, shard_bytes
-from mesh.routing.forecast import Forecast
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
-from mesh.routing.placement import Layout, lay_out
+from mesh.routing.placement import lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 _UNMEASURED_MS, _UNMEASURED_MB_S = 1.0, 100.0
 """A way that nobody has measured yet counts as a common one of a house."""
 
 _MAX_MODELS = 64
+_AWAY = "it does not answer"
 
 _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?))?")
+
+
+class OthersRoom(Protocol):
+    """See `mesh.deployments.control.Deploying.room_of_others`."""
+
+    def __call__(
+        self, model_id: ModelId, weights_sha256: str, *, dedicated: bool
+    ) -> Mapping[NodeId, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EstimateContext:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
     is what a token costs as it is asked for here, `asked` what answers have told of that and of the
-    ways to nodes."""
+    ways to nodes. `members` are all, up or not, with their names; `others` the MiB of each machine
+    that would get free if all rested that may for a model."""
 
     node: NodeId
     config: Config
@@ -59,6 +69,8 @@ class EstimateContext:
     held: Callable[[], Sequence[HeldWeights]]
     asker_ms: Callable[[], float]
     asked: AskedTimes
+    members: Callable[[], Mapping[NodeId, str]]
+    others: OthersRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,15 @@ class Estimates:
         known = await self._look_up(order["model"], context)
         model = known.shape
         machines, demand = self._asked(model, order)
-        return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
+        found = await asyncio.to_thread(lay_out, model, machines, demand)
+        others = self._house.others(
+            model.model_id, model.weights_sha256, dedicated=demand.dedicated
+        )
+        is_full = found.refusal is not None and found.refusal.code == NotEnoughMemory.code
+        if is_full and others:  # as a deployment that finds no room
+            roomier = [_roomier(each, others.get(each.node_id, 0)) for each in machines]
+            found = await asyncio.to_thread(lay_out, model, roomier, demand)
+        return as_json(found, others_rest=is_full and found.refusal is None)
 
     async def layout(
         self,
@@ -182,7 +202,10 @@ class Estimates:
         return known
 
     def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Demand]:
-        machines = {each.node_id: each for each in self.machines(model)}
+        machines = {
+            node: Machine(node, name, (), refusal=_AWAY)
+            for node, name in self._house.members().items()
+        } | {each.node_id: each for each in self.machines(model)}
         for text in order["with"]:
             one = self._imagined(text, machines) or machines[_node(text, machines.values())]
             machines[one.node_id] = replace(one, refusal="")
@@ -271,7 +294,7 @@ class Estimates:
             off = config.distributed.host.serve_shards is False
             return "its settings let it serve no layers (host.serve_shards)" if off else ""
         if not view.online or self._house.verdict(node) is Verdict.LOST:
-            return "it does not answer"
+            return _AWAY
         if not self._house.may_serve(node):
             return "it is not trusted to serve: `hearthnet members promote`"
         return ""
@@ -323,6 +346,12 @@ def _is_measured(machine: Machine) -> bool:
     return bool(machine.refusal) or any(device.speeds for device in machine.devices)
 
 
+def _roomier(machine: Machine, more_mb: int) -> Machine:
+    """Were so much more free on its first device."""
+    first = tuple(with_more(each, more_mb << 20) for each in machine.devices[:1])
+    return replace(machine, devices=first + machine.devices[1:])
+
+
 def _freed_mb(machine: Machine, going: Collection[Span]) -> int:
     """What gets free on a machine when these spans are gone."""
     sizes = [h.loaded_bytes for h in machine.held if Span(machine.node_id, h.layers) in going]
@@ -334,34 +363,6 @@ def _becomes_free(shard: Advertisement) -> int:
     memory = shard.health.memory
     beside_mb = memory.headroom_mb if memory is not None else 0
     return max(0, shard.descriptor.vram_required_mb - beside_mb) << 20
-
-
-def as_json(found: Layout) -> dict[str, Any]:
-    """A plan in the form that `PlanControl.plan` has."""
-    fields = asdict(found)
-    fields["replicas"] = [_replica(each) for each in found.replicas]
-    fields["machines"] = [_named(asdict(each)) for each in found.machines]
-    fields["refusal"] = None if found.refusal is None else _named(asdict(found.refusal))
-    return fields
-
-
-def _replica(one: Forecast) -> dict[str, Any]:
-    fields = asdict(one)
-    fields["bottleneck"] = _named(fields["bottleneck"])
-    fields["shards"] = [
-        {
-            **_named(asdict(shard)),
-            "layers": str(shard.layers),
-            "need": {**asdict(shard.need), "total": shard.need.total},
-        }
-        for shard in one.shards
-    ]
-    return fields
-
-
-def _named(fields: dict[str, Any]) -> dict[str, Any]:
-    """With the name of a node where the HTTP API has it."""
-    return {("node" if key == "name" else key): value for key, value in fields.items()}
 
 
 def _pin(text: str, known: Iterable[Machine]) -> tuple[NodeId, LayerRange]:

@@ -248,10 +248,10 @@ class Node:
         around = EstimateContext(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
-            self._capacity.asker_ms, self._capacity.asked,
+            self._capacity.asker_ms, self._capacity.asked, deployments.house.names,
+            deployments.control.room_of_others,
         )  # fmt: skip
-        estimates = Estimates(around, deployments.weights)
-        deployments.house.layouts.planner = estimates
+        estimates = deployments.house.layouts.planner = Estimates(around, deployments.weights)
         return estimates
 
     # What the parts ask

@@ -190,6 +190,19 @@ async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> No
     assert home.held() == {"large-8"}
 
 
+async def test_the_room_of_others_is_that_of_those_who_may_rest() -> None:
+    home = Verbs(100, 100, up_s=HOUR - 1)
+    await home.verbs.deploy({"model": "small-6"})
+    assert home.held() == {"small-6"}
+
+    def room(model: str, *, dedicated: bool) -> Mapping[NodeId, int]:
+        return home.verbs.room_of_others(ModelId(model), WEIGHTS, dedicated=dedicated)
+
+    held = {each.node: 100 - each.free_mb for each in home.house.nodes}
+    assert room("large-8", dedicated=True) == held
+    assert room("large-8", dedicated=False) == room("small-6", dedicated=True) == {}
+
+
 async def test_a_change_that_opens_a_gap_says_so_and_opens_it() -> None:
     home = Verbs(100)
     await home.verbs.deploy({"model": "large-8"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from mesh.shard.footprint import ends_mb, estimate
 from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
 from tests.discovery.network import advertised
 
-OWN, NEAR, FAR, DOUBTED = map(NodeId, ("own", "near", "far", "doubted"))
+OWN, NEAR, FAR, DOUBTED, AWAY = map(NodeId, ("own", "near", "far", "doubted", "away"))
 ASK: dict[str, Any] = {
     "model": "builtin", "replicas": 1, "dedicated": False, "quant": "none", "context": 256,
     "streams": 1, "nodes": [], "with": [], "without": [], "layers": [],
@@ -63,6 +63,7 @@ def made(
     store: ShardStore,
     verdict: Callable[[NodeId], Verdict] | None = None,
     asked: AskedTimes | None = None,
+    others: Mapping[NodeId, int] = {},
 ) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
@@ -70,7 +71,8 @@ def made(
     around = EstimateContext(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
-        lambda: 2.5, asked or AskedTimes(),
+        lambda: 2.5, asked or AskedTimes(), lambda: {AWAY: "Away"},
+        lambda model_id, weights_sha256, dedicated: {} if dedicated else others,
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -172,6 +174,30 @@ async def test_what_does_not_fit_is_an_answer(
     assert "--context" in answer["refusal"]["fix"]
     print_plan(answer)
     assert "It does not fit" in capsys.readouterr().out
+
+
+async def test_what_fits_once_others_rest_is_estimated_so(
+    store: ShardStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house = await asyncio.to_thread(made, store, others={NEAR: 900})
+    for node in (OWN, NEAR, FAR):
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(10))
+    answer = await house.plan(ASK)
+    assert (used(answer), answer["others_rest"]) == ({"Near"}, True)
+    print_plan(answer)
+    assert "once other deployments rest" in capsys.readouterr().out
+    full = await house.plan({**ASK, "dedicated": True})
+    assert (full["refusal"]["code"], full["others_rest"]) == ("not_enough_memory", False)
+
+
+async def test_a_member_that_is_off_is_known_by_its_name(estimates: Estimates) -> None:
+    answer = await estimates.plan({**ASK, "without": ["Away"]})
+    assert not answer["others_rest"]
+    assert {row["node"]: row["why"] for row in answer["machines"]}["Away"] == "it does not answer"
+    refused = await estimates.plan({**ASK, "layers": ["Away=0-1"]})
+    assert refused["refusal"]["code"] == "not_enough_memory"
+    refused = await estimates.plan({**ASK, "nodes": ["Away"], "with": ["Away"]})
+    assert "has measured itself" in refused["refusal"]["message"]
 
 
 @pytest.mark.parametrize(
