@@ -264,6 +264,7 @@ class FetcherProcess(Worker):
         self._busy_at = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
+            await asyncio.to_thread(self._shelf.look)
             await self._tell_holdings()
             rows = self._rows()
             moves = Moves(rows, self._sent_bytes)

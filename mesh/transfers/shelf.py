@@ -127,6 +127,12 @@ class Shelf:
         with self._guard:
             return list(self._kept.values())
 
+    def look(self) -> None:
+        """Find out what was deleted by hand, or by another node of this machine. Blocks."""
+        for kept in self.all():
+            if not os.path.exists(kept.place):  # noqa: PTH110 - a disk that fails has nothing either
+                self.remove(kept.place)
+
     def holdings(self) -> list[Holding]:
         """One entry for each checkpoint, of its fullest copy, and one for each claim."""
         fullest: dict[str, StoredCheckpoint] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from mesh.models.manifest import read_manifest
@@ -47,6 +48,18 @@ async def test_one_that_nobody_has_asked_waits_less_than_one_that_was(tmp_path: 
         assert other.supervisor.holdings == ()
         await resting(other)
         assert [f.supervisor.starts for f in (giver, taker)] == [1, 1]
+
+
+async def test_what_is_deleted_by_hand_is_not_advertised_any_more(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=2)
+    async with house(tmp_path, "giver") as made:
+        giver = made.start("giver", directory)
+        await up(giver)
+        assert [held.directory for held in giver.supervisor.holdings] == [directory]
+        await asyncio.to_thread(shutil.rmtree, directory)
+        async with asyncio.timeout(20):
+            while giver.supervisor.holdings:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def resting(*fetchers: Fetcher) -> None:

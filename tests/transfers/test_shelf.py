@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_what_its_owner_has_deleted_is_not_told_any_more(manifest: Manifest) -> 
     shutil.rmtree(manifest.directory)
     assert shelf.holdings() == []
     assert shelf.all() == []
+
+
+def test_what_nobody_can_look_for_any_more_is_not_told(manifest: Manifest, tmp_path: Path) -> None:
+    shelf = Shelf()
+    shelf.put(StoredCheckpoint(manifest, "", None))
+    shelf.look()
+    assert [kept.place for kept in shelf.all()] == [manifest.path]
+    odd = replace(manifest, directory=tmp_path / ("x" * 300))  # a name that no disk takes
+    shelf.put(StoredCheckpoint(odd, "", None))
+    shelf.look()
+    assert [kept.place for kept in shelf.all()] == [manifest.path]
 
 
 async def test_who_fetches_from_the_hub_says_so_until_all_here_who_do_have_ended(
