@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
-from mesh.deployments.placement import make_plan
+from mesh.deployments.placement import make_plan, require_pins
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
@@ -210,6 +210,7 @@ class Deploying:
         if laid.quant:  # machines of several kinds would each take their own, and share no route
             wish = replace(wish, quant=laid.quant)
         machines = self._house.machines()
+        require_pins(wish, machines, self._house.names())
         return wish, make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
 
     def _others(self, wish: Wish) -> dict[str, Standing]:

@@ -51,6 +51,21 @@ def leaving(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> set[S
     return {s for r in before.replicas for s in r.spans} - {s for r in kept for s in r.spans}
 
 
+def require_pins(
+    wish: Wish, machines: Sequence[AvailableNode], names: Mapping[NodeId, str]
+) -> None:
+    """Raise BadRequest where layers are pinned to a machine that may not be used; `names` are what
+    people call the nodes."""
+    usable = {m.node for m in machines if not wish.nodes or m.node in wish.nodes}
+    missing = sorted(names.get(pin.node, pin.node) for pin in wish.pins if pin.node not in usable)
+    if missing:
+        raise BadRequest(
+            f"layers are pinned to {', '.join(dict.fromkeys(missing))}, which may not be used now.",
+            fix="Start that node, or pin the layers elsewhere.",
+            param="layers",
+        )
+
+
 def make_plan(
     wish: Wish,
     event: str,
@@ -70,13 +85,7 @@ def make_plan(
     BadRequest when pins cannot be met and NotEnoughMemory where something finds no room.
     """
     usable = [m for m in machines if not wish.nodes or m.node in wish.nodes]
-    missing = {pin.node for pin in wish.pins} - {machine.node for machine in usable}
-    if missing:
-        raise BadRequest(
-            f"layers are pinned to {', '.join(sorted(missing))}, which may not be used now.",
-            fix="Start that node, or pin the layers elsewhere.",
-            param="layers",
-        )
+    require_pins(wish, machines, {})
     if wish.replicas and not usable:
         raise NoRoute(
             f"no machine may hold {wish.model_id} now.",

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mesh.clock import backoff_s
 from mesh.deployments.laid import AvailableNode, Laid
-from mesh.deployments.placement import make_plan, planner, stale, without
+from mesh.deployments.placement import make_plan, planner, require_pins, stale, without
 from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
@@ -155,6 +155,7 @@ class Replanner:
         plan = deployment.plan
         asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
         wish, before = deployment.wish, without(plan, refused)
+        require_pins(wish, machines, self._members.names())
         laid = await self._members.laid_out(wish, before, {})
         new = make_plan(wish, deployment.event, machines, before, asked=asked, why=why, laid=laid)
         if plan is None or _differs(new, plan):

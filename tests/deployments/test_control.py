@@ -16,7 +16,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.weights import Checkpoint, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import NotEnoughMemory, NotFound
+from mesh.errors import BadRequest, NotEnoughMemory, NotFound
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, mb_of
 
@@ -36,7 +36,7 @@ class Here:
         return dict(self.house.deployments)
 
     def names(self) -> Mapping[NodeId, str]:
-        return {node.node: str(node.node) for node in self.house.nodes}
+        return {node.node: f"machine {node.node}" for node in self.house.nodes}
 
     def served(self) -> list[ServedShard]:
         return [shard for node in self.house.up[1:] for shard in _served(self.house, node.node)]
@@ -188,6 +188,14 @@ async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> No
     with pytest.raises(NotEnoughMemory):
         await home.verbs.deploy({"model": "small-6"})
     assert home.held() == {"large-8"}
+
+
+async def test_a_pin_to_a_machine_that_is_off_is_refused_by_its_name() -> None:
+    home = Verbs(100, 100)
+    home.house.nodes[1].is_up = False
+    with pytest.raises(BadRequest, match="pinned to machine n1, which may not be used"):
+        await home.verbs.deploy({"model": "small-6", "layers": ["machine n1=0-2"]})
+    assert home.signed() == []
 
 
 async def test_the_room_of_others_is_that_of_those_who_may_rest() -> None:
