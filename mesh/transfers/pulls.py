@@ -31,7 +31,7 @@ from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
 from mesh.transfers.shelf import Holding
-from mesh.transfers.supervisor import FetcherSupervisor
+from mesh.transfers.supervisor import FetcherSupervisor, OnOrder
 from mesh.types import LayerRange, ModelId
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class _Pull:
     id: str
     model: str
     task: asyncio.Task[None]
+    order: str = ""
+    """The id of its transfer, once it has one."""
     state: str = "running"
     directory: Path | None = None
     error: MeshError | None = None
@@ -122,8 +124,8 @@ class Pulls:
         Raises ModelNotFound for a name that means nothing, BadRequest for one that means several
         things, Busy when too many run.
         """
-        work = self._find(wish)
         name = str(next(self._numbers))
+        work = self._find(wish, lambda order: self._ordered(name, order))
         self._forget_old()
         task = spawn(self._run(name, work), f"pull {wish.model}")
         self._pulls[name] = _Pull(name, wish.model, task)
@@ -173,7 +175,10 @@ class Pulls:
 
     # Private
 
-    def _find(self, wish: PullWish) -> Awaitable[Path]:
+    def _ordered(self, name: str, order: str) -> None:
+        self._require(name).order = order
+
+    def _find(self, wish: PullWish, on_order: OnOrder) -> Awaitable[Path]:
         path = Path(wish.model).expanduser()
         if wish.model.startswith((".", "/", "~")):
             return self._offer(path)
@@ -183,7 +188,7 @@ class Pulls:
         ]
         known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
         if known is not None and wish.source != "hub":
-            return fetcher.ensure(*known, wish.layers, ends=wish.ends)
+            return fetcher.ensure(*known, wish.layers, ends=wish.ends, on_order=on_order)
         repository, _ = split_name(wish.model)
         if wish.source not in ("", "hub") or REPOSITORY.fullmatch(repository) is None:
             raise ModelNotFound(
@@ -193,7 +198,7 @@ class Pulls:
             )
         return fetcher.pull(
             wish.model, wish.layers, revision=wish.revision, ends=wish.ends, drop=wish.drop,
-            hub_alone=wish.source == "hub",
+            hub_alone=wish.source == "hub", on_order=on_order,
         )  # fmt: skip
 
     async def _offer(self, directory: Path) -> Path:
@@ -223,11 +228,8 @@ class Pulls:
             pull.ended.set()
 
     def _transfer(self, pull: _Pull) -> dict[str, Any] | None:
-        names = {pull.model, pull.model.partition("@")[0]}
-        for transfer in self._fetcher.transfers:
-            if transfer.model_id in names:
-                return _row(transfer)
-        return None
+        found = (each for each in self._fetcher.transfers if each.id == pull.order)
+        return next(map(_row, found), None)
 
     def _held(self, model: str) -> list[Holding]:
         return [

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 MAX_LIARS = 1024
 """That are remembered; those found first are forgotten first."""
 
+OnOrder = Callable[[str], None]
 Notify = Callable[[str, dict[str, Any]], None]
 
 
@@ -94,9 +95,11 @@ class FetcherSupervisor(RestingSupervisor):
         layers: Sequence[LayerRange] | None = None,
         *,
         ends: bool = True,
+        on_order: OnOrder = lambda name: None,
     ) -> Path:
         """The directory of a checkpoint of which these layers (None: all there is) and perhaps the
-        ends are here, once they are; how far that is, is in `transfers`.
+        ends are here, once they are; how far that is, is in `transfers`, under the id that
+        `on_order` is told.
 
         Raises TransferFailed when nobody has them, DiskFull, BadCheckpoint, and Busy when this node
         is stopping. Cancelling ends the fetch; what came is kept.
@@ -104,7 +107,7 @@ class FetcherSupervisor(RestingSupervisor):
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
         return await self._order(
-            lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub)
+            lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub), on_order
         )
 
     async def pull(
@@ -116,6 +119,7 @@ class FetcherSupervisor(RestingSupervisor):
         ends: bool = True,
         drop: bool = False,
         hub_alone: bool = False,
+        on_order: OnOrder = lambda name: None,
     ) -> Path:
         """The same for a repository of the hub, from neighbours as far as they have it.
 
@@ -129,7 +133,8 @@ class FetcherSupervisor(RestingSupervisor):
         return await self._order(
             lambda name: PullRepository(
                 name, repository, revision, spans, ends, hub, drop, hub_alone
-            )
+            ),
+            on_order,
         )
 
     async def headers(self, repository: str) -> Path:
@@ -232,13 +237,16 @@ class FetcherSupervisor(RestingSupervisor):
 
     # Private
 
-    async def _order(self, make: Callable[[str], ProcessMessage]) -> Path:
+    async def _order(
+        self, make: Callable[[str], ProcessMessage], on_order: OnOrder = lambda name: None
+    ) -> Path:
         if self.is_stopping:
             raise Busy("this node is stopping.", fix="Start it again.")
         name = str(next(self._numbers))
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         order = make(name)
         self._orders[name] = (order, future)
+        on_order(name)
         self.start()
         self.wake()
         self._look()

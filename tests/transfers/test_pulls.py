@@ -1,0 +1,42 @@
+"""The verbs about models on disk, over fetchers as they run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from mesh.models.manifest import read_manifest
+from mesh.transfers.pulls import PullContext, Pulls, PullWish
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.transfers.house import MODEL, house, up
+
+
+async def test_each_of_two_pulls_of_a_model_says_how_far_it_is_itself(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=2, hidden=128, vocab=300
+    )
+    whole = await asyncio.to_thread(read_manifest, directory, model_id=MODEL)
+    size = sum(entry.nbytes for entry in whole.layer_tensors(LayerRange(0, 1)))
+    async with house(tmp_path, "giver", "taker") as made:
+        giver = made.start("giver", directory, bytes_per_s=size / 30)
+        taker = made.start("taker")
+        await up(giver, taker)
+        made.introduce()
+        around = PullContext(giver.holding, tuple, lambda kind, fields: None, tmp_path / "cache")
+        pulls = Pulls(taker.supervisor, around)
+        first, second = (
+            pulls.start(PullWish(MODEL, (LayerRange(layer, layer + 1),), ends=False))["pull"]
+            for layer in (0, 1)
+        )
+
+        async def transfer(name: str) -> dict[str, Any]:
+            found: dict[str, Any] = (await pulls.outcome(name, 0.0))["transfer"] or {}
+            return found
+
+        async with asyncio.timeout(20):
+            while not (await transfer(first)).get("total_bytes"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert (await transfer(second))["state"] == "waiting"
+        await pulls.close()
