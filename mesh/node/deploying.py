@@ -76,6 +76,16 @@ class House:
         there = {*self.served(), *self.serves()}
         return await self.layouts.laid_out(wish, before, freed_mb, there, self.alive())
 
+    def spoken_for(self, model_id: ModelId, weights_sha256: str) -> Mapping[NodeId, int]:
+        """MiB of each machine that are for what is planned there of other models, and not yet
+        loaded."""
+        own = (
+            each.id
+            for each in live(self.deployments())
+            if (each.wish.model_id, each.wish.weights_sha256) == (model_id, weights_sha256)
+        )
+        return self.layouts.spoken_for(next(own, ""), {*self.served(), *self.serves()})
+
     def refused(self, deployment: Deployment) -> Collection[Span]:
         """See `Members`."""
         return self.layouts.refused(deployment)

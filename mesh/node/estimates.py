@@ -57,7 +57,8 @@ class EstimateContext:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
     is what a token costs as it is asked for here, `asked` what answers have told of that and of the
     ways to nodes. `members` are all, up or not, with their names; `others` the MiB of each machine
-    that would get free if all rested that may for a model."""
+    that would get free if all rested that may for a model, `spoken_for` those that are for what is
+    planned of other models and not yet loaded."""
 
     node: NodeId
     config: Config
@@ -71,6 +72,7 @@ class EstimateContext:
     asked: AskedTimes
     members: Callable[[], Mapping[NodeId, str]]
     others: OthersRoom
+    spoken_for: Callable[[ModelId, str], Mapping[NodeId, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +99,19 @@ class Estimates:
         known = await self._look_up(order["model"], context)
         model = known.shape
         machines, demand = self._asked(model, order)
-        found = await asyncio.to_thread(lay_out, model, machines, demand)
-        others = self._house.others(
-            model.model_id, model.weights_sha256, dedicated=demand.dedicated
+        what = model.model_id, model.weights_sha256
+        others, less = (
+            self._house.others(*what, dedicated=demand.dedicated),
+            self._house.spoken_for(*what),
         )
+        as_is = [_roomier(each, -less.get(each.node_id, 0)) for each in machines]
+        found = await asyncio.to_thread(lay_out, model, as_is, demand)
         is_full = found.refusal is not None and found.refusal.code == NotEnoughMemory.code
         if is_full and others:  # as a deployment that finds no room
-            roomier = [_roomier(each, others.get(each.node_id, 0)) for each in machines]
+            roomier = [
+                _roomier(each, others.get(each.node_id, 0) - less.get(each.node_id, 0))
+                for each in machines
+            ]
             found = await asyncio.to_thread(lay_out, model, roomier, demand)
         return as_json(found, others_rest=is_full and found.refusal is None)
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from mesh.config import Config
@@ -83,7 +83,8 @@ class Layouts:
         if self.planner is None:
             return UNKNOWN
         more = Counter(freed_mb)
-        more.subtract(self._spoken_for(wish, before, there))
+        own = [(wish, before)] if before is not None else []
+        more.subtract(self.spoken_for(wish.deployment, there, own))
         said = RoomAdjustments(more, self._refusals.of(wish.deployment, _now()))
         evenly = self._config.deployments.placement == "even"
         try:
@@ -94,6 +95,27 @@ class Layouts:
         except (MeshError, TimeoutError) as error:
             logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
             return UNKNOWN
+
+    def spoken_for(
+        self,
+        deployment: str,
+        there: Collection[ServedShard],
+        own: Iterable[tuple[Wish, Plan]] = (),
+    ) -> Mapping[NodeId, int]:
+        """MiB of each machine that are for spans which are planned there and not yet loaded: its
+        `own`, and those of other deployments than this."""
+        others = [
+            (each.wish, each.plan)
+            for each in live(self._deployments())
+            if each.id != deployment and each.is_wanted and each.plan is not None
+        ]
+        taken: Counter[NodeId] = Counter()
+        for wish, plan in (*own, *others):
+            for span in plan.spans:
+                served = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
+                if served not in there:
+                    taken[span.node] += self.need_mb(wish, span.layers)
+        return taken
 
     def need_mb(self, wish: Wish, layers: LayerRange) -> int:
         """What these layers take; where nobody knows the model, no more than is certain: the
@@ -148,25 +170,6 @@ class Layouts:
     def _lacks(self, shard: ShardId, node: NodeId) -> bool:
         told = self.told(node, shard)
         return told is not None and told.lacks_memory
-
-    def _spoken_for(
-        self, wish: Wish, before: Plan | None, there: Collection[ServedShard]
-    ) -> Mapping[NodeId, int]:
-        """MiB of each machine that are for spans which are planned there and not yet loaded: those
-        of `before`, and of other deployments."""
-        plans = [(wish, before)] if before is not None else []
-        plans += [
-            (each.wish, each.plan)
-            for each in live(self._deployments())
-            if each.id != wish.deployment and each.is_wanted and each.plan is not None
-        ]
-        taken: Counter[NodeId] = Counter()
-        for one, plan in plans:
-            for span in plan.spans:
-                served = ServedShard(span.node, one.model_id, one.weights_sha256, span.layers)
-                if served not in there:
-                    taken[span.node] += self.need_mb(one, span.layers)
-        return taken
 
 
 def _now() -> float:

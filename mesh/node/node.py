@@ -249,7 +249,7 @@ class Node:
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
             self._capacity.asker_ms, self._capacity.asked, deployments.house.names,
-            deployments.control.room_of_others,
+            deployments.control.room_of_others, deployments.house.spoken_for,
         )  # fmt: skip
         estimates = deployments.house.layouts.planner = Estimates(around, deployments.weights)
         return estimates

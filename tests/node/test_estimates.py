@@ -17,9 +17,10 @@ from mesh.config.sections import HostSection
 from mesh.deployments.laid import AvailableNode, Gap, Laid
 from mesh.deployments.laying import NOTHING, RoomAdjustments
 from mesh.deployments.placement import gaps, make_plan
+from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
-from mesh.deployments.wishes import Plan, Replica, Span, Wish
+from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, MeshError, ModelNotFound, WeightsMismatch
@@ -64,6 +65,7 @@ def made(
     verdict: Callable[[NodeId], Verdict] | None = None,
     asked: AskedTimes | None = None,
     others: Mapping[NodeId, int] = {},
+    spoken_for: Mapping[NodeId, int] = {},
 ) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
@@ -73,6 +75,7 @@ def made(
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
         lambda: 2.5, asked or AskedTimes(), lambda: {AWAY: "Away"},
         lambda model_id, weights_sha256, dedicated: {} if dedicated else others,
+        lambda model_id, weights_sha256: spoken_for,
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -188,6 +191,29 @@ async def test_what_fits_once_others_rest_is_estimated_so(
     assert "once other deployments rest" in capsys.readouterr().out
     full = await house.plan({**ASK, "dedicated": True})
     assert (full["refusal"]["code"], full["others_rest"]) == ("not_enough_memory", False)
+
+
+async def test_what_is_planned_and_not_yet_loaded_leaves_no_room(store: ShardStore) -> None:
+    taken = {OWN: 1000, NEAR: 990, FAR: 10}
+    house = await asyncio.to_thread(made, store, spoken_for=taken)
+    assert used(await house.plan(ASK)) == {"Far"}
+    house = await asyncio.to_thread(made, store, others={OWN: 1000}, spoken_for=taken | {FAR: 2000})
+    answer = await house.plan(ASK)
+    assert (used(answer), answer["others_rest"]) == ({"Own"}, True)
+
+
+async def test_of_what_is_planned_for_others_that_counts_which_is_not_loaded(
+    store: ShardStore,
+) -> None:
+    spans = Span(NEAR, LayerRange(0, 2)), Span(FAR, LayerRange(2, 4))
+    wish = Wish("0" * 16, ModelId("other"), "ab" * 32, 4, 400)
+    plan = Plan(wish.deployment, "cd" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    known = {wish.deployment: Deployment(wish, plan, "cd" * 32, OWN, 0)}
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, lambda: known)
+    there = [ServedShard(NEAR, wish.model_id, wish.weights_sha256, LayerRange(0, 2))]
+    need = layouts.need_mb(wish, LayerRange(2, 4))
+    assert layouts.spoken_for("", there) == {FAR: need}
+    assert layouts.spoken_for(wish.deployment, there) == {}
 
 
 async def test_a_member_that_is_off_is_known_by_its_name(estimates: Estimates) -> None:
