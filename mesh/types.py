@@ -304,12 +304,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One chosen token with the natural-log probability it had and its strongest alternatives."""
+    """One chosen token with the natural-log probability it had and its strongest alternatives.
+
+    Tokens are UTF-8 as in the middle of a text, and may be half a character.
+    """
 
     token_id: int
-    token: str
+    token: bytes
     logprob: float
-    top: tuple[tuple[int, str, float], ...] = ()
+    top: tuple[tuple[int, bytes, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,10 +163,18 @@ class ScriptedGenerations:
             token = word if number == 0 else f" {word}"
             logprobs: tuple[TokenLogprob, ...] = ()
             if request.sampling.logprobs is not None:
-                top = ((number, token, -0.5), (99, "ö", float("-inf")))
-                logprobs = (TokenLogprob(number, token, -0.5, top[: request.sampling.logprobs]),)
+                own = token.encode()
+                top = ((number, own, -0.5), (99, "ö".encode(), float("-inf")))
+                logprobs = (TokenLogprob(number, own, -0.5, top[: request.sampling.logprobs]),)
             yield TokenDelta(token, (number,), logprobs)
         yield done(tuple(range(len(words))))
+
+    async def _halves(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        first, second = "🐈".encode()[:2], "🐈".encode()[2:]
+        yield TokenDelta("", (1,), (TokenLogprob(1, first, -0.5),))
+        yield TokenDelta("🐈", (2,), (TokenLogprob(2, second, -0.5),))
+        yield TokenDelta(" sings", (3,), (TokenLogprob(3, b" sings", -0.5),))
+        yield done((1, 2, 3))
 
     async def _thinks(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         yield TokenDelta("", (1,), reasoning="first this,\n")

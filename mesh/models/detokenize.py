@@ -45,6 +45,30 @@ def decoder_for(backend: Any, decode: Callable[[Sequence[int]], str]) -> Increme
     return _RunDecoder(decode, tokens, byte_fallback="ByteFallback" in kinds)
 
 
+class TokenSpelling:
+    """The bytes that each token stands for in the middle of a text, be they half a character."""
+
+    def __init__(
+        self, backend: Any, decode: Callable[[Sequence[int]], str], before: Sequence[int]
+    ) -> None:
+        """`decode` leaves special tokens in; `before` are ids that a text may begin with."""
+        self._backend = backend
+        self._kinds = [] if backend is None else _decoder_kinds(_description(backend))
+        self._decode = decode
+        self._before = before
+        self._skipped = len(decode(before))
+
+    def of(self, token_id: int) -> bytes:
+        """Those of a token, special or not; none for an id that the tokenizer does not know."""
+        token = None if self._backend is None else self._backend.id_to_token(token_id)
+        if token is not None and self._kinds == ["ByteLevel"]:
+            return _bytes_of(token)
+        if token is not None and "ByteFallback" in self._kinds and _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        # Alone it would lose the space that many tokenizers drop at the start of a text.
+        return self._decode([*self._before, token_id])[self._skipped :].encode()
+
+
 class _Tokens:
     """The spelling of the tokens that make text; special and unknown ids make none."""
 

@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
-from mesh.models.detokenize import IncrementalDecoder, decoder_for
+from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
@@ -99,6 +99,7 @@ class Tokenizer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._longest: tuple[int | None] | None = None
+        self._spelling: TokenSpelling | None = None
         self.eos_ids = eos_ids
         """Ids that end a generation: from generation_config.json, config.json and the tokenizer."""
 
@@ -172,10 +173,13 @@ class Tokenizer:
         )
         return text
 
-    def token_text(self, token_id: int) -> str:
-        """One token alone, special or not, for showing beside its probability."""
-        text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        return text
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token, special or not, stands for in the middle of a text: UTF-8, maybe half a
+        character."""
+        if self._spelling is None:
+            before = self._tokenizer("a", add_special_tokens=False)["input_ids"][:1]
+            self._spelling = TokenSpelling(self._backend, self._decode_all, before)
+        return self._spelling.of(token_id)
 
     def vocabulary(self) -> dict[str, int]:
         """Every token, those that were added included, and its id."""
@@ -185,6 +189,10 @@ class Tokenizer:
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""
         return decoder_for(self._backend, self.decode)
+
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return text
 
     def _is_unseen(self, token_id: int | None) -> bool:
         unknown = self._tokenizer.unk_token_id

@@ -89,8 +89,8 @@ class Answer:
             thought, shown = thought + last_thought, shown + rest
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._params.logprobs is not None and candidates is not None:
-            rivals, text_of = self._params.logprobs, self._text.token_text
-            logprobs = (logprob_of(candidates, token, rivals, text_of, row),)
+            rivals, bytes_of = self._params.logprobs, self._text.token_bytes
+            logprobs = (logprob_of(candidates, token, rivals, bytes_of, row),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought)
 
@@ -137,7 +137,7 @@ def thoughts_of(text: Text, request: GenerationRequest, prompt: Sequence[int]) -
     marks = text.reasoning_marks
     if marks is None or request.messages is None:
         return None
-    tail = "".join(text.token_text(token) for token in prompt[-_MARK_TOKENS:])
+    tail = b"".join(map(text.token_bytes, prompt[-_MARK_TOKENS:])).decode(errors="replace")
     return Thoughts(marks, open_already=tail.rstrip().endswith(marks.opening))
 
 

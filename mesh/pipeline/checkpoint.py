@@ -65,9 +65,9 @@ class CheckpointText:
         """A fresh decoder for one answer."""
         return self._tokenizer.decoder()
 
-    def token_text(self, token_id: int) -> str:
-        """One token on its own, for log-probabilities."""
-        return self._tokenizer.token_text(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in the middle of a text."""
+        return self._tokenizer.token_bytes(token_id)
 
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""

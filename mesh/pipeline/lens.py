@@ -171,6 +171,9 @@ class LogitLens:
         logits = self._model.own_ends.logits(to_torch(last))[0, -1].float()
         values, tokens = logits.log_softmax(-1).topk(min(top, logits.shape[-1]))
         return [
-            {"token": self._model.text.token_text(token), "logprob": value}
+            {
+                "token": self._model.text.token_bytes(token).decode(errors="replace"),
+                "logprob": value,
+            }
             for token, value in zip(tokens.tolist(), values.tolist(), strict=True)
         ]

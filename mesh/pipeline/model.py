@@ -46,8 +46,8 @@ class Text(Protocol):
     def decoder(self) -> TextDecoder:
         """A fresh decoder for one answer."""
 
-    def token_text(self, token_id: int) -> str:
-        """One token on its own, for log-probabilities."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in the middle of a text: UTF-8, maybe half a character."""
 
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""

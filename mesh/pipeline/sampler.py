@@ -109,7 +109,7 @@ def logprob_of(
     candidates: Candidates,
     token: int,
     alternatives: int,
-    text_of: Callable[[int], str],
+    bytes_of: Callable[[int], bytes],
     row: torch.Tensor | None = None,
 ) -> TokenLogprob:
     """What the model itself gave `token`, before any sampling rule, and its strongest rivals, at
@@ -122,10 +122,10 @@ def logprob_of(
         assert row is not None  # noqa: S101 - it was chosen from it
         own = float(row[token])
     top = tuple(
-        (rival, text_of(rival), logit - candidates.log_total)
+        (rival, bytes_of(rival), logit - candidates.log_total)
         for rival, logit in zip(ids[:alternatives], logits[:alternatives], strict=True)
     )
-    return TokenLogprob(token, text_of(token), own - candidates.log_total, top)
+    return TokenLogprob(token, bytes_of(token), own - candidates.log_total, top)
 
 
 def _token_at(uniform: float, scores: torch.Tensor) -> int:

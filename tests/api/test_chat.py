@@ -150,6 +150,17 @@ async def test_logprobs_of_both_kinds(http: httpx.AsyncClient) -> None:
     assert streamed == whole["choices"][0]["logprobs"]["content"]
 
 
+async def test_tokens_that_are_half_a_character_have_their_own_bytes(
+    http: httpx.AsyncClient,
+) -> None:
+    asked = body("halves", logprobs=True)
+    (choice,) = (await http.post("/v1/chat/completions", json=asked)).json()["choices"]
+    entries = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["\ufffd", "\ufffd\ufffd", " sings"]
+    said = bytes(byte for entry in entries for byte in entry["bytes"]).decode()
+    assert said == choice["message"]["content"] == "🐈 sings"
+
+
 async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served) -> None:
     payload = body(
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=-7,

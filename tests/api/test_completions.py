@@ -88,6 +88,13 @@ async def test_logprobs_streamed_equal_the_whole(http: httpx.AsyncClient) -> Non
     assert joined == whole
 
 
+async def test_offsets_count_the_characters_of_the_text(http: httpx.AsyncClient) -> None:
+    payload = {"model": "halves", "prompt": "x", "logprobs": 0}
+    (choice,) = (await http.post("/v1/completions", json=payload)).json()["choices"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1]
+    assert choice["text"][1:] == " sings"
+
+
 async def test_stream_has_no_opening(http: httpx.AsyncClient) -> None:
     response = await http.post(
         "/v1/completions", json={"model": "echo", "prompt": "ab", "stream": True}

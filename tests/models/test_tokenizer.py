@@ -82,6 +82,15 @@ def test_unfinished_character_is_flushed_as_a_replacement(kind: str) -> None:
     assert decoder.flush() == ""
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_tokens_alone_keep_their_spaces_and_their_parts_of_a_character(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    text = f"the cat{CAT} sings, the cat é"
+    tokens = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text)]
+    assert b"".join(tokens).decode().strip() == text
+    assert not all(map(bytes.isascii, tokens))
+
+
 def test_words_keep_the_spaces_between_them() -> None:
     tokenizer = _tokenizer("sentencepiece")
     parts = _stream(tokenizer, tokenizer.encode("the cat the cat"))
@@ -122,7 +131,7 @@ def test_chat_follows_the_models_template(checkpoint: Checkpoint) -> None:
     tokenizer = Tokenizer.load(read_manifest(checkpoint("llama", layers=3)))
     assert tokenizer.has_chat_template
     ids = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
-    assert tokenizer.token_text(ids[0]) == "<s>"
+    assert tokenizer.token_bytes(ids[0]) == b"<s>"
     assert tokenizer.decode(ids) == "user: hello\nassistant: "
     assert tokenizer.eos_ids == {2}
 

@@ -38,7 +38,7 @@ def load(
     """As `load_asker`, but for the device."""
     model, reasons = load_asker(directory, model_id, options, begins)
     text = LostText()
-    for name in ("decoder", "token_text"):
+    for name in ("decoder", "token_bytes"):
         setattr(text, name, getattr(model.text, name))
     return replace(model, text=text), reasons  # type: ignore[arg-type]
 

@@ -26,7 +26,7 @@ from mesh.types import (
 )
 
 FRAMES = [
-    TokenDelta("a", (1, 2), (TokenLogprob(1, "a", -0.5, ((2, "b", -1.0),)),), 3),
+    TokenDelta("a", (1, 2), (TokenLogprob(1, b"a", -0.5, ((2, b"\xf0\x9f", -1.0),)),), 3),
     ShardStatus(ShardId("m:0-3"), "attic", "degraded", "it is slow"),
     ShardFailover(ShardId("m:0-3"), (ShardId("m:0-1"), ShardId("m:2-3")), 7),
     PipelineAborted("nobody is left"),

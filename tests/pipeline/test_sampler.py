@@ -198,8 +198,10 @@ def test_logprobs_are_the_models_own() -> None:
     expected = torch.log_softmax(row, -1)
     order = row.argsort(descending=True).tolist()
     for token in (order[0], order[20], order[199]):
-        entry = logprob_of(candidates_of(row), token, 2, lambda token: f"<{token}>", row)
+        entry = logprob_of(candidates_of(row), token, 2, lambda token: f"<{token}>".encode(), row)
         assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-6)
-        assert [(i, text) for i, text, _ in entry.top] == [(i, f"<{i}>") for i in order[:2]]
+        assert [(i, text) for i, text, _ in entry.top] == [
+            (i, f"<{i}>".encode()) for i in order[:2]
+        ]
         values = [value for _, _, value in entry.top]
         assert values == pytest.approx(expected[order[:2]].tolist(), abs=1e-6)

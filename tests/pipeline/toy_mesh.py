@@ -384,8 +384,8 @@ class ToyText:
     def vocabulary(self) -> dict[str, int]:
         return {str(token): token for token in range(97)}
 
-    def token_text(self, token_id: int) -> str:
-        return str(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        return str(token_id).encode()
 
 
 def toy_orchestrator(

@@ -98,21 +98,30 @@ def completion_logprobs(entries: tuple[TokenLogprob, ...], offset: int) -> dict[
     offsets = []
     for entry in entries:
         offsets.append(offset)
-        offset += len(entry.token)
+        offset += characters(entry.token)
     return {
-        "tokens": [entry.token for entry in entries],
+        "tokens": [_shown(entry.token) for entry in entries],
         "token_logprobs": [_logprob(entry.logprob) for entry in entries],
         "top_logprobs": [
-            {token: _logprob(value) for _, token, value in entry.top}
-            | {entry.token: _logprob(entry.logprob)}
+            {_shown(token): _logprob(value) for _, token, value in entry.top}
+            | {_shown(entry.token): _logprob(entry.logprob)}
             for entry in entries
         ],
         "text_offset": offsets,
     }
 
 
-def _chat_entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": _logprob(logprob), "bytes": list(token.encode())}
+def characters(token: bytes) -> int:
+    """How many characters begin in a token; the rest of one belongs to the token it began in."""
+    return sum(byte & 0xC0 != 0x80 for byte in token)
+
+
+def _chat_entry(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _shown(token), "logprob": _logprob(logprob), "bytes": list(token)}
+
+
+def _shown(token: bytes) -> str:
+    return token.decode(errors="replace")
 
 
 def _logprob(value: float) -> float:

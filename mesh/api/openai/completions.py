@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
-from mesh.api.openai.answers import Head, completion_logprobs
+from mesh.api.openai.answers import Head, characters, completion_logprobs
 from mesh.api.openai.schemas import CompletionBody
 from mesh.api.openai.streaming import events, streamed, whole
 from mesh.api.resumable import KeptStreams
@@ -64,5 +64,5 @@ class _TextStyle:
         shown = None
         if self._with_logprobs and (logprobs or finish_reason is None):
             shown = completion_logprobs(logprobs, self._offset)
-            self._offset += sum(len(entry.token) for entry in logprobs)
+            self._offset += sum(characters(entry.token) for entry in logprobs)
         return {"index": 0, "text": text, "logprobs": shown, "finish_reason": finish_reason}
