@@ -241,6 +241,9 @@ class BadSteering(GenerationError, code="bad_steering", http_status=400):
 class ContextTooLong(GenerationError, code="context_length_exceeded", http_status=400):
     """Prompt plus wanted tokens exceed what the model or the hops can hold."""
 
+    # Clients that read no codes, LiteLLM for one, know it by OpenAI's words "this model's maximum
+    # context length is".
+
 
 class PipelineStalled(GenerationError, code="pipeline_stalled", http_status=504, retryable=True):
     """No progress within the time limit."""

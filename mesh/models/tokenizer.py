@@ -233,7 +233,7 @@ class Tokenizer:
 
 def _too_long(what: str, most: int) -> ContextTooLong:
     return ContextTooLong(
-        f"the prompt has {what}; the model can hold {most}.",
+        f"the prompt has {what}; this model's maximum context length is {most} tokens.",
         fix="Shorten the prompt.",
         param="prompt",
     )

@@ -47,7 +47,8 @@ class CheckpointText:
         ids = list(request.prompt_ids or ())
         if most is not None and len(ids) > most:
             raise ContextTooLong(
-                f"the prompt has {len(ids)} tokens; the model can hold {most}.",
+                f"the prompt has {len(ids)} tokens; this model's maximum context length is {most}"
+                " tokens.",
                 fix="Shorten the prompt.",
                 param="prompt",
             )

@@ -235,8 +235,8 @@ class PipelineOrchestrator:
             raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
         if room < 1 or (wanted is not None and wanted > room):
             raise ContextTooLong(
-                f"the prompt has {len(prompt)} tokens and {wanted or 1} more are wanted; "
-                f"{self._model.model_id} can hold {self._model.max_positions}.",
+                f"the prompt has {len(prompt)} tokens and {wanted or 1} more are wanted; this"
+                f" model's maximum context length is {self._model.max_positions} tokens.",
                 fix="Shorten the prompt or lower max_tokens.",
                 param="max_tokens" if room >= 1 else "prompt",
             )

@@ -153,5 +153,7 @@ def test_prompts_of_megabytes_are_refused_before_they_cost_anything(eager: Local
         assert response.status_code == 400
         error = response.json()["error"]
         assert error["code"] == "context_length_exceeded"
-        assert re.search(r"\d{7} bytes, .* the model can hold \d+\.", error["message"])
+        assert re.search(
+            r"\d{7} bytes, .* maximum context length is \d+ tokens\.", error["message"]
+        )
     assert spent_s() - before < CPU_S

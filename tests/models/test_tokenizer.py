@@ -247,7 +247,9 @@ def test_nothing_is_said_of_tokenizers_that_drop_text_or_fuse_what_they_do_not_k
 def test_white_space_counts_for_nothing_where_a_text_is_measured() -> None:
     tokenizer = _tokenizer("byte-level")
     tokenizer.encode("a" + " " * 3 + "b", most=100)
-    with pytest.raises(ContextTooLong, match="tokens; the model can hold 100"):
+    with pytest.raises(
+        ContextTooLong, match="tokens; this model's maximum context length is 100 t"
+    ):
         tokenizer.encode(" \u3000\n" * 20_000, most=100)  # measured in tokens, not in bytes
     with pytest.raises(ContextTooLong, match="bytes"):
         tokenizer.encode("q\u3000" * 20_000, most=100)

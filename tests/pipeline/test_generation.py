@@ -404,7 +404,7 @@ async def test_what_cannot_fit_is_refused_with_both_numbers(
         await frames_of(orchestrator, toy_request(prompt, count))
     if error is ContextTooLong:
         assert str(len(prompt)) in str(raised.value)
-        assert "4096" in str(raised.value)
+        assert "this model's maximum context length is 4096 tokens" in str(raised.value)
     await sessions.close()
 
 
