@@ -77,9 +77,11 @@ def on_http_exception(request: Request, error: Exception) -> Response:
         response = error_response(refusal)
         response.headers.update(headers)
         return response
-    fix = "Check the path's spelling."
-    if path.startswith(_V1):
-        fix = f"Use one of: {', '.join(_asked_without_an_id(request.app.routes))}."
+    fix, known = "Check the path's spelling.", _asked_without_an_id(request.app.routes)
+    if f"{path}/".startswith(_V1):
+        fix = f"Use one of: {', '.join(known)}."
+    elif _V1 + path.strip("/") in known:
+        fix = "End the client's base URL in /v1, as `hearthnet up` prints it."
     return error_response(NotFound(f"There is no {path} here.", fix=fix))
 
 

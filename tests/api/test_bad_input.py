@@ -292,7 +292,12 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     there = "Use one of: /v1/chat/completions, /v1/completions, /v1/models."
     assert missing.json()["error"]["fix"] == there
+    assert (await http.get("/v1")).json()["error"]["fix"] == there
     assert (await http.get("/mesh/v2")).json()["error"]["fix"] == "Check the path's spelling."
+    for path in ("/chat/completions", "/completions", "/models/"):
+        misled = await http.post(path, json=CHAT)
+        assert misled.status_code == 404
+        assert "base URL in /v1" in misled.json()["error"]["fix"]
     wrong = await http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
