@@ -150,7 +150,9 @@ async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api:
     models = (await http.get("/v1/models")).json()
     assert [m["id"] for m in models["data"]] == ["echo"]
     assert models["data"][0]["hearthnet"]["context"] == 2048
-    assert (await http.get("/v1/models/echo")).json() == models["data"][0]
+    assert (await http.get("/v1/models/")).json() == models
+    for path in ("/v1/models/echo", "/v1/models/echo/"):
+        assert (await http.get(path)).json() == models["data"][0]
     assert (await http.get("/mesh/v1/status")).json() == api.view.status()
     assert (await http.get("/mesh/v1/peers")).json() == {"peers": api.view.peers()}
     assert (await http.get("/mesh/v1/models")).json() == {"models": api.view.models()}

@@ -19,7 +19,9 @@ def routes(view: MeshView) -> list[Route]:
         return JSONResponse({"object": "list", "data": _runnable(view)})
 
     async def one(request: Request) -> Response:
-        wanted = request.path_params["model_id"]
+        wanted = request.path_params["model_id"].rstrip("/")
+        if not wanted:  # the list's own path with a slash behind it
+            return await listing(request)
         models = {model["id"]: model for model in _runnable(view)}
         if wanted not in models:
             raise nobody_asks(wanted, models)
