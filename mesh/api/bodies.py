@@ -61,6 +61,13 @@ async def read_body(request: Request, model: type[_Body], settings: ApiSettings)
 
 async def _read(request: Request, settings: ApiSettings) -> bytes:
     limit = settings.max_body_bytes
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise BadRequest(
+            f"The body is compressed ({encoding[:_SHOWN_CHARS]}).",
+            fix="Switch off the client's compression of requests.",
+            param="Content-Encoding",
+        )
     too_large = BodyTooLarge(
         f"The body is larger than {limit} bytes.", fix="Send less text in one request."
     )

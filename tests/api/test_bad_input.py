@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
 import tracemalloc
 from dataclasses import replace
@@ -232,6 +233,17 @@ async def test_large_bodies_are_refused_with_and_without_a_length(
         response = await http.post("/v1/chat/completions", content=content)
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_compressed_bodies_are_refused_by_that(http: httpx.AsyncClient) -> None:
+    raw, named = gzip.compress(json.dumps(CHAT).encode()), {"Content-Encoding": "gzip"}
+    response = await http.post("/v1/chat/completions", content=raw, headers=named)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "Content-Encoding")
+    assert error["fix"] == "Switch off the client's compression of requests."
+    named = {"Content-Encoding": "identity"}
+    taken = await http.post("/v1/chat/completions", json=CHAT, headers=named)
+    assert taken.status_code == 200
 
 
 async def test_body_that_does_not_arrive_is_given_up(api: Served) -> None:
