@@ -1,6 +1,7 @@
 """Text from token ids as they arrive, never half a character.
 
-All parts that an `IncrementalDecoder` emits, joined, equal the decoding of all its ids at once.
+All parts that an `IncrementalDecoder` emits, joined, equal the decoding of all its ids at once,
+behind a text where they go on with one.
 What that takes depends on how the tokenizer turns tokens into text, hence three kinds; each costs a
 bounded number of operations per token however long the text grows. Nothing here knows what a model
 is.
@@ -30,19 +31,23 @@ class IncrementalDecoder(Protocol):
         """What was held back, with U+FFFD for bytes that never became a character."""
 
 
-def decoder_for(backend: Any, decode: Callable[[Sequence[int]], str]) -> IncrementalDecoder:
+def decoder_for(
+    backend: Any, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()
+) -> IncrementalDecoder:
     """The decoder that suits a tokenizer.
 
     `backend` is its `tokenizers.Tokenizer`, or None when it has none; `decode` is what the parts
-    joined must equal, special tokens left out.
+    joined must equal, special tokens left out. `before` are ids of some text, where the parts are
+    to go on with a text and not to begin one.
     """
+    window = _Window(decode, before)
     if backend is None:
-        return _GuessingDecoder(decode)
+        return _GuessingDecoder(window)
     kinds = _decoder_kinds(_description(backend))
     tokens = _Tokens(backend)
     if kinds == ["ByteLevel"]:
         return _ByteLevelDecoder(tokens)
-    return _RunDecoder(decode, tokens, byte_fallback="ByteFallback" in kinds)
+    return _RunDecoder(window, tokens, byte_fallback="ByteFallback" in kinds)
 
 
 class TokenSpelling:
@@ -108,10 +113,10 @@ class _Window:
     The id before keeps what a tokenizer does to the start of a text from happening in the middle.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
-        self._before: list[int] = []
-        self._before_text = ""
+        self._before = list(before)
+        self._before_text = decode(self._before)
         self.pending: list[int] = []
 
     def text(self) -> str:
@@ -136,10 +141,8 @@ class _RunDecoder:
     One wrong byte turns all of its run into U+FFFD, so nothing of a run is certain before its end.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], tokens: _Tokens, *, byte_fallback: bool
-    ) -> None:
-        self._window = _Window(decode)
+    def __init__(self, window: _Window, tokens: _Tokens, *, byte_fallback: bool) -> None:
+        self._window = window
         self._tokens = tokens
         self._byte_fallback = byte_fallback
 
@@ -158,8 +161,8 @@ class _RunDecoder:
 class _GuessingDecoder:
     """Tokenizers whose inside is not known: a last U+FFFD may still become a character."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._window = _Window(decode)
+    def __init__(self, window: _Window) -> None:
+        self._window = window
 
     def push(self, token_id: int) -> str:
         self._window.pending.append(token_id)

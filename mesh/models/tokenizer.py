@@ -177,8 +177,7 @@ class Tokenizer:
         """What one token, special or not, stands for in the middle of a text: UTF-8, maybe half a
         character."""
         if self._spelling is None:
-            before = self._tokenizer("a", add_special_tokens=False)["input_ids"][:1]
-            self._spelling = TokenSpelling(self._backend, self._decode_all, before)
+            self._spelling = TokenSpelling(self._backend, self._decode_all, self._some_text())
         return self._spelling.of(token_id)
 
     def vocabulary(self) -> dict[str, int]:
@@ -186,9 +185,17 @@ class Tokenizer:
         found: dict[str, int] = self._tokenizer.get_vocab()
         return found
 
-    def decoder(self) -> IncrementalDecoder:
-        """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""
-        return decoder_for(self._backend, self.decode)
+    def decoder(self, *, continues: bool = False) -> IncrementalDecoder:
+        """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all.
+
+        Where it `continues` a text they equal what the ids add to that: many tokenizers drop the
+        space that a text begins with.
+        """
+        return decoder_for(self._backend, self.decode, self._some_text() if continues else ())
+
+    def _some_text(self) -> list[int]:
+        """An id that a text may begin with."""
+        return self._encode("a", None, special=False)[:1]
 
     def _decode_all(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)

@@ -44,7 +44,7 @@ class Answer:
         self._limit = limit
         self.prompt = prompt
         self._prompt_tokens = len(prompt)
-        self._decoder = text.decoder()
+        self._decoder = text.decoder(continues=request.messages is None)
         self._stops = StopStrings(request.sampling.stop)
         self._thoughts = thoughts_of(text, request, prompt)
         self._started = started

@@ -62,9 +62,9 @@ class CheckpointText:
             )
         return ids
 
-    def decoder(self) -> TextDecoder:
-        """A fresh decoder for one answer."""
-        return self._tokenizer.decoder()
+    def decoder(self, *, continues: bool) -> TextDecoder:
+        """A fresh decoder for one answer, which `continues` a text or is one."""
+        return self._tokenizer.decoder(continues=continues)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in the middle of a text."""

@@ -43,8 +43,8 @@ class Text(Protocol):
         A long text takes seconds of a processor.
         """
 
-    def decoder(self) -> TextDecoder:
-        """A fresh decoder for one answer."""
+    def decoder(self, *, continues: bool) -> TextDecoder:
+        """A fresh decoder for one answer, which `continues` a text or is one."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in the middle of a text: UTF-8, maybe half a character."""

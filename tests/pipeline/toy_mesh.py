@@ -372,7 +372,7 @@ class ToyText:
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         return list(request.prompt_ids or ())
 
-    def decoder(self) -> ToyText:
+    def decoder(self, *, continues: bool) -> ToyText:
         return self
 
     def push(self, token_id: int) -> str:
