@@ -34,15 +34,17 @@ async def look(
             f"The answer has {len(tokens)} tokens, and no token {number}.",
             fix=f"Choose one: {FLAG} 1 is the first.",
         )
-    texts = [str(token["token"]) for token in tokens]
-    begun = "".join(texts[: number - 1])
+    begun = b"".join(bytes(token["bytes"]) for token in tokens[: number - 1]).decode(
+        errors="replace"
+    )
     if "\ufffd" in begun:
         raise BadRequest(
-            f"Before token {number} there are some that are no whole characters.",
+            f"What comes before token {number} is no whole characters.",
             fix="Choose an earlier one.",
         )
     found = await client.lens(model=model, messages=list(messages), begun=begun, top=TOP)
-    return {"number": number, "of": len(texts), "token": texts[number - 1], **found}
+    said = str(tokens[number - 1]["token"])
+    return {"number": number, "of": len(tokens), "token": said, **found}
 
 
 def table(found: dict[str, Any]) -> str:

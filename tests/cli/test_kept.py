@@ -125,10 +125,12 @@ def test_a_lens_marks_the_layers_that_say_what_was_said() -> None:
     assert "by the nodes that hold the layers" in last
 
 
-async def test_a_lens_is_refused_behind_half_a_character() -> None:
-    tokens = [{"token": text, "logprob": 0.0} for text in ("a", "\ufffd", "\ufffd", "b")]
+async def test_a_lens_is_refused_behind_half_a_character_and_not_behind_a_whole_one() -> None:
+    said = [b"a", "é".encode()[:1], "é".encode()[1:], b"b"]
+    tokens = [{"token": each.decode(errors="replace"), "bytes": list(each)} for each in said]
     async with Client("http://127.0.0.1:9") as client:
         with pytest.raises(BadRequest, match="no whole characters"):
             await lens.look(client, "m", [], tokens, 3)
-        with pytest.raises(NotRunning):
-            await lens.look(client, "m", [], tokens, 2)
+        for number in (2, 4):
+            with pytest.raises(NotRunning):
+                await lens.look(client, "m", [], tokens, number)
