@@ -70,6 +70,14 @@ def watch_memory() -> None:
         kind.numpy._hearthnet = True
 
 
+def give_out(tensor: torch.Tensor) -> None:
+    """Note that its memory may change without a new version from now on."""
+    memory = storage_of(tensor)
+    _GIVEN.add(memory)
+    for live in list(_LIVE):
+        live.given_out(memory.data_ptr())
+
+
 def was_given_out(tensor: torch.Tensor) -> bool:
     """Whether user code has had its memory, and may change it without a new version."""
     return storage_of(tensor) in _GIVEN
@@ -84,10 +92,7 @@ def _telling(way: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(way)
     def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in _PLAIN:
-            memory = storage_of(tensor)
-            _GIVEN.add(memory)
-            for live in list(_LIVE):
-                live.given_out(memory.data_ptr())
+            give_out(tensor)
         return way(tensor, *args, **kwargs)
 
     return telling

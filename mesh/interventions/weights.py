@@ -1,4 +1,4 @@
-"""Weights of remote layers: fetched when looked at. And whether the job has changed a layer.
+"""Weights of remote layers: fetched when read. And whether the job has changed a layer.
 
 A layer whose weights, submodules, attributes or hooks the job has touched would compute something
 else on its hop than in the job; it is then run in the job, with all its weights fetched.
@@ -6,13 +6,16 @@ else on its hop than in the job; it is then run in the job, with all its weights
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import nn
 from torch._guards import detect_fake_mode
 
+from mesh.interventions.unread import UnreadTensor, unread_parameter
 from mesh.interventions.unseen import checksum
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class WeightHop(Protocol):
@@ -27,7 +30,9 @@ class RemoteWeights:
 
     def __init__(self, hop_of: dict[int, Any]) -> None:
         self._hop_of: dict[int, WeightHop] = hop_of
-        self._fetched: dict[tuple[str, str], tuple[nn.Parameter, int]] = {}
+        self._seen: dict[tuple[str, str], nn.Parameter] = {}
+        self._checksums: dict[tuple[str, str], int] = {}
+        """Of those that were fetched, as they were then."""
         self._parts: dict[int, list[_Part]] = {}
 
     def remember(self, layer: int, module: nn.Module) -> None:
@@ -41,13 +46,19 @@ class RemoteWeights:
         """Whether running the layer on its hop would miss something the job did to it."""
         return any(part.is_changed() or self._is_edited(part) for part in self._parts[layer])
 
-    def fetch(self, path: str, name: str, layer: int) -> nn.Parameter:
-        """The weight `name` of the module `path`; the same object every time."""
-        key = (path, name)
-        if key not in self._fetched:
-            weight = self._hop_of[layer].fetch_weight(path, name)
-            self._fetched[key] = (nn.Parameter(weight, requires_grad=False), checksum(weight))
-        return self._fetched[key][0]
+    def weight(self, path: str, name: str, layer: int, stub: torch.Tensor) -> nn.Parameter:
+        """The weight `name` of the module `path`, which looks like `stub`; the same object every
+        time, fetched when it is read."""
+        key, hop = (path, name), self._hop_of[layer]
+        if key not in self._seen:
+
+            def fetch() -> torch.Tensor:
+                weight = hop.fetch_weight(path, name)
+                self._checksums[key] = checksum(weight)
+                return weight
+
+            self._seen[key] = unread_parameter(stub, fetch)
+        return self._seen[key]
 
     def pull(self, layer: int) -> int:
         """Put all weights of the layer into its modules here; how many bytes that is."""
@@ -57,7 +68,9 @@ class RemoteWeights:
             for name, stub in dict.items(part.parameters):
                 real[name] = stub
                 if stub is not None and stub.is_meta:
-                    weight = real[name] = self.fetch(part.path, name, layer)
+                    weight = real[name] = self.weight(part.path, name, layer, stub)
+                    if isinstance(weight, UnreadTensor):
+                        weight.filled()
                     weight.requires_grad_(weight.requires_grad or stub.requires_grad)
                     size += weight.nbytes
             part.module.__dict__["_parameters"] = real
@@ -69,15 +82,18 @@ class RemoteWeights:
 
     def _is_edited(self, part: _Part) -> bool:
         for name in dict.keys(part.parameters):
-            weight, before = self._fetched.get((part.path, name), (None, 0))
+            weight = self._seen.get((part.path, name))
+            if weight is None:
+                continue
+            before = self._checksums.get((part.path, name))
             # By content: edits through `.data` leave no other trace.
-            if weight is not None and (weight.requires_grad or checksum(weight) != before):
+            if weight.requires_grad or (before is not None and checksum(weight) != before):
                 return True
         return False
 
 
 class RemoteParameters(dict[str, Any]):
-    """A module's parameters: without data until one is looked at."""
+    """A module's parameters: without data until one is read."""
 
     def __init__(
         self, stubs: dict[str, Any], weights: RemoteWeights, path: str, layer: int
@@ -91,7 +107,7 @@ class RemoteParameters(dict[str, Any]):
         stub = super().__getitem__(name)
         if stub is None or not stub.is_meta or detect_fake_mode() is not None:
             return stub
-        return self._weights.fetch(self._path, name, self._layer)
+        return self._weights.weight(self._path, name, self._layer, stub)
 
     def values(self) -> Any:
         """The weights themselves."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import nnsight
+import numpy
 import pytest
 import torch
 import transformers
@@ -131,6 +132,53 @@ def test_weights_listed_are_those_of_the_layer() -> None:
     local, spread, log = both()
     equal(job(spread), job(local), 0.0)
     assert log == []
+
+
+def test_weights_that_are_listed_are_not_fetched_before_they_are_read() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            model = module_of(p.model)
+            model.requires_grad_(requires_grad=False)
+            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer.zero_grad()
+            seen = nnsight.save([len(p.model.state_dict())])
+            seen += [(w.shape, w.dtype, w.device, w.numel()) for w in model.parameters()]
+            seen += [torch.nn.Parameter(w.data).nbytes for w in model.state_dict().values()]
+            with torch.inference_mode():
+                seen.append(p.out(1).weight.norm() + copy.deepcopy(p.out(2).weight).norm())
+            with p.model.trace(PROMPT):
+                out = p.model.output.logits.save()
+        return seen, out
+
+    world = remote("llama", 3)
+    plain = remote("llama", 3)
+    equal(job(Parts(world.model)), job(own_whole("llama")), 0.0)
+    CASES["logits"](Parts(plain.model))
+    assert world.channel.messages == plain.channel.messages + 2
+    assert world.log == []
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda w: w.mul_(0.5),
+        lambda w: w.data.mul_(0.5),
+        lambda w: w.detach()[:].mul_(0.5),
+        lambda w: torch.nn.Parameter(w).detach().mul_(0.5),
+        lambda w: numpy.multiply(w.numpy(), 0.5, out=w.numpy()),
+    ],
+)
+def test_however_a_weight_is_edited_it_takes_effect(way: Callable[[torch.Tensor], Any]) -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            way(p.out(2).weight)
+            with p.model.trace(PROMPT):
+                out = p.model.output.logits.save()
+        return out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
 
 
 def test_weights_loaded_into_a_layer_take_effect() -> None:

@@ -1,0 +1,108 @@
+"""Weights that are somewhere else and look as if they were here: read at the first need of a value.
+
+Who lists a model's weights mostly wants to count, to freeze or to name them; a model may be larger
+than the job that does so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from mesh.interventions.unseen import give_out
+
+_NAMES = (
+    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_leaf", "grad_fn",
+    "is_cpu", "is_cuda", "is_meta", "is_mps", "is_sparse", "is_quantized",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device",
+    "is_floating_point", "is_complex", "requires_grad_", "__len__",
+)  # fmt: skip
+_Tensor: Any = torch.Tensor
+_KNOWN = {
+    *(getattr(_Tensor, name).__get__ for name in _NAMES),
+    *(getattr(_Tensor, name) for name in _METHODS),
+    *(_Tensor.requires_grad.__get__, _Tensor.requires_grad.__set__),
+    *(_Tensor.grad.__get__, _Tensor.grad.__set__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex),
+}
+"""What needs no values."""
+
+
+class UnreadTensor(torch.Tensor):
+    """A tensor, or parameter, of known shape and type; an ordinary one as soon as it is read."""
+
+    _read: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Any:
+        """One without a gradient, with the values that `read` gives."""
+        # All elements are one: it takes no memory, and what torch knows of it is right.
+        small = torch.zeros((), dtype=dtype, device="cpu").expand(*shape)
+        unread: Any = torch.Tensor._make_subclass(UnreadTensor, small)
+        unread._read = read
+        return unread
+
+    def filled(self) -> torch.Tensor:
+        """The same object, with its values. Raises as reading does."""
+        unread: Any = self
+        own = self.__dict__
+        # Whatever mode it is first read in, it is read in others later.
+        with torch.inference_mode(mode=False), _disable_current_modes():
+            values = own["_read"]()
+            with torch._C.DisableTorchFunctionSubclass():
+                unread.data = values
+        # A tensor that torch made a parameter itself has this mark.
+        unread.__class__ = nn.Parameter if own.get("_is_param") else torch.Tensor
+        own.clear()
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do `func`, with values if it needs them."""
+        given = kwargs or {}
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        if func in (_Tensor.detach, torch.detach, _Tensor.data.__get__):
+            return _alias(args[0])
+        for value in tree_leaves((args, given)):
+            if isinstance(value, UnreadTensor):
+                value.filled()
+        return func(*args, **given)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.filled(), memo)
+
+    def __repr__(self, **_more: Any) -> str:  # type: ignore[override]  # torch's has no such name
+        return repr(self.filled())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        read: Any = self.filled()
+        return read.__reduce_ex__(protocol)
+
+
+def unread_parameter(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> nn.Parameter:
+    """A frozen parameter of that shape and type, with the values that `read` gives."""
+    unread = UnreadTensor.of(like.shape, like.dtype, read)
+    unread._is_param = True
+    parameter: nn.Parameter = unread
+    return parameter
+
+
+def _alias(tensor: torch.Tensor) -> Any:
+    def read() -> torch.Tensor:
+        values = tensor.filled() if isinstance(tensor, UnreadTensor) else tensor
+        give_out(values)  # the alias has versions of its own
+        return values.detach()
+
+    return UnreadTensor.of(tensor.shape, tensor.dtype, read)
