@@ -53,6 +53,8 @@ class Caches:
         self._numbers = itertools.count(1)
         self._mirrored = _mirrored(weakref.ref(self))
         self._live: dict[int, weakref.ref[Any]] = {}
+        self._filled: dict[int, set[int]] = {}
+        """The layers that shards have put something into."""
         self._shown: dict[tuple[int, int], list[_Shown]] = {}
 
     @property
@@ -105,6 +107,7 @@ class Caches:
             for layer in range(start, stop):
                 Cache.update(cache, stub, stub, layer)
                 _make_remote(cache.layers[layer], (weakref.ref(self), number, layer))
+                self._filled.setdefault(number, set()).add(layer)
                 self._shown.pop((number, layer), None)
 
     def mirror(self, cache: Any, name: str, arguments: tuple[Any, ...]) -> None:
@@ -137,14 +140,15 @@ class Caches:
             raise _unchangeable()
 
     def _require_in_order(self, cache: Any, number: int) -> None:
-        for index, layer in enumerate(cache.layers):
-            if index in self._hop_of and layer.is_initialized:
-                _, *place = layer.__dict__.get("_hearthnet_place", (None,))
-                if place != [number, index]:
-                    raise _unchangeable()
+        there = {index for index, layer in enumerate(cache.layers) if layer.is_initialized}
+        for index in self._hop_of.keys() & (there | self._filled.get(number, set())):
+            own = vars(cache.layers[index]) if index < len(cache.layers) else {}
+            if own.get("_hearthnet_place", (None,))[1:] != (number, index):
+                raise _unchangeable()
 
     def _free(self, number: int) -> None:
         self._live.pop(number, None)
+        self._filled.pop(number, None)
         for place in [place for place in self._shown if place[0] == number]:
             del self._shown[place]
         for hop in self._hops:

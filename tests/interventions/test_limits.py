@@ -644,6 +644,10 @@ def test_a_remote_cache_cannot_be_changed_unseen(way: Callable[[torch.Tensor], A
         lambda cache: cache.layers[0].batch_repeat_interleave(2),
         lambda cache: cache.update(cache.layers[2].keys, cache.layers[2].values, 2),
         lambda cache: cache.layers.reverse(),
+        lambda cache: cache.layers.__setitem__(
+            3, transformers.DynamicCache().layer_class_to_replicate()
+        ),
+        lambda cache: cache.layers.pop(),
     ],
 )
 def test_layers_of_a_remote_cache_are_not_changed_one_by_one(change: Callable[[Any], Any]) -> None:
