@@ -257,39 +257,47 @@ def build_ends(
     causal = _empty(family.causal_class, config, placement)
     anatomy = Anatomy.of(causal.base_model, family)
     setattr(causal.base_model, anatomy.layers, nn.ModuleList())
-    filled = _fill_ends(causal, manifest, family, anatomy, placement, progress, defer=defer)
+    filled = _fill_ends(causal, manifest, anatomy, placement, progress, defer=defer)
     size = sum(entry.nbytes for entry in filled.names.values())
     return Ends(causal, anatomy, family, size, filled.deferred_head)
 
 
 def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> Any:
-    """The whole causal model, the ends with their weights, every layer on the meta device."""
+    """The whole causal model, the ends with their weights, every layer on the meta device.
+
+    Its weights may be changed: those that are only equal are not one.
+    """
     causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
-    _fill_ends(causal, manifest, family, Anatomy.of(causal.base_model, family), placement)
+    anatomy = Anatomy.of(causal.base_model, family)
+    _fill_ends(causal, manifest, anatomy, placement, apart=True)
     return causal
 
 
 def _fill_ends(
     causal: Any,
     manifest: Manifest,
-    family: Family,
     anatomy: Anatomy,
     placement: Placement,
     progress: Progress | None = None,
     *,
     defer: bool = False,
+    apart: bool = False,
 ) -> _FilledEnds:
-    """Read the ends into `causal`, whose layers (if any) stay as they are; what was read."""
+    """Read the ends into `causal`, whose layers (if any) stay as they are; what was read.
+
+    A head that equals the embedding lies in its memory; with `apart` only where the config has it
+    so.
+    """
     prefix = f"{causal.base_model_prefix}."
     names = _used(causal, _named_ends(manifest, prefix))
     embedding = f"{prefix}{anatomy.embedding}.weight"
     head = next(n for n, m in causal.named_modules() if m is causal.get_output_embeddings())
     head = f"{head}.weight"
-    if head in names and embedding in names and names[head].sha256 == names[embedding].sha256:
+    tied = bool(getattr(causal.config, "tie_word_embeddings", True))
+    both = names.get(head), names.get(embedding)
+    if both[0] and both[1] and both[0].sha256 == both[1].sha256 and (tied or not apart):
         del names[head]
         tied = True
-    else:
-        tied = bool(getattr(family.config, "tie_word_embeddings", True))
     later, deferred_head = set[str](), None
     if defer:
         source = names.get(head) or (names.get(embedding) if tied else None)

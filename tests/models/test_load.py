@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Gemma3Config
 
 from mesh.errors import BadCheckpoint
 from mesh.models import convert
-from mesh.models.load import load_ends, load_span
-from mesh.models.manifest import read_manifest
+from mesh.models.load import load_ends, load_skeleton, load_span
+from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Counted, Progress
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, WINDOW
@@ -87,14 +87,31 @@ def test_tied_and_untied_heads(checkpoint: Checkpoint, family: str, tied: bool) 
     torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
 
 
+def stored_twice(directory: Path, copied: Path) -> Manifest:
+    """A checkpoint whose head is stored and equals its embedding."""
+    shutil.copytree(directory, copied)
+    weights = load_file(copied / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    return read_manifest(copied)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_who_may_change_the_weights_has_the_head_and_embedding_of_the_config(
+    checkpoint: Checkpoint, tmp_path: Path, tied: bool
+) -> None:
+    manifest = stored_twice(checkpoint("qwen2", layers=3, tied=tied), tmp_path / "twice")
+    model = load_skeleton(manifest, dtype=torch.float32, device=CPU)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert torch.equal(head, embedding)
+    embedding[5] += 1
+    assert torch.equal(head, embedding) is tied
+
+
 def test_a_tied_head_shares_the_embedding_even_when_both_are_stored(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    directory = shutil.copytree(checkpoint("qwen2", layers=3, tied=True), tmp_path / "twice")
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    manifest = read_manifest(directory)
+    manifest = stored_twice(checkpoint("qwen2", layers=3, tied=True), tmp_path / "twice")
     ends = load_ends(manifest, dtype=torch.float32, device=CPU)
     single = manifest.tensors["lm_head.weight"].nbytes
     assert ends.bytes_read == manifest.ends_bytes - single
