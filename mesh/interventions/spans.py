@@ -217,6 +217,10 @@ class RemoteForward(Controller):  # type: ignore[misc]  # nnsight is untyped her
             return self._spans.run_layer(self._layer, args, kwargs)
         return self._spans.call(self.module_ref(), self._path, self._layer, args, kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy of the module is the job's own: it runs here, with copies of the weights."""
+        return Controller(self.module_ref(), self.state).__deepcopy__(memo)
+
 
 def _between_layers(model: Any) -> BadRequest:
     return BadRequest(

@@ -6,6 +6,7 @@ else on its hop than in the job; it is then run in the job, with all its weights
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._guards import detect_fake_mode
@@ -116,6 +117,9 @@ class RemoteParameters(dict[str, Any]):
     def items(self) -> Any:
         """The weights themselves, with their names."""
         return {name: self[name] for name in self}.items()
+
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return {name: copy.deepcopy(weight, memo) for name, weight in self.items()}
 
 
 class _Part:

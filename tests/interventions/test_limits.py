@@ -181,6 +181,24 @@ def test_however_a_weight_is_edited_it_takes_effect(way: Callable[[torch.Tensor]
     assert len(log) == 1
 
 
+def test_a_copy_of_a_remote_module_is_a_module_of_the_job() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            original = module_of(p.layers[2].mlp)
+            copied = copy.deepcopy(original)
+            for weight in copied.parameters():
+                weight.mul_(2)
+            with p.model.trace(PROMPT):
+                hidden = p.layers[2].output
+                seen = nnsight.save([copied(hidden), original(hidden)])
+                out = p.model.output.logits.save()
+        return seen, out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert log == []
+
+
 def test_weights_loaded_into_a_layer_take_effect() -> None:
     def job(p: Parts) -> Any:
         with p.model.session():
