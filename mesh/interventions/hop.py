@@ -53,7 +53,8 @@ class JobHop:
 
     def operate_on_cache(self, cache: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Let the hop do `name` to its part of a cache. Raises as `exchange` does."""
-        self._ask({"op": "cacheop", "cache": cache, "name": name}, {"args": arguments})
+        header = {"op": "cacheop", "cache": cache, "name": name, "grad": torch.is_grad_enabled()}
+        self._ask(header, {"args": arguments})
 
     def fetch_cache(self, cache: int, layer: int) -> list[torch.Tensor]:
         """Copies of keys and values of one layer of a cache. Raises as `exchange` does."""

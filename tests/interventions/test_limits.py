@@ -32,7 +32,16 @@ from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.weight_copies import WeightCopies
 from mesh.types import LayerRange
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
-from tests.interventions.worlds import CPU, checkpoint, equal, module_of, remote, tree, whole
+from tests.interventions.worlds import (
+    CPU,
+    DirectChannel,
+    checkpoint,
+    equal,
+    module_of,
+    remote,
+    tree,
+    whole,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -720,6 +729,37 @@ def test_a_cache_that_was_emptied_begins_anew() -> None:
 
     local, spread, _ = both()
     equal(job(spread), job(local), 0.0)
+
+
+class OnItsOwnThread(DirectChannel):
+    """Whose ends have a grad mode each."""
+
+    def call(self, hop: int, message: bytes) -> bytes:
+        with torch.enable_grad():
+            return super().call(hop, message)
+
+
+def test_what_is_done_to_a_cache_without_gradients_has_none() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            with p.model.trace(PROMPT, use_cache=True):
+                first = p.layers[0].output
+                first.requires_grad_(True)
+                cache = p.model.output.past_key_values
+            with torch.no_grad():
+                cache.crop(-1)
+            with p.model.trace(torch.tensor([[5]]), past_key_values=cache):
+                second = p.layers[0].output
+                second.requires_grad_(True)
+                p.model.output.logits.pow(2).sum().backward()
+            grads = nnsight.save([first.grad, second.grad])
+        return grads
+
+    spread = Parts(remote("llama", 3, over=OnItsOwnThread).model)
+    (none, expected), (through, found) = job(own_whole("llama")), job(spread)
+    assert none is None
+    assert through is None or not through.any()
+    equal(found, expected, 1e-4)
 
 
 def test_a_cache_filled_elsewhere_is_not_continued_wrongly() -> None:

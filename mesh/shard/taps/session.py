@@ -274,7 +274,8 @@ class TapSession:
         self._require_positions(self._caches.positions_after(*operation))
         graph = self._guard.graph = GraphShare(self.meter)
         try:
-            self._caches.operate(*operation)
+            with torch.set_grad_enabled(bool(header.get("grad", True))):
+                self._caches.operate(*operation)
         finally:
             self._guard.graph = None
         self._graphs.add(graph)
