@@ -106,19 +106,21 @@ class Hooks:
 
     def _exchange(self, hop: JobHop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
         try:
-            reply, received = hop.exchange(header, buffers)
+            return hop.exchange(header, buffers, self._heed)
         except BadRequest as error:
             raise _failure(error, self._interleaver) from None
-        _go_on_as(reply)
-        return reply, received
 
     def _abort(self, hop: JobHop) -> None:
         try:
-            reply, _ = hop.exchange({"op": "abort", "grad": torch.is_grad_enabled()}, [])
+            header = {"op": "abort", "grad": torch.is_grad_enabled()}
+            reply, _ = hop.exchange(header, [], self._heed)
         except MeshError:
             return  # it has already given up; the user's error is the one to show
-        _go_on_as(reply)
         self._count(hop, reply["visits"])
+
+    def _heed(self, reply: Header) -> None:
+        """What a hop did before it answered, whatever that is, has been done."""
+        _go_on_as(reply)
         self._caches.grow(reply.get("kv", []))
 
     # What the interleaver wants of a hop
@@ -175,7 +177,6 @@ class Hooks:
         for location, value in reply["observed"]:
             self._interleaver.handle(self._prefix + location, reader.value(value))
         hop.tensors.read_changed(reply["changed"], reader)
-        self._caches.grow(reply.get("kv", []))
 
     def _serve(self, hop: JobHop, reply: Header, reader: Reader) -> Any:
         self._observed(hop, reply, reader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,12 +36,18 @@ class JobHop:
         self._subscribed: frozenset[str] = frozenset()
         self._sourced: frozenset[str] = frozenset()
 
-    def exchange(self, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
-        """One message and its answer. Raises MeshError: the hop's own, or that it is gone."""
+    def exchange(
+        self, header: Header, buffers: Buffers, heed: Callable[[Header], None] = lambda _: None
+    ) -> tuple[Header, Buffers]:
+        """One message and its answer, which `heed` is told also where it is an error.
+
+        Raises MeshError: the hop's own, or that it is gone.
+        """
         header["free"], self._freed = self._freed, []
         header["unreachable"] = self.joints.take_unreachable()
         header["release"], self._released = self._released, False
         reply, received = unpack(self._channel.call(self._number, pack(header, buffers)))
+        heed(reply)
         if reply.get("op") == "error":
             raise from_dict(reply["error"])
         return reply, received

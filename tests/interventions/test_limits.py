@@ -12,6 +12,7 @@ import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import nnsight
@@ -729,6 +730,18 @@ def test_a_cache_that_was_emptied_begins_anew() -> None:
 
     local, spread, _ = both()
     equal(job(spread), job(local), 0.0)
+
+
+def test_a_cache_keeps_what_a_forward_that_failed_has_put_into_it() -> None:
+    def job(p: Parts) -> Any:
+        cache = transformers.DynamicCache()
+        with suppress(RuntimeError), p.model.trace([PROMPT] * 2, past_key_values=cache):
+            norm = p.layers[2].input_layernorm
+            norm.output = norm.output[[0, 1, 1]]
+        return [cache.get_seq_length(layer) for layer in range(6)]
+
+    local, spread, _ = both()
+    assert job(spread) == job(local) == [8, 8, 8, 0, 0, 0]
 
 
 class OnItsOwnThread(DirectChannel):

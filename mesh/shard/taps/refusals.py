@@ -20,9 +20,9 @@ def nothing_else(value: Any, _path: Path) -> Any:
     raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=FIX)
 
 
-def refusal(error: MeshError) -> bytes:
-    """The answer that carries `error`."""
-    return pack({"op": "error", "error": error.to_dict()}, [])
+def refusal(error: MeshError, **fields: Any) -> bytes:
+    """The answer that carries `error`, and `fields`."""
+    return pack({"op": "error", "error": error.to_dict(), **fields}, [])
 
 
 def malformed(error: Exception) -> MeshError:

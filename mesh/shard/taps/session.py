@@ -291,10 +291,10 @@ class TapSession:
             return run.message("done", value, kv=self._caches.growth())
         except _Aborted:
             return run.message("aborted", kv=self._caches.growth())
-        except MeshError as error:
-            return refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever model code raises is the job's error
-            return refusal(raised(error, self._tree.place_of(error)))
+            if not isinstance(error, MeshError):
+                error = raised(error, self._tree.place_of(error))
+            return refusal(error, grad=torch.is_grad_enabled(), kv=self._caches.growth())
 
     def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
         value = self._read(run, header, buffers)
