@@ -18,22 +18,27 @@ from torch.utils._pytree import tree_leaves
 from mesh.interventions.unseen import give_out
 
 _NAMES = (
-    "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "is_leaf", "grad_fn",
-    "is_cpu", "is_cuda", "is_meta", "is_mps", "is_sparse", "is_quantized",
+    "shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_leaf", "grad_fn", "grad",
+    "is_cuda", "is_mps", "is_sparse", "is_quantized",
 )  # fmt: skip
 _METHODS = (
-    "size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device",
-    "is_floating_point", "is_complex", "requires_grad_", "__len__",
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point",
+    "is_complex", "requires_grad_", "__len__",
 )  # fmt: skip
 _Tensor: Any = torch.Tensor
 _KNOWN = {
     *(getattr(_Tensor, name).__get__ for name in _NAMES),
     *(getattr(_Tensor, name) for name in _METHODS),
     *(_Tensor.requires_grad.__get__, _Tensor.requires_grad.__set__),
-    *(_Tensor.grad.__get__, _Tensor.grad.__set__),
     *(torch.numel, torch.is_floating_point, torch.is_complex),
 }
 """What needs no values."""
+_HERE = {
+    _Tensor.device.__get__: torch.device("cpu"),
+    _Tensor.is_cpu.__get__: True,
+    _Tensor.is_meta.__get__: False,
+}
+"""What is said of one although it has no values yet."""
 
 
 class UnreadTensor(torch.Tensor):
@@ -44,9 +49,9 @@ class UnreadTensor(torch.Tensor):
     @staticmethod
     def of(shape: Iterable[int], dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> Any:
         """One without a gradient, with the values that `read` gives."""
-        # All elements are one: it takes no memory, and what torch knows of it is right.
-        small = torch.zeros((), dtype=dtype, device="cpu").expand(*shape)
-        unread: Any = torch.Tensor._make_subclass(UnreadTensor, small)
+        # What does not ask `__torch_function__` fails on the meta device, and computes no nonsense.
+        empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        unread: Any = torch.Tensor._make_subclass(UnreadTensor, empty)
         unread._read = read
         return unread
 
@@ -56,9 +61,9 @@ class UnreadTensor(torch.Tensor):
         own = self.__dict__
         # Whatever mode it is first read in, it is read in others later.
         with torch.inference_mode(mode=False), _disable_current_modes():
-            values = own["_read"]()
-            with torch._C.DisableTorchFunctionSubclass():
-                unread.data = values
+            values = own["_read"]().detach()
+            values.requires_grad_(self.requires_grad)
+            torch._C._swap_tensor_impl(unread, values)
         # A tensor that torch made a parameter itself has this mark.
         unread.__class__ = nn.Parameter if own.get("_is_param") else torch.Tensor
         own.clear()
@@ -73,6 +78,8 @@ class UnreadTensor(torch.Tensor):
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
+        if func in _HERE:
+            return _HERE[func]
         if func in (_Tensor.detach, torch.detach, _Tensor.data.__get__):
             return _alias(args[0])
         for value in tree_leaves((args, given)):

@@ -93,6 +93,9 @@ def _telling(way: Callable[..., Any]) -> Callable[..., Any]:
     def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in _PLAIN:
             give_out(tensor)
+        for memory_of in args:
+            if isinstance(memory_of, torch.Tensor):
+                give_out(memory_of)
         return way(tensor, *args, **kwargs)
 
     return telling

@@ -191,6 +191,25 @@ def test_however_a_weight_is_edited_it_takes_effect(way: Callable[[torch.Tensor]
     assert len(log) == 1
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        torch.vmap(lambda row: row * 2),
+        torch.func.grad(lambda w: w.pow(2).sum()),
+        torch.tensor,
+        lambda w: setattr(torch.zeros_like(w), "data", w) or w,
+        lambda w: torch.utils.checkpoint.checkpoint(torch.square, w, use_reentrant=True),
+    ],
+)
+def test_a_weight_is_read_right_or_not_at_all(way: Callable[[torch.Tensor], Any]) -> None:
+    local, spread, _ = both()
+    expected = way(module_of(local.out(2)).weight)
+    with suppress(RuntimeError):
+        found = way(module_of(spread.out(2)).weight)
+        if not found.is_meta:
+            equal(found, expected, 0.0)
+
+
 def test_a_copy_of_a_remote_module_is_a_module_of_the_job() -> None:
     def job(p: Parts) -> Any:
         with p.model.session():
