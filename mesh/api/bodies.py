@@ -24,6 +24,10 @@ _LOW_ALONE = re.compile(r"\\u[dD](?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]")
 """Escapes of half a character, in JSON that is valid otherwise and has no escaped backslash."""
 
 
+NOT_SUPPORTED = "not_supported"
+"""The kind of pydantic's errors for what is known and not done here."""
+
+
 class Strict(BaseModel):
     """A request body: known fields only, of their own types, finite numbers."""
 
@@ -136,7 +140,8 @@ def _bad_request(error: ValidationError, fields: dict[str, Any], known: list[str
     same = [p["msg"] for p, its in zip(problems, paths, strict=True) if its == path]
     why = " / ".join(dict.fromkeys(same)).replace("Value error, ", "")
     where = f"{param}: " if param else ""
-    return BadRequest(f"{where}{why}.", fix="Correct the request.", param=param)
+    fix = "Leave it out." if problem["type"] == NOT_SUPPORTED else "Correct the request."
+    return BadRequest(f"{where}{why}.", fix=fix, param=param)
 
 
 def _path(location: tuple[int | str, ...], fields: dict[str, Any]) -> list[int | str]:

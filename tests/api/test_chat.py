@@ -187,7 +187,7 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
     assert request.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
     )
 
 

@@ -17,8 +17,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from mesh.api.bodies import Strict
+from mesh.api.bodies import NOT_SUPPORTED, Strict
 from mesh.errors import BadRequest
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
 
@@ -42,9 +43,8 @@ def _only(*accepted: object) -> BeforeValidator:
             value == known and type(value) is type(known) for known in accepted
         ):
             return
-        if accepted:
-            raise ValueError(f"values other than {accepted[0]!r} are not supported")
-        raise ValueError("this field is not supported")
+        what = f"values other than {accepted[0]!r} are" if accepted else "this field is"
+        raise PydanticCustomError(NOT_SUPPORTED, "{what} not supported", {"what": what})
 
     return BeforeValidator(check)
 
@@ -177,7 +177,8 @@ class ChatMessage(Strict):
     def to_template(self) -> dict[str, str]:
         """The role and text that a chat template knows."""
         content = self.content
-        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
+        # A question and a file come as two parts: as other servers do, apart from each other.
+        text = content if isinstance(content, str) else "\n".join(p.text for p in content or ())
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
@@ -206,6 +207,7 @@ class ChatBody(_SamplingBody):
     # hints
     parallel_tool_calls: Hint = None
     prompt_cache_retention: Hint = None
+    prompt_cache_options: Hint = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
