@@ -41,6 +41,7 @@ from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
+from mesh.interventions.unread import UnreadTensor
 from mesh.interventions.weights import RemoteParameters
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
@@ -156,6 +157,9 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
 # The result
 
 
+_PROTOCOL = 4
+
+
 class _Portable(pickle.Pickler):
     """Writes nothing that a client without hearthnet could not load."""
 
@@ -163,6 +167,9 @@ class _Portable(pickle.Pickler):
         """How an object is pickled that not every client can read as it is."""
         if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteParameters):
             raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
+        if isinstance(obj, UnreadTensor):
+            weight: Any = obj.filled()
+            return weight.__reduce_ex__(_PROTOCOL)
         if isinstance(obj, Staying):
             raise pickle.PicklingError(f"{obj.kind} is on another machine")
         module = getattr(obj, "__module__", None) or type(obj).__module__
@@ -186,7 +193,7 @@ def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:
 def _written(saved: dict[str, Any]) -> io.BytesIO:
     buffer = io.BytesIO()
     writer = SimpleNamespace(**{**vars(pickle), "Pickler": _Portable})
-    torch.save(saved, buffer, pickle_module=writer, pickle_protocol=4)
+    torch.save(saved, buffer, pickle_module=writer, pickle_protocol=_PROTOCOL)
     return buffer
 
 
