@@ -55,10 +55,15 @@ def jittered_s(seconds: float, randomness: Random) -> float:
     return seconds * randomness.uniform(0.5, 1.0)
 
 
+def loop_time() -> float:
+    """The running event loop's own time, in seconds: virtual where a test has it so."""
+    return asyncio.get_running_loop().time()
+
+
 def next_tick(every_s: float) -> float:
     """When by the running loop's clock the next `every_s` begin. They begin at the same moment for
     all, in every process of a machine: what is done now and then wakes it once, not one by one."""
-    return (asyncio.get_running_loop().time() // every_s + 1) * every_s
+    return (loop_time() // every_s + 1) * every_s
 
 
 async def tick(every_s: float) -> float:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mesh.clock import loop_time
 from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases, unforeseen
 from mesh.deployments.provisioning import Provisioning
 from mesh.deployments.reconcile import (
@@ -115,7 +116,7 @@ class Reconciler:
             self._loads[shard].cancel()  # what it has loaded meanwhile is dropped next time
         for shard, error in self._world.failed().items():
             if shard in wanted and shard not in self._loads and shard not in self._drops:
-                self.phases.failed(shard, error, _now())
+                self.phases.failed(shard, error, loop_time())
                 self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
         decision = reconcile(view)
         self._follow(view, decision)
@@ -171,7 +172,7 @@ class Reconciler:
             world.served(),
             self._free_mb(),
             world.need_mb,
-            not_yet=self.phases.not_yet(_now()),
+            not_yet=self.phases.not_yet(loop_time()),
             own_quant=world.own_quant,
         )
 
@@ -219,7 +220,7 @@ class Reconciler:
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
-            self.phases.failed(shard, error, _now())
+            self.phases.failed(shard, error, loop_time())
 
     async def _bring_up(self, deployment: Deployment, load: LoadAction, model: LocalModel) -> None:
         shard = load.shard
@@ -300,7 +301,7 @@ class Reconciler:
             waits = not called and bool(comes_later)
             waits = waits or model_id in self._ends_of_asking
             waits = waits or asked.get(model_id) == deployment.wish.weights_sha256
-            if name not in self.phases.not_yet(_now()) and not waits:
+            if name not in self.phases.not_yet(loop_time()) and not waits:
                 self._begin(self._asks, model_id, self._ask(deployment, name))
         alive = {(each.wish.model_id, each.wish.weights_sha256) for each in live(deployments)}
         for model_id, weights in self._world.known().items():
@@ -317,7 +318,7 @@ class Reconciler:
             await as_mesh_error(self._ask_here(deployment, name), f"asking {name}", unforeseen)
         except MeshError as error:
             logger.warning("deployment=%s cannot be asked here: %s", deployment.id, error)
-            self.phases.failed(name, error, _now())
+            self.phases.failed(name, error, loop_time())
 
     # Tasks
 
@@ -371,7 +372,3 @@ def _not_held(shard: ShardId, deployment: Deployment, layers: LayerRange, mb: in
     """A shard that takes nothing now, and perhaps `mb` later."""
     wish = deployment.wish
     return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, mb)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

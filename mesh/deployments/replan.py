@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from mesh.clock import backoff_s
+from mesh.clock import backoff_s, loop_time
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import make_plan, planner, require_pins, stale, without
 from mesh.deployments.turns import Turns
@@ -100,7 +100,7 @@ class Replanner:
             await asyncio.sleep(TICK_S)
 
     async def _look(self) -> None:
-        now, machines = _now(), self._members.machines()
+        now, machines = loop_time(), self._members.machines()
         alive = {machine.node for machine in machines}
         deployments = live(self._members.deployments())
         planned = {node for each in deployments if each.plan for node in each.plan.nodes}
@@ -174,7 +174,3 @@ def _no_room(refused: Collection[Span], names: Mapping[NodeId, str]) -> str | No
 
 def _differs(one: Plan, other: Plan) -> bool:
     return one.replicas != other.replicas or one.wish != other.wish
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

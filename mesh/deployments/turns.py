@@ -4,10 +4,10 @@ time. Knows nothing of what is done in them.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from mesh.clock import loop_time
 from mesh.deployments.phases import unforeseen, wait_s
 from mesh.errors import MeshError, as_mesh_error
 
@@ -30,14 +30,14 @@ class Turns:
     async def take(self, name: str, turn: Callable[[], Awaitable[None]]) -> None:
         """Take this turn, unless it failed and has to wait still. Raises nothing."""
         count, again_at = self._failed.get(name, (0, 0.0))
-        if _now() < again_at:
+        if loop_time() < again_at:
             return
         try:
             await as_mesh_error(turn(), f"{self._doing} {name}", unforeseen)
         except MeshError as error:
             logger.warning("%s %s is put off: %s", self._doing, name, error)
             self._failed.pop(name, None)
-            self._failed[name] = count + 1, _now() + wait_s(count + 1)
+            self._failed[name] = count + 1, loop_time() + wait_s(count + 1)
             while len(self._failed) > MAX_FAILED:
                 del self._failed[next(iter(self._failed))]
             self._on_failure(name, error)
@@ -47,7 +47,3 @@ class Turns:
     def try_again(self) -> None:
         """Whatever failed may be taken now."""
         self._failed.clear()
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+from mesh.clock import loop_time
 from mesh.deployments.listing import ON_ITS_WAY
 from mesh.deployments.phases import Phase
 from mesh.deployments.turns import Turns
@@ -94,7 +95,7 @@ class Sleeper:
 
     def up_s(self, deployment: str) -> float:
         """For how long this node has seen it wanted."""
-        now = _now()
+        now = loop_time()
         return now - self._up_since.get(deployment, now)
 
     async def _run(self) -> None:
@@ -103,7 +104,7 @@ class Sleeper:
             await asyncio.sleep(TICK_S)
 
     async def _look(self) -> None:
-        now = _now()
+        now = loop_time()
         wanted = {each.id: each for each in live(self._house.deployments()) if each.is_wanted}
         for known in (self._up_since, self._used_at):
             for name in [each for each in known if each not in wanted]:
@@ -232,7 +233,3 @@ def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | No
     total = sum(span["total_bytes"] for span in told)
     done = sum(span["done_bytes"] for span in told)
     return BringingUp(model, phase.value, done * 100 // total if total else None)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
+from mesh.clock import loop_time
 from mesh.config import Config
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.laid import UNKNOWN, Laid
@@ -85,7 +86,7 @@ class Layouts:
         more = Counter(freed_mb)
         own = [(wish, before)] if before is not None else []
         more.subtract(self.spoken_for(wish.deployment, there, own))
-        said = RoomAdjustments(more, self._refusals.of(wish.deployment, _now()))
+        said = RoomAdjustments(more, self._refusals.of(wish.deployment, loop_time()))
         evenly = self._config.deployments.placement == "even"
         try:
             async with asyncio.timeout(LAYOUT_S):
@@ -148,7 +149,7 @@ class Layouts:
         """The spans of its plan for which their machines say that they have no room."""
         spans = deployment.plan.spans if deployment.plan is not None else ()
         now = [span for span in spans if self._lacks(deployment.shard(span.layers), span.node)]
-        self._refusals.put(deployment.id, now, _now())
+        self._refusals.put(deployment.id, now, loop_time())
         return now
 
     def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
@@ -170,7 +171,3 @@ class Layouts:
     def _lacks(self, shard: ShardId, node: NodeId) -> bool:
         told = self.told(node, shard)
         return told is not None and told.lacks_memory
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
+from mesh.clock import loop_time
 from mesh.errors import (
     InternalError,
     MeshError,
@@ -210,7 +211,7 @@ class AskerSupervisor(Supervisor):
     def on_ended(self, ending: ChildEnding) -> None:
         """End what ran in an asker that is no more with the reason."""
         if ending.loading is not None:
-            self.error = self._attempts.died(ending.loading, ending, _now())
+            self.error = self._attempts.died(ending.loading, ending, loop_time())
         lost = self.error_of(ending)
         for key, stream in self._streams.items():
             stream.put_nowait(Ended(key, lost))
@@ -223,7 +224,7 @@ class AskerSupervisor(Supervisor):
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
         """Why no asker is to be started while so much main memory is free."""
-        return self._attempts.why_not(self.model_id, _now(), free_mb)
+        return self._attempts.why_not(self.model_id, loop_time(), free_mb)
 
     # What the process says
 
@@ -238,7 +239,7 @@ class AskerSupervisor(Supervisor):
         self.error = answer.error
         self.ready()
         if answer.error.retryable:
-            self._attempts.failed(self.model_id, answer.error, _now())
+            self._attempts.failed(self.model_id, answer.error, loop_time())
             self.replace()  # by one that gives it another try, in time
         self._owner.asker_changed()
 
@@ -305,7 +306,3 @@ class AskerSupervisor(Supervisor):
             self.tell(LoadedLocally(layers, error=error))
         else:
             self.tell(LoadedLocally(layers, tuple(hops)))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -9,12 +9,12 @@ was chosen behind it, the next turn finds its rows on their way already; else th
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mesh.clock import loop_time
 from mesh.models.candidates import Candidates, candidates_of
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.drafting import Drafter
@@ -62,7 +62,7 @@ class Turns:
     async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
         """Feed `ids`, which are the prompt or the last token, unless they were already, and what is
         guessed to follow; until what was fed first is back. Yields and raises as `TokenFeed`."""
-        self._begun_s = _now()
+        self._begun_s = loop_time()
         feed, under_way = self._feed, self._under_way
         if not under_way:
             draft = await self._draft()
@@ -89,7 +89,7 @@ class Turns:
             rows = feed.candidates(first, stop)
         else:
             rows = list(await self._head.logits(feed.rows(first, stop)))
-        self.drafter.took(len(rows), _now() - self._begun_s)
+        self.drafter.took(len(rows), loop_time() - self._begun_s)
         taken: list[TokenDelta] = []
         notices: list[StreamFrame] = []
         for position, row in enumerate(rows, first):
@@ -134,7 +134,3 @@ class Turns:
             return answer.take(token, said)
         row = await self._feed.row(position, notices)
         return answer.take(sampler.choose_from(row), said, row)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

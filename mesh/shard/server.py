@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mesh.clock import Clock, SystemClock
+from mesh.clock import Clock, SystemClock, loop_time
 from mesh.errors import BadRequest, MeshError, NoRoute, from_dict
 from mesh.health.percentiles import percentile
 from mesh.shard.admission import Ended, SessionTable, layers_asked
@@ -129,7 +129,7 @@ class ShardServer:
             return None
         if self.sessions.active or self.weights.loaded is None or self.weights.stays:
             return None
-        return _now() - self._used_at
+        return loop_time() - self._used_at
 
     async def evict(self, why: MeshError | None = None) -> None:
         """End every session and free the weights; askers are told `why` at once, if anything."""
@@ -196,7 +196,7 @@ class ShardServer:
         if runtime is not None and recording is None and not session.is_loading:
             session.use(runtime, ends=self.ends.loaded if self.ends is not None else None)
         try:
-            going = self.sessions.admit(session, _now())
+            going = self.sessions.admit(session, loop_time())
         except MeshError:
             session.sequence = None  # its cache is not to wait for the garbage collector
             raise
@@ -228,7 +228,7 @@ class ShardServer:
 
     def grow(self, session: ChatSession, positions: int) -> None:
         """Room for so many positions in all. Raises as `SessionTable.grow`."""
-        self._end(self.sessions.grow(session, positions, _now()))
+        self._end(self.sessions.grow(session, positions, loop_time()))
 
     def computed(self, result: Result) -> None:
         """A step was computed: remember how long that took."""
@@ -236,14 +236,14 @@ class ShardServer:
 
     def park(self, session: ChatSession) -> None:
         """Give its stream back."""
-        self.sessions.park(session, _now())
-        self._used_at = _now()
+        self.sessions.park(session, loop_time())
+        self._used_at = loop_time()
         self.scheduler.streams -= 1
         self.weights.changed()
 
     def resume(self, session: ChatSession, max_tokens: int) -> None:
         """Give it a stream again. Raises as `SessionTable.resume`."""
-        self._end(self.sessions.resume(session, max_tokens, _now()))
+        self._end(self.sessions.resume(session, max_tokens, loop_time()))
         self.scheduler.streams += 1
         self.weights.changed()
 
@@ -291,12 +291,12 @@ class ShardServer:
 
     def _end_overdue(self) -> None:
         self._sweep = None
-        self._end(self.sessions.overdue(_now()))
+        self._end(self.sessions.overdue(loop_time()))
         if any(True for _ in self.sessions):
             self._watch_leases()
 
     def _note_idle(self) -> None:
-        self._used_at = _now()
+        self._used_at = loop_time()
         if not self._borrowed and not any(True for _ in self.sessions):
             self.weights.idle()
 
@@ -306,7 +306,3 @@ def _no_ends(here: ShardDescriptor) -> NoRoute:
         f"{here.node_name} runs no embedding or no head of {here.shard_id} for others.",
         fix="Use a shard that says `embeds` or `head`, or fetch the ends: `hearthnet pull`.",
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from mesh.clock import loop_time
 from mesh.errors import BadRequest, MeshError
 from mesh.shard.ends import SessionEnds
 from mesh.shard.hidden_rows import require_hidden
@@ -146,7 +146,7 @@ class ChatSession(Session):
         except BaseException:
             self.close()
             raise
-        self.active_at = _now()
+        self.active_at = loop_time()
 
     def _require_not_closed(self) -> None:
         if self.closed:
@@ -175,7 +175,7 @@ class ChatSession(Session):
         if end > self.max_tokens:
             self._server.grow(self, end)
             self.sequence.cache.max_tokens = self.max_tokens
-        self.active_at = _now()
+        self.active_at = loop_time()
         self._last_step, self.end = message.step, end
         self._server.scheduler.submit(self.sequence, message, reply)
 
@@ -193,7 +193,7 @@ class ChatSession(Session):
         try:
             return await visited(self._server.scheduler, lambda: ends.row(position))
         finally:
-            self._is_asked_row, self.active_at = False, _now()
+            self._is_asked_row, self.active_at = False, loop_time()
 
     def _is_repeated(self, step: Step, sequence: Sequence, reply: Reply) -> bool:
         last = self.last_result
@@ -226,7 +226,7 @@ class ChatSession(Session):
             )
 
     def _finished(self, result: Result | MeshError | None) -> None:
-        self.active_at = _now()
+        self.active_at = loop_time()
         if self.closed:
             self._free()
         elif self.recording is None:
@@ -296,7 +296,7 @@ class ChatSession(Session):
             self.end = await copy_prefix(scheduler, self.sequence, source.sequence, positions)
         finally:
             self._is_copying = False
-            self.active_at = _now()
+            self.active_at = loop_time()
         if self.closed:
             raise gone()
         return self.end
@@ -312,7 +312,7 @@ class ChatSession(Session):
             return await self.recording.seal()
         finally:
             self._is_sealing = False
-            self.active_at = _now()
+            self.active_at = loop_time()
 
     def close(self) -> None:
         """End it; steps that wait are not answered."""
@@ -339,7 +339,3 @@ class ChatSession(Session):
 def _refuse(tasks: list[Task], error: MeshError) -> None:
     for task in tasks:
         task.reply(Failure(error.to_dict(), task.step.session, task.step.step))
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

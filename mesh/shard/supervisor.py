@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec import structs
 
+from mesh.clock import loop_time
 from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
@@ -217,7 +218,7 @@ class ShardSupervisor(Supervisor):
         self.sessions, self.accounts = [], []
         self.memory = None
         if ending.loading is not None:
-            error = self._attempts.died(ending.loading, ending, _now())
+            error = self._attempts.died(ending.loading, ending, loop_time())
             self._did_not_load(ShardId(ending.loading.name), error)
         for name in list(self._loading):
             self._not_loaded(name, self.error_of(ending))
@@ -265,7 +266,9 @@ class ShardSupervisor(Supervisor):
         if request is not None:
             name = request.shard_id
             # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
-            self._attempts.failed(name if name in self.wanted() else _alone(name), error, _now())
+            self._attempts.failed(
+                name if name in self.wanted() else _alone(name), error, loop_time()
+            )
         for name in self.wanted() if request is None else [request.shard_id]:
             self._did_not_load(name, error)
 
@@ -307,7 +310,7 @@ class ShardSupervisor(Supervisor):
         """Why a shard is not to be loaded now, after what happened when it was."""
         free_mb = 0 if self.memory is None else self.memory.ram_mb
         names = [name] if name in self.wanted() else [name, _alone(name)]
-        found = (self._attempts.why_not(each, _now(), free_mb) for each in names)
+        found = (self._attempts.why_not(each, loop_time(), free_mb) for each in names)
         return next(filter(None, found), None)
 
     def _load_missing(self) -> None:
@@ -375,7 +378,3 @@ class ShardSupervisor(Supervisor):
 def _alone(name: ShardId) -> str:
     """What is known of loads of it that were private."""
     return f"{name} for this node alone"
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
