@@ -1,9 +1,9 @@
 """One generation from prompt to last token: the loop.
 
 The asker drives: it embeds, sends the hidden states through the hops, samples from what comes back
-and embeds again. Read on in `turns` (one step after the other), `prefill` (tokens in, logits out),
-`drafting` (tokens guessed, and fed with the last one), `hop` (a session on one hop), `route` (pick,
-open, pass on) and `failover` (what is done when a hop is lost).
+and embeds again. Read on in `decode_steps` (one after the other), `prefill` (tokens in, logits
+out), `drafting` (tokens guessed, and fed with the last one), `hop` (a session on one hop), `route`
+(pick, open, pass on) and `failover` (what is done when a hop is lost).
 
 The way of a token from here to the socket, `*` for each asynchronous generator that it passes:
 
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
+from mesh.pipeline.decode_steps import DecodeSteps
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
 from mesh.pipeline.head import OutputHead
@@ -36,7 +37,6 @@ from mesh.pipeline.route import HopLost
 from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
-from mesh.pipeline.turns import Turns
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import (
     Done,
@@ -121,42 +121,42 @@ class PipelineOrchestrator:
             try:
                 for notice in notices:
                     yield notice
-                turns = self._turns(session, home, asked, answer, reader)
+                steps = self._steps(session, home, asked, answer, reader)
                 ids: Sequence[int] = prompt[opened.cached :]
                 while not answer.finish_reason:
                     try:
-                        async for notice in turns.advance(ids):
+                        async for notice in steps.advance(ids):
                             yield notice
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    for frame in await turns.take():
+                    for frame in await steps.take():
                         yield frame
                     ids = answer.token_ids[-1:]
                 finished = not answer.note
             finally:
                 self._release(session, reader, keep=finished)
-            done = _done(session, opened, turns)
+            done = _done(session, opened, steps)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
 
     @property
     def _most_drafted(self) -> int:
         return min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
 
-    def _turns(
+    def _steps(
         self,
         session: GenerationSession,
         home: LocalModel | None,
         request: GenerationRequest,
         answer: Answer,
         reader: TextReader | None,
-    ) -> Turns:
+    ) -> DecodeSteps:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
         most = self._most_drafted if _may_draft(request) else 0
         drafter = Drafter(answer.prompt, most, self._settings.draft_worth)
         sampler = Sampler(request.sampling, answer.prompt)
-        return Turns(feed, self._head, drafter, reader, sampler, answer)
+        return DecodeSteps(feed, self._head, drafter, reader, sampler, answer)
 
     def _reader(self, request: GenerationRequest, prompt: Sequence[int]) -> TextReader | None:
         """The draft model, already reading the prompt; None where it is not to guess."""
@@ -257,8 +257,8 @@ class _Opened(NamedTuple):
     widened: int
 
 
-def _done(session: GenerationSession, opened: _Opened, turns: Turns) -> Done:
-    answer = turns.answer
+def _done(session: GenerationSession, opened: _Opened, steps: DecodeSteps) -> Done:
+    answer = steps.answer
     return Done(
         finish_reason=answer.finish_reason,
         prompt_tokens=len(answer.prompt),
@@ -273,6 +273,6 @@ def _done(session: GenerationSession, opened: _Opened, turns: Turns) -> Done:
         hops=tuple(hop.timing() for hop in session.route.hops),
         widened=session.route.widened - opened.widened,
         note=answer.note,
-        drafted_tokens=turns.drafter.drafted,
-        accepted_tokens=turns.drafter.accepted,
+        drafted_tokens=steps.drafter.drafted,
+        accepted_tokens=steps.drafter.accepted,
     )

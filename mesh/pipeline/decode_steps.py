@@ -1,10 +1,10 @@
-"""The turns of one generation: tokens are fed, some of them guessed; what comes back is read.
+"""The decode steps of one generation: tokens are fed, some of them guessed; the rows are read.
 
-A turn feeds the last token and a draft behind it, waits for their rows and takes the tokens that
+A step feeds the last token and a draft behind it, waits for their rows and takes the tokens that
 the sampler chooses, as far as they are those that were fed. Where that pays, a second draft follows
 before the first is answered: then one hop computes the second while the next one computes the
 first, and on slow links both are on their way. If the first holds, and the second begins with what
-was chosen behind it, the next turn finds its rows on their way already; else they are forgotten.
+was chosen behind it, the next step finds its rows on their way already; else they are forgotten.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Fed:
     spare: int
 
 
-class Turns:
-    """What takes turns in one generation: `advance`, then `take`, until the answer has its end."""
+class DecodeSteps:
+    """Those of one generation: `advance`, then `take`, until the answer has its end."""
 
     def __init__(
         self,
