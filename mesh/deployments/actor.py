@@ -305,10 +305,9 @@ class Reconciler:
                 self._begin(self._asks, model_id, self._ask(deployment, name))
         alive = {(each.wish.model_id, each.wish.weights_sha256) for each in live(deployments)}
         for model_id, weights in self._world.known().items():
-            # Other weights may have come by its name.
-            forget = model_id not in resting or (model_id, weights) not in alive
-            is_idle = model_id not in wanted or (model_id, weights) not in alive
-            is_idle = is_idle and model_id not in self._asks
+            is_gone = (model_id, weights) not in alive  # others may have come by its name
+            forget = is_gone or model_id not in resting
+            is_idle = (is_gone or model_id not in wanted) and model_id not in self._asks
             if is_idle and (forget or model_id in asked):
                 ending = self._world.ask_no_more(model_id, forget=forget)
                 self._begin(self._ends_of_asking, model_id, ending)

@@ -114,9 +114,13 @@ def rooms(
     return Laid(rooms=found, extra=extra, held=held)
 
 
-def with_more(device: Device, more_bytes: int) -> Device:
-    """The device, were so much more free there, or less."""
-    return replace(device, free_bytes=max(0, device.free_bytes + more_bytes))
+def with_more(machine: Machine, more_bytes: int) -> Machine:
+    """The machine, were so much more free on its first device, or less."""
+    first = (
+        replace(each, free_bytes=max(0, each.free_bytes + more_bytes))
+        for each in machine.devices[:1]
+    )
+    return replace(machine, devices=(*first, *machine.devices[1:]))
 
 
 def _room(bench: Bench) -> int:
@@ -134,11 +138,9 @@ def _of_any_speed(device: Device) -> Device:
 
 def _ready(model: ModelShape, machine: Machine, demand: Demand, said: RoomAdjustments) -> Machine:
     """The machine as it may be given layers."""
-    devices = list(machine.devices)
-    if devices:
-        devices[0] = with_more(devices[0], said.freed_mb.get(machine.node_id, 0) << 20)
     held = tuple(HeldLayers(each.layers) for each in machine.held)
-    ready = replace(machine, devices=tuple(devices), held=held)
+    freed_bytes = said.freed_mb.get(machine.node_id, 0) << 20
+    ready = with_more(replace(machine, held=held), freed_bytes)
     for span in said.refused:
         if span.node == machine.node_id:
             ready = _humbled(model, ready, span.layers, demand)
@@ -152,8 +154,7 @@ def _humbled(model: ModelShape, machine: Machine, layers: LayerRange, demand: De
         return machine
     part, whole = REFUSED_SHARE
     excess = found[0].have_bytes - found[0].need(layers).total * part // whole
-    first = with_more(machine.devices[0], -max(0, excess))
-    return replace(machine, devices=(first, *machine.devices[1:]))
+    return with_more(machine, -max(0, excess))
 
 
 def _benches(model: ModelShape, machine: Machine, demand: Demand) -> list[Bench]:

@@ -32,7 +32,7 @@ from mesh.node.plan_form import as_json
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import float_format, shard_bytes
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
-from mesh.routing.placement import lay_out
+from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 _UNMEASURED_MS, _UNMEASURED_MB_S = 1.0, 100.0
@@ -100,19 +100,18 @@ class Estimates:
         model = known.shape
         machines, demand = self._asked(model, order)
         what = model.model_id, model.weights_sha256
-        others, less = (
-            self._house.others(*what, dedicated=demand.dedicated),
-            self._house.spoken_for(*what),
-        )
-        as_is = [_roomier(each, -less.get(each.node_id, 0)) for each in machines]
-        found = await asyncio.to_thread(lay_out, model, as_is, demand)
+        others = self._house.others(*what, dedicated=demand.dedicated)
+        spoken_for = self._house.spoken_for(*what)
+
+        def laid_out(more_mb: Mapping[NodeId, int]) -> Layout:
+            room = (more_mb.get(m.node_id, 0) - spoken_for.get(m.node_id, 0) for m in machines)
+            ready = [with_more(m, mb << 20) for m, mb in zip(machines, room, strict=True)]
+            return lay_out(model, ready, demand)
+
+        found = await asyncio.to_thread(laid_out, {})
         is_full = found.refusal is not None and found.refusal.code == NotEnoughMemory.code
         if is_full and others:  # as a deployment that finds no room
-            roomier = [
-                _roomier(each, others.get(each.node_id, 0) - less.get(each.node_id, 0))
-                for each in machines
-            ]
-            found = await asyncio.to_thread(lay_out, model, roomier, demand)
+            found = await asyncio.to_thread(laid_out, others)
         return as_json(found, others_rest=is_full and found.refusal is None)
 
     async def layout(
@@ -352,12 +351,6 @@ def _known(manifest: Manifest, context: int) -> _KnownModel:
 
 def _is_measured(machine: Machine) -> bool:
     return bool(machine.refusal) or any(device.speeds for device in machine.devices)
-
-
-def _roomier(machine: Machine, more_mb: int) -> Machine:
-    """Were so much more free on its first device."""
-    first = tuple(with_more(each, more_mb << 20) for each in machine.devices[:1])
-    return replace(machine, devices=first + machine.devices[1:])
 
 
 def _freed_mb(machine: Machine, going: Collection[Span]) -> int:
