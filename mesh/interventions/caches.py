@@ -22,11 +22,8 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mesh.errors import BadRequest
 from mesh.interventions.unseen import checksum, was_given_out
+from mesh.shard.taps.codec import CACHE_OPERATIONS
 
-_OPERATIONS = (
-    "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
-    "activate_past_recording",
-)  # fmt: skip
 _OWN = ("_hearthnet_number", "_hearthnet_place")
 
 
@@ -197,7 +194,7 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
         return property(get, put)
 
     members: dict[str, Any] = {"keys": shown("keys", 0), "values": shown("values", 1)}
-    changing = (name for name in ("update", *_OPERATIONS) if hasattr(kind, name))
+    changing = (name for name in ("update", *CACHE_OPERATIONS) if hasattr(kind, name))
     members |= {name: _by_the_cache(getattr(kind, name)) for name in changing}
     members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
     members["__module__"] = kind.__module__
@@ -259,7 +256,7 @@ def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
 
 
 def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
-    members: dict[str, Any] = {name: _mirroring(name, caches) for name in _OPERATIONS}
+    members: dict[str, Any] = {name: _mirroring(name, caches) for name in CACHE_OPERATIONS}
     members["__reduce_ex__"] = lambda cache, _protocol: _as_plain(_plain_cache(cache))
     members["update"] = _by_the_cache(DynamicCache.update)
     members["__iter__"] = lambda cache: iter(_plain_cache(cache))

@@ -20,7 +20,6 @@ from mesh.deployments.laying import RoomAdjustments, lay, rooms, with_more
 from mesh.deployments.placement import gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
-from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, NotEnoughMemory, WeightsMismatch
@@ -30,6 +29,7 @@ from mesh.models.manifest import Manifest
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.plan_form import as_json
 from mesh.node.served_speed import AskedTimes
+from mesh.node.shards_as_seen import becomes_free_mb
 from mesh.routing.fitting import float_format, shard_bytes
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
@@ -263,7 +263,7 @@ class Estimates:
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
             device = devices[0].name if devices else ""
-            held.append(HeldLayers(said.layer_range, device, _becomes_free(shard)))
+            held.append(HeldLayers(said.layer_range, device, becomes_free_mb(shard) << 20))
             if health.p50_latency_ms > 0:
                 visit_ms = devices[0].visit_ms if devices else 0.0
                 ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
@@ -357,13 +357,6 @@ def _freed_mb(machine: Machine, going: Collection[Span]) -> int:
     """What gets free on a machine when these spans are gone."""
     sizes = [h.loaded_bytes for h in machine.held if Span(machine.node_id, h.layers) in going]
     return sum(sizes) >> 20
-
-
-def _becomes_free(shard: Advertisement) -> int:
-    """Bytes that are free once a shard is gone: its weights, and the caches promised to it."""
-    memory = shard.health.memory
-    beside_mb = memory.headroom_mb if memory is not None else 0
-    return max(0, shard.descriptor.vram_required_mb - beside_mb) << 20
 
 
 def _pin(text: str, known: Iterable[Machine]) -> tuple[NodeId, LayerRange]:

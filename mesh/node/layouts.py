@@ -22,7 +22,7 @@ from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
 from mesh.errors import MeshError, WeightsMismatch
-from mesh.node.shards_as_seen import served_shard
+from mesh.node.shards_as_seen import becomes_free_mb, served_shard
 from mesh.routing.machines import ITEMSIZE
 from mesh.types import LayerRange, NodeId, ShardId
 
@@ -135,11 +135,10 @@ class Layouts:
             return known
         what, found = (wish.model_id, wish.weights_sha256, layers), list[int]()
         for shard in (each for view in self._store.nodes() for each in view.shards):
-            said, memory = served_shard(shard.descriptor), shard.health.memory
+            said = served_shard(shard.descriptor)
             is_it = (said.model_id, said.weights_sha256, said.layers) == what
             if is_it and is_as_wished(said.loaded, wish):
-                beside_mb = memory.headroom_mb if memory is not None else 0
-                found.append(max(0, shard.descriptor.vram_required_mb - beside_mb))
+                found.append(becomes_free_mb(shard))
         return min(found, default=self.need_mb(wish, layers))
 
     def _known_mb(self, wish: Wish, layers: LayerRange) -> int | None:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from mesh.deployments.formats import LoadedFormat
 from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
+from mesh.discovery.advertisement import Advertisement
 from mesh.node.holdings import Holdings
 from mesh.types import ShardDescriptor, ShardId
 
@@ -40,3 +41,10 @@ def served_shard(shard: ShardDescriptor) -> ServedShard:
     """A shard that is advertised."""
     loaded = LoadedFormat(shard.dtype, kv_tokens=shard.kv_tokens)
     return ServedShard(shard.host, shard.model_id, shard.weights_sha256, shard.layer_range, loaded)
+
+
+def becomes_free_mb(shard: Advertisement) -> int:
+    """MiB that are free once a shard is gone: its weights, and the caches promised to it."""
+    memory = shard.health.memory
+    beside_mb = memory.headroom_mb if memory is not None else 0
+    return max(0, shard.descriptor.vram_required_mb - beside_mb)

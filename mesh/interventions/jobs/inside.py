@@ -168,8 +168,7 @@ class _Portable(pickle.Pickler):
         if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteParameters):
             raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
         if isinstance(obj, UnreadTensor):
-            weight: Any = obj.filled()
-            return weight.__reduce_ex__(_PROTOCOL)
+            return obj.__reduce_ex__(_PROTOCOL)
         if isinstance(obj, Staying):
             raise pickle.PicklingError(f"{obj.kind} is on another machine")
         module = getattr(obj, "__module__", None) or type(obj).__module__

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.codec import CACHE_OPERATIONS
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 from mesh.shard.taps.refusals import raised
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
 
 _MAX_CACHES = 64
-_OPERATIONS = frozenset(
-    {
-        "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
-        "activate_past_recording",
-    }
-)  # fmt: skip
 
 
 class TapCaches:
@@ -69,7 +64,7 @@ class TapCaches:
 
     def operate(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Do to the session's layers what the job does to its cache. Raises BadRequest."""
-        if name not in _OPERATIONS:
+        if name not in CACHE_OPERATIONS:
             raise BadRequest(f"Unknown cache operation {name[:50]!r}.", fix="Update this node.")
         cache = self.get(number)
         for index in self._indices:

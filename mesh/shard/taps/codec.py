@@ -39,6 +39,11 @@ DTYPES: dict[str, torch.dtype] = {
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
     "bool": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
 }  # fmt: skip
+CACHE_OPERATIONS = (
+    "reset", "reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices",
+    "activate_past_recording",
+)  # fmt: skip
+"""What a job may do to a cache, by the names of transformers, and shards to their parts of it."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OUTPUTS = {
     name: cls
