@@ -132,6 +132,10 @@ class PortInUse(MeshError, code="port_in_use", http_status=409):
     """Something else listens on the wanted port."""
 
 
+class ServiceRefused(MeshError, code="service_refused"):
+    """What starts a user's programs here, such as systemd, refuses or is not there."""
+
+
 class IdentityError(MeshError, code="identity_error"):
     """Root for this node's own key."""
 

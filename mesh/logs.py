@@ -212,6 +212,12 @@ def log_file() -> Path | None:
     return None
 
 
+def log_files(path: Path) -> list[Path]:
+    """The log at `path` and what was moved aside of it, newest first, as far as they are there."""
+    files = [path, *(_aside(path, number) for number in range(1, KEPT_FILES + 1))]
+    return [file for file in files if file.exists()]
+
+
 def move_aside(path: Path) -> None:
     """Make room for a new file; the oldest of those kept is lost. Raises OSError."""
     for number in reversed(range(1, KEPT_FILES)):

@@ -43,7 +43,8 @@ class DaemonRecord:
     `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
     may chat. `drain_s`: how long running answers get when it is stopped. `certificate` is that of
     its API in PEM where it speaks TLS, `certificate_file` where it lies, `public_url` where other
-    machines reach the API; empty where they do not.
+    machines reach the API; empty where they do not. `log` is the file of ours that it prints to,
+    if it does.
     """
 
     pid: int
@@ -58,6 +59,7 @@ class DaemonRecord:
     certificate_file: str = ""
     public_url: str = ""
     boot: str = ""
+    log: str = ""
 
     @classmethod
     def for_this_process(

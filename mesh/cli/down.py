@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,20 +20,35 @@ _KILLING_S = 10.0
 _POLL_S = 0.05
 
 
-def down(
-    state_dir: StateDir = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            "--timeout",
-            metavar="SECONDS",
-            min=0.0,
-            callback=finite,
-            help="Then it is killed; by default when its drain_seconds are long over.",
-        ),
-    ] = None,
-) -> None:
+StopTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.0,
+        callback=finite,
+        help="Then it is killed; by default when its drain_seconds are long over.",
+    ),
+]
+
+
+def down(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
+    from mesh.cli.service_managers import manager_of
+
+    _, record = running_daemon(state_dir)
+    manager = manager_of(record.pid)
+    end_daemon(record, timeout)
+    if manager is None:
+        note("stopped")
+        return
+    manager.stop()  # or it would start anew what had to be killed
+    note(f"stopped; {manager.name} starts it {manager.starts_when()}, or now:")
+    note(f"  {manager.how_to_start()}")
+
+
+def running_daemon(state_dir: Path | None) -> tuple[Path, DaemonRecord]:
+    """The state directory that is meant, and the daemon that runs with it. Raises NotRunning."""
     from mesh.config import load_config
     from mesh.errors import NotRunning
     from mesh.paths import StatePaths
@@ -45,8 +61,7 @@ def down(
             f"No hearthnet daemon runs with the state directory {directory}.",
             fix="There is nothing to stop, unless another --state-dir was meant.",
         )
-    end_daemon(record, timeout)
-    note("stopped")
+    return directory, record
 
 
 def end_daemon(record: DaemonRecord, timeout: float | None, *, ending_s: float = ENDING_S) -> None:

@@ -20,17 +20,21 @@ from mesh.cli import (
     down,
     evict,
     harvest,
+    info,
     invite,
     jobs,
     join,
     keys,
     log,
+    logs,
     members,
     model_files,
     pause,
     pull,
+    restart,
     run,
     scale,
+    service,
     status,
     steer,
     top,
@@ -57,6 +61,7 @@ app = typer.Typer(
 )
 app.command()(up.up)
 app.command()(down.down)
+app.command()(restart.restart)
 app.command()(pause.pause)
 app.command()(pause.resume)
 app.command()(status.status)
@@ -75,6 +80,7 @@ app.command()(evict.evict)
 app.command()(harvest.harvest)
 app.command()(jobs.queue)
 app.command()(jobs.kill)
+app.command()(logs.logs)
 app.command()(log.log)
 app.command()(invite.invite)
 app.command()(join.join)
@@ -83,6 +89,8 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(steer.app, name="steer")
 app.add_typer(config.app, name="config")
 app.add_typer(doctor.app, name="doctor")
+app.command()(info.info)
+app.add_typer(service.app, name="service")
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -88,10 +88,17 @@ def asks(verb: Callable[..., None]) -> Callable[..., None]:
         verb(daemon=daemon, **given)
 
     asking.__name__, asking.__doc__ = verb.__name__, verb.__doc__
-    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own] + flags
-    asking.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    asking.__annotations__ = {each.name: each.annotation for each in parameters}
-    return asking
+    return with_parameters(asking, [*own, *flags])
+
+
+def with_parameters(
+    verb: Callable[..., None], parameters: Sequence[Parameter]
+) -> Callable[..., None]:
+    """The verb, which takes anything by its name, as one that takes these, each with its hint."""
+    named = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters]
+    verb.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    verb.__annotations__ = {each.name: each.annotation for each in named}
+    return verb
 
 
 def require_yes(question: str) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,15 +11,12 @@ import typer
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
 from mesh.cli.starting import require_device, require_startable
-from mesh.logs import MAX_FILE_BYTES, log_to_stderr, move_aside
+from mesh.logs import log_to_stderr
 
 if TYPE_CHECKING:
     from mesh.config import Config
     from mesh.paths import StatePaths
     from mesh.runtime import DaemonRecord
-
-_PATIENCE_S = 10.0
-_POLL_S = 0.1
 
 Repeated = list[str] | None
 
@@ -71,7 +65,7 @@ def up(  # noqa: PLR0913 - flags
     paths = StatePaths(loaded.state_dir).create()
     prepare(loaded, paths)
     if detach:
-        announce(_detached(_arguments(flags, config), paths))
+        leave_running(arguments_of(flags, config), paths)
         return
     log_to_stderr(loaded.log_level, paths.daemon_log)
     from mesh.node.daemon import run
@@ -134,6 +128,19 @@ def found_first_hearth(config: Config, paths: StatePaths) -> None:
     )
 
 
+def leave_running(arguments: Sequence[str], paths: StatePaths, **start: Any) -> None:
+    """Start a detached daemon and say where it answers; `start` as in `start_detached`.
+
+    Raises AlreadyRunning, and Exit when it ends instead.
+    """
+    from mesh.cli.detached import start_detached
+    from mesh.runtime import sole_use
+
+    with sole_use(paths):
+        pass  # or what the one that runs logs meanwhile would be shown as said by this one
+    announce(start_detached(arguments, paths, **start))
+
+
 def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
     url = record.public_url or record.api_url
@@ -147,50 +154,11 @@ def announce(record: DaemonRecord) -> None:
         say("on machines that ask here: export SSL_CERT_FILE=COPY of that file")
 
 
-def _arguments(flags: dict[str, Any], config: Path | None) -> list[str]:
+def arguments_of(flags: Mapping[str, Any], config: Path | None) -> list[str]:
+    """What to call ``hearthnet up`` with, to mean the same."""
     arguments: list[str] = []
     for key, value in {**flags, "config": config}.items():
         for each in value if isinstance(value, list) else [value]:
             if each is not None:
                 arguments += [f"--{key.replace('_', '-')}", str(each)]
     return arguments
-
-
-def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
-    """Start the daemon in a session of its own; its record once it answers.
-
-    Raises AlreadyRunning.
-    """
-    from mesh.runtime import read_daemon, sole_use
-
-    with sole_use(paths):
-        pass  # or what the one that runs logs meanwhile would be shown as said by this one
-    log = paths.daemon_log
-    if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
-        move_aside(log)
-    with log.open("ab") as output:
-        begin = output.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mesh.cli.main", "up", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    patience = time.monotonic() + _PATIENCE_S
-    while True:
-        record = read_daemon(paths.runtime_file)
-        if record is not None and record.pid == process.pid:
-            return record
-        try:
-            code = process.wait(_POLL_S)
-        except subprocess.TimeoutExpired:
-            # However long it takes: a large checkpoint on a slow disk is hashed for many minutes.
-            if time.monotonic() > patience:
-                patience = math.inf
-                note(f"it is still starting (process {process.pid}); what it does is in {log}")
-            continue
-        with log.open("rb") as output:
-            output.seek(begin)
-            note(output.read().decode(errors="replace"), end="")
-        raise typer.Exit(code or 1)

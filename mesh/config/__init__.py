@@ -11,6 +11,7 @@ from mesh.config.settings import (
     load_config,
     terminal_features,
 )
+from mesh.config.variables import heeded_variables
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -19,6 +20,7 @@ __all__ = [
     "Settings",
     "client_host",
     "flatten",
+    "heeded_variables",
     "is_loopback",
     "load_config",
     "terminal_features",

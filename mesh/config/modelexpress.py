@@ -14,6 +14,7 @@ _KEYS = {
     "MX_REDIS_HOST": "coordination.redis_url",
     "MX_REDIS_PORT": "coordination.redis_url",
 }
+NAMES = frozenset(_KEYS)
 
 
 def from_modelexpress(environment: Mapping[str, str]) -> dict[str, Any]:

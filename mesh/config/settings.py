@@ -50,7 +50,8 @@ ENV_PREFIX = "HEARTHNET_"
 CONFIG_VARIABLE = "HEARTHNET_CONFIG"
 _NESTED = "__"
 # Not settings of a node: which file to read, and which daemon the client verbs ask.
-_CLIENT_VARIABLES = frozenset({CONFIG_VARIABLE, "HEARTHNET_HOST"})
+CLIENT_VARIABLE = "HEARTHNET_HOST"
+_NO_SETTINGS = frozenset({CONFIG_VARIABLE, CLIENT_VARIABLE})
 
 
 def _host_name() -> str:
@@ -280,7 +281,7 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
 
 def client_host() -> str | None:
     """HEARTHNET_HOST: the URL of the daemon that client verbs ask, when not the local one."""
-    return os.environ.get("HEARTHNET_HOST") or None
+    return os.environ.get(CLIENT_VARIABLE) or None
 
 
 def terminal_features() -> tuple[bool, bool]:
@@ -330,7 +331,7 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
-    known = {_variable(key) for key in _keys()} | _CLIENT_VARIABLES
+    known = {_variable(key) for key in _keys()} | _NO_SETTINGS
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise unknown(name, sorted(known), "The environment")

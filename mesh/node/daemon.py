@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mesh.config import Config
 from mesh.hearth.record import read_record
 from mesh.identity.keys import load_or_create
+from mesh.logs import log_file
 from mesh.models.local import find_local_models
 from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
@@ -46,7 +48,8 @@ async def _run(
     try:
         await node.start()
         await asyncio.to_thread(unmap_files)  # of what starting needed
-        record = node.record()
+        log = log_file()
+        record = replace(node.record(), log="" if log is None else str(log))
         await asyncio.to_thread(record.write, paths.runtime_file)
         if on_ready is not None:
             on_ready(record)

@@ -288,7 +288,7 @@ def test_the_lock_ends_with_its_block_and_with_its_process(tmp_path: Path) -> No
 def test_a_detached_daemon_that_takes_its_time_is_waited_for(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    impatient = "from mesh.cli import main, up; up._PATIENCE_S = 0.0; main.main()"
+    impatient = "from mesh.cli import detached, main; detached._PATIENCE_S = 0.0; main.main()"
     state = ["--state-dir", str(tmp_path / "state")]
     free = ["--port", "0", "--api-port", "0", "--interface", "127.0.0.1", "--layers", "none"]
     try:

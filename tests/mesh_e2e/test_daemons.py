@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -355,17 +356,27 @@ class TestLives:
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
 
-    def test_detach_status_and_down(self, tmp_path: Path) -> None:
+    def test_detach_status_restart_logs_and_down(self, tmp_path: Path) -> None:
         state = ["--state-dir", str(tmp_path / "state")]
         up = hearthnet(
             "up", "--detach", "--layers", "none", "--port", "0", "--api-port", "0",
-            "--interface", "127.0.0.1", *state,
+            "--interface", "127.0.0.1", "--name", "cellar", *state,
         )  # fmt: skip
         assert up.returncode == 0, up.stderr
         assert "OPENAI_BASE_URL" in up.stdout
         assert hearthnet("status", *state).returncode == 0
+        again = hearthnet("restart", *state)
+        assert again.returncode == 0, again.stderr
+        first, second = (re.findall(r"pid (\d+)", each.stdout)[0] for each in (up, again))
+        assert first != second
+        assert json.loads(hearthnet("status", "--json", *state).stdout)["node"]["name"] == "cellar"
+        log = StatePaths(tmp_path / "state").daemon_log
+        printed = hearthnet("logs", "-n", "2", *state)
+        assert printed.stdout.splitlines() == log.read_text().splitlines()[-2:]
         assert hearthnet("down", *state).returncode == 0
         assert hearthnet("status", *state).returncode == 3
+        assert hearthnet("restart", *state).returncode == 3
+        assert "no daemon runs now" in hearthnet("logs", *state).stderr
 
 
 def readiness(node: LocalNode) -> list[str]:

@@ -1,0 +1,88 @@
+"""A daemon that runs on after the command that started it, and its words while it starts."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from mesh.cli.output import note
+from mesh.logs import MAX_FILE_BYTES, move_aside
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord, read_daemon
+
+_PATIENCE_S = 10.0
+_POLL_S = 0.1
+
+
+def up_command(arguments: Sequence[str]) -> list[str]:
+    """What runs ``hearthnet up`` with these arguments, whatever the PATH says."""
+    return [sys.executable, "-m", "mesh.cli.main", "up", *arguments]
+
+
+def start_detached(
+    arguments: Sequence[str],
+    paths: StatePaths,
+    *,
+    environment: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+) -> DaemonRecord:
+    """Start ``hearthnet up`` in a session of its own; its record once it answers.
+
+    `environment` and `directory` are this process's own where nobody names others. Raises Exit with
+    its exit code where it ended instead, after its last words were shown.
+    """
+    begin = log_end(paths)
+    with paths.daemon_log.open("ab") as output:
+        process = subprocess.Popen(
+            up_command(arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
+            cwd=directory,
+        )
+
+    def pid() -> int | None:
+        return process.pid if process.poll() is None else None
+
+    record = await_daemon(pid, paths, begin)
+    if record is None:
+        raise typer.Exit(process.returncode or 1)
+    return record
+
+
+def log_end(paths: StatePaths) -> int:
+    """Where what a daemon prints from now on begins in its log, in bytes; one that is full is moved
+    aside first."""
+    log = paths.daemon_log
+    if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
+        move_aside(log)
+    return log.stat().st_size if log.exists() else 0
+
+
+def await_daemon(
+    pid: Callable[[], int | None], paths: StatePaths, begin: int
+) -> DaemonRecord | None:
+    """The record of the daemon that is process `pid()`, once it answers; None once there is no such
+    process, after what it printed behind byte `begin` of the log was shown."""
+    patience = time.monotonic() + _PATIENCE_S
+    while (running := pid()) is not None:
+        record = read_daemon(paths.runtime_file)
+        if record is not None and record.pid == running:
+            return record
+        # However long it takes: a large checkpoint on a slow disk is hashed for many minutes.
+        if time.monotonic() > patience:
+            patience = math.inf
+            note(f"it is still starting (process {running}); what it does is in {paths.daemon_log}")
+        time.sleep(_POLL_S)
+    with paths.daemon_log.open("rb") as output:
+        output.seek(begin)
+        note(output.read().decode(errors="replace"), end="")
+    return None

@@ -1,0 +1,31 @@
+"""What of an environment a node heeds: to start one elsewhere that is the same."""
+
+from __future__ import annotations
+
+import os
+
+from mesh.config.modelexpress import NAMES
+from mesh.config.settings import CLIENT_VARIABLE, ENV_PREFIX
+
+_BEGIN = (
+    ENV_PREFIX, "HF_", "TRANSFORMERS_", "SSL_CERT_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROC",
+    "TORCH", "PYTORCH_", "OMP_", "MKL_", "LD_LIBRARY_PATH", "DYLD_", "PYTHONPATH",
+)  # fmt: skip
+_OTHERS = frozenset(
+    {
+        *("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "REQUESTS_CA_BUNDLE"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    }
+)
+"""Read by libraries: where files lie, which devices there are, how the hub is reached."""
+
+
+def heeded_variables() -> dict[str, str]:
+    """Those of this process's environment: its settings, and what libraries read."""
+    return {name: value for name, value in os.environ.items() if _is_heeded(name)}
+
+
+def _is_heeded(name: str) -> bool:
+    if name == CLIENT_VARIABLE:
+        return False
+    return name.startswith(_BEGIN) or name in NAMES or name.upper() in _OTHERS

@@ -1,0 +1,69 @@
+"""`hearthnet logs`: the last lines wherever they lie, and what follows them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mesh.logs import move_aside
+from mesh.paths import StatePaths
+from tests.api.conftest import Served
+from tests.cli.conftest import COMMAND, Run
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> StatePaths:
+    return StatePaths(tmp_path / "state").create()
+
+
+@pytest.fixture
+def three_files(paths: StatePaths) -> StatePaths:
+    for text in ("1\n2\n", "3\n4\n", "5\n\x1b[31m6\n"):
+        if paths.daemon_log.exists():
+            move_aside(paths.daemon_log)
+        paths.daemon_log.write_text(text)
+    return paths
+
+
+async def test_lines_are_those_of_older_files_as_well(
+    hearthnet: Run, three_files: StatePaths
+) -> None:
+    state = ("--state-dir", str(three_files.root))
+    last = await hearthnet("logs", "-n", "5", *state)
+    assert last.out == "2\n3\n4\n5\n[31m6\n"
+    assert "no daemon runs now" in last.err
+    assert (await hearthnet("logs", "-n", "0", *state)).out == ""
+
+
+async def test_who_has_no_log_is_told_why(hearthnet: Run, tmp_path: Path, daemon: Served) -> None:
+    in_a_terminal = await hearthnet("logs")
+    assert in_a_terminal.code == 4
+    assert "prints where it was started" in in_a_terminal.err
+    never = await hearthnet("logs", "--state-dir", str(tmp_path / "fresh"))
+    assert never.code == 4
+    assert "hearthnet up --detach" in never.err
+
+
+def test_what_follows_is_shown_also_when_the_file_is_moved_aside(
+    environment: dict[str, str], paths: StatePaths
+) -> None:
+    log = paths.daemon_log
+    log.write_text("first\n")
+    with subprocess.Popen(
+        [*COMMAND, "logs", "-f", "--state-dir", str(paths.root)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            for text in ("second\n", "third é\n"):
+                assert process.stdout.readline() == log.read_text()
+                with log.open("a") as stream:
+                    stream.write("its last\n")
+                move_aside(log)
+                log.write_text(text)
+                assert process.stdout.readline() == "its last\n"
+            assert process.stdout.readline() == "third é\n"
+        finally:
+            process.terminate()
