@@ -13,6 +13,7 @@ import typer
 
 from mesh import __version__
 from mesh.cli import (
+    bench,
     chat,
     config,
     deploy,
@@ -67,6 +68,7 @@ app.command()(pause.resume)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command()(run.run)
+app.command()(bench.bench)
 app.command()(top.top)
 app.command()(status.peers)
 app.command()(status.models)

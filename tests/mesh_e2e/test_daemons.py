@@ -379,6 +379,20 @@ class TestLives:
         assert "no daemon runs now" in hearthnet("logs", *state).stderr
 
 
+def test_a_model_is_measured_over_its_route(sofa: LocalNode) -> None:
+    state = ["--state-dir", str(sofa.state_dir)]
+    few = ["--prompt", "40", "--tokens", "4", "--answers", "3", "--rounds", "1"]
+    measured = hearthnet("bench", *few, "--json", *state)
+    assert measured.returncode == 0, measured.stderr
+    told = json.loads(measured.stdout)
+    assert (told["prompt_tokens"], told["tokens"], set(told["together"])) == (40, 4, {"3"})
+    assert [hop["layers"] for hop in told["route"]] == [hop["layers"] for hop in told["hops"]]
+    assert min(told["prompt_tokens_per_second"], told["tokens_per_second"]) > 0
+    in_words = hearthnet("bench", "builtin", *few, *state).stdout
+    assert "3 answers at once" in in_words
+    assert "most of the time: " in in_words
+
+
 def readiness(node: LocalNode) -> list[str]:
     response = httpx.get(f"{node.url}/readyz", trust_env=False, timeout=10)
     missing: list[str] = response.json().get("missing", [])
