@@ -24,6 +24,7 @@ from mesh.interventions.hooks import SpanInterleaver
 from mesh.interventions.hop import JobHop
 from mesh.interventions.spans import Log, RemoteSpans
 from mesh.interventions.unseen import watch_memory
+from mesh.interventions.weights import KEPT_BYTES
 from mesh.models import load
 from mesh.models.manifest import Manifest
 from mesh.models.tokenizer import load_tokenizer
@@ -68,13 +69,20 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
 
 
 def job_model(
-    skeleton: Skeleton, channel: SpanChannel, hops: Sequence[LayerRange], log: Log
+    skeleton: Skeleton,
+    channel: SpanChannel,
+    hops: Sequence[LayerRange],
+    log: Log,
+    *,
+    kept_bytes: int = KEPT_BYTES,
 ) -> TransformersModel:
-    """The nnsight model of a job: hop i of `channel` runs the layers ``hops[i]``.
+    """The nnsight model of a job: hop i of `channel` runs the layers ``hops[i]``; of weights that
+    were read so many bytes are kept for the next time.
 
     There is one at a time: whoever had the skeleton before has it no more.
     """
     model = skeleton.model
     spans = [JobHop(channel, number, layers) for number, layers in enumerate(hops)]
-    RemoteSpans(model._module, skeleton.layers, model.interleaver, spans, log)
+    module, layers = model._module, skeleton.layers
+    RemoteSpans(module, layers, model.interleaver, spans, log, kept_bytes=kept_bytes)
     return model

@@ -24,7 +24,7 @@ from mesh.errors import BadRequest
 from mesh.interventions.caches import Caches
 from mesh.interventions.hooks import Hooks, SpanInterleaver
 from mesh.interventions.hop import JobHop
-from mesh.interventions.weights import RemoteParameters, RemoteWeights
+from mesh.interventions.weights import KEPT_BYTES, RemoteParameters, RemoteWeights
 
 Log = Callable[[str], None]
 
@@ -49,9 +49,10 @@ class RemoteSpans:
 
     def __init__(
         self, model: nn.Module, layers: str, interleaver: SpanInterleaver, hops: Sequence[JobHop],
-        log: Log,
+        log: Log, *, kept_bytes: int = KEPT_BYTES,
     ) -> None:  # fmt: skip
-        """`layers` names the list of decoder layers in `model`; nnsight has wrapped it already."""
+        """`layers` names the list of decoder layers in `model`; nnsight has wrapped it already.
+        So many bytes of weights that were read are kept for the next time."""
         self._model: Any = model
         self._interleaver = interleaver
         self._hops = hops
@@ -66,7 +67,7 @@ class RemoteSpans:
         self._hooks.attention = lambda: str(self._model.config._attn_implementation)
         self._hooks.require_as_sent = self._require_as_sent
         self._deferred: _Deferred | None = None
-        self._weights = RemoteWeights(self._hop_of)
+        self._weights = RemoteWeights(self._hop_of, kept_bytes)
         for number in self._hop_of:
             self._take_over(number)
         interleaver.on_end = self._end

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from mesh.interventions.unseen import give_out
+from mesh.shard.taps.codec import storage_of
 
 _NAMES = (
     "shape", "dtype", "layout", "ndim", "itemsize", "nbytes", "is_leaf", "grad_fn", "grad",
@@ -65,8 +66,8 @@ class UnreadTensor(torch.Tensor):
             values.requires_grad_(self.requires_grad)
             torch._C._swap_tensor_impl(unread, values)
         # A tensor that torch made a parameter itself has this mark.
-        unread.__class__ = nn.Parameter if own.get("_is_param") else torch.Tensor
-        own.clear()
+        unread.__class__ = nn.Parameter if own.pop("_is_param", False) else torch.Tensor
+        del own["_read"]
         return self
 
     @classmethod
@@ -104,6 +105,20 @@ def unread_parameter(like: torch.Tensor, read: Callable[[], torch.Tensor]) -> nn
     unread._is_param = True
     parameter: nn.Parameter = unread
     return parameter
+
+
+def unread_again(parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> bool:
+    """Let go of a frozen parameter's values, which `read` gives again at the next need; whether
+    that could be: what a view, a graph or an array holds as well stays."""
+    anew: Any = parameter
+    # One holder is the parameter, and one whoever counts.
+    if anew._use_count() > 1 or torch._C._storage_Use_Count(storage_of(parameter)._cdata) > 2:
+        return False
+    with torch.inference_mode(mode=False), _disable_current_modes():
+        torch._C._swap_tensor_impl(anew, unread_parameter(parameter, read))
+    anew.__class__ = UnreadTensor
+    anew._read, anew._is_param = read, True
+    return True
 
 
 def _alias(tensor: torch.Tensor) -> Any:

@@ -7,11 +7,12 @@ else on its hop than in the job; it is then run in the job, with all its weights
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._guards import detect_fake_mode
 
-from mesh.interventions.unread import UnreadTensor, unread_parameter
+from mesh.interventions.unread import UnreadTensor, unread_again, unread_parameter
 from mesh.interventions.unseen import checksum
 
 if TYPE_CHECKING:
@@ -26,11 +27,18 @@ class WeightHop(Protocol):
         """A copy of it."""
 
 
+KEPT_BYTES = 256 << 20
+"""Of values that were read and nobody else has: those read first are fetched again if needed."""
+
+
 class RemoteWeights:
     """The weights of all remote layers, as far as the job has seen them."""
 
-    def __init__(self, hop_of: dict[int, Any]) -> None:
+    def __init__(self, hop_of: dict[int, Any], kept_bytes: int = KEPT_BYTES) -> None:
         self._hop_of: dict[int, WeightHop] = hop_of
+        self._kept_bytes = kept_bytes
+        self._readable: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
+        """How those are read again whose values are here, in the order in which they were read."""
         self._seen: dict[tuple[str, str], nn.Parameter] = {}
         self._checksums: dict[tuple[str, str], int] = {}
         """Of those that were fetched, as they were then."""
@@ -54,8 +62,10 @@ class RemoteWeights:
         if key not in self._seen:
 
             def fetch() -> torch.Tensor:
+                self._make_room(stub.nbytes)
                 weight = hop.fetch_weight(path, name)
                 self._checksums[key] = checksum(weight)
+                self._readable[key] = fetch
                 return weight
 
             self._seen[key] = unread_parameter(stub, fetch)
@@ -72,6 +82,7 @@ class RemoteWeights:
                     weight = real[name] = self.weight(part.path, name, layer, stub)
                     if isinstance(weight, UnreadTensor):
                         weight.filled()
+                    self._readable.pop((part.path, name), None)  # it is needed here from now on
                     weight.requires_grad_(weight.requires_grad or stub.requires_grad)
                     size += weight.nbytes
             part.module.__dict__["_parameters"] = real
@@ -81,10 +92,23 @@ class RemoteWeights:
                     part.module._buffers[name] = fetched
         return size
 
+    def _make_room(self, size: int) -> None:
+        """Let go of values, the first first, until there is room for so many bytes more."""
+        here = sum(self._seen[key].nbytes for key in self._readable)
+        for key, read in list(self._readable.items()):
+            if here + size <= self._kept_bytes:
+                return
+            weight = self._seen[key]
+            if isinstance(weight, UnreadTensor) or weight.requires_grad:
+                continue
+            if checksum(weight) == self._checksums[key] and unread_again(weight, read):
+                here -= weight.nbytes
+                del self._readable[key]
+
     def _is_edited(self, part: _Part) -> bool:
         for name in dict.keys(part.parameters):
             weight = self._seen.get((part.path, name))
-            if weight is None:
+            if weight is None or (isinstance(weight, UnreadTensor) and not weight.requires_grad):
                 continue
             before = self._checksums.get((part.path, name))
             # By content: edits through `.data` leave no other trace.

@@ -36,6 +36,7 @@ from mesh.models.rounded import sweep_rounded
 from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
+from mesh.processes.heap import give_back, keep_buffers
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.transfers.asking import WeightsLink
@@ -58,7 +59,6 @@ from mesh.transfers.commands import (
     Transfer,
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
-from mesh.transfers.heap import give_back, keep_buffers
 from mesh.transfers.hub import origin_of
 from mesh.transfers.outside import CLAIM_PATIENCE, HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace, yield_to_others

@@ -14,6 +14,7 @@ from nnsight.modeling.transformers import TransformersModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh.interventions.skeleton import job_model, load_skeleton
+from mesh.interventions.weights import KEPT_BYTES
 from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.shard.taps.session import TapLimits, TapSession
@@ -111,6 +112,7 @@ def remote(
     hops: int,
     limits: TapLimits | None = None,
     over: Callable[[list[TapSession]], DirectChannel] | None = None,
+    kept_bytes: int = KEPT_BYTES,
 ) -> Remote:
     """A fresh job over `hops` hops, to whose sessions it speaks `over` that."""
     split = SPLITS[hops]
@@ -118,7 +120,8 @@ def remote(
     channel = (over or DirectChannel)(sessions)
     log: list[str] = []
     skeleton = load_skeleton(checkpoint(family), dtype=torch.float32)
-    model = job_model(skeleton, channel, [run for run, _ in split], log.append)
+    runs = [run for run, _ in split]
+    model = job_model(skeleton, channel, runs, log.append, kept_bytes=kept_bytes)
     return Remote(model, channel, log)
 
 

@@ -26,6 +26,7 @@ from mesh.interventions.jail import canaries, child, kernel, lockdown
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jail.pages import HugePages
 from mesh.interventions.jail.syscalls import CpuArchitecture
+from mesh.processes.heap import part_with_blocks
 
 MAX_COMMAND_BYTES = 64 << 10
 # A compiled module cannot be loaded once executable memory is refused, so all that ordinary code
@@ -118,6 +119,7 @@ def _settle_torch() -> None:
     import torch
 
     torch.set_num_threads(1)
+    part_with_blocks()  # a job's memory is limited, with what its heap has in pieces
     if kernel.machine() is not None:
         # oneDNN writes machine code at run time, which the walls refuse.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
