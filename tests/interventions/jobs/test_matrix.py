@@ -139,6 +139,8 @@ async def chatting(host: ShardSupervisor, family: str, cache_dir: Path, done: as
 
 
 async def beside_a_chat(here: Bench, family: str, names: Iterable[str], cache_dir: Path) -> None:
+    # transformers loads one model at a time: what it changes meanwhile is the process's.
+    await asyncio.to_thread(whole, family)
     done = asyncio.Event()
     (host,) = here.hosts
     chat = asyncio.create_task(chatting(host, family, cache_dir, done), name="chat")
