@@ -275,6 +275,22 @@ class ScriptedView:
                 "hearth": {"id": "hh2", "name": "the house"},
                 "enabled": True,
                 "paused": False,
+                "interfaces": [
+                    {
+                        "name": "eth0",
+                        "address": "192.0.2.5",
+                        "network": "192.0.2.0/24",
+                        "used": True,
+                        "why": "local network",
+                    },
+                    {
+                        "name": "wg0",
+                        "address": None,
+                        "network": None,
+                        "used": False,
+                        "why": "it is down",
+                    },
+                ],
             },
             "peers": self.peers(),
             "models": self.models(),
@@ -343,7 +359,8 @@ class ScriptedView:
                 "address": "192.0.2.7:8421",
                 "state": "up",
                 "rtt_ms": 0.7,
-                "software": "hearthnet/0",
+                "software": "hearthnet/0.0.9",
+                "skew": "newer",
                 "shards": [{"shard_id": "echo:6-11", "model_id": "echo", "layers": "6-11"}],
             }
         ]

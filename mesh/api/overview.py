@@ -17,6 +17,7 @@ from mesh.discovery.sightings import PeerState, PeerView
 from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
+from mesh.health.skew import skew
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import LiveGeneration
 from mesh.pipeline.live import LiveCounts
@@ -48,6 +49,7 @@ class NodeParts:
     accounts: Callable[[], list[dict[str, Any]]]
     deployments: Callable[[], list[dict[str, Any]]]
     weights: FetcherSupervisor
+    software: str
 
 
 class Overview:
@@ -89,6 +91,7 @@ class Overview:
         rows = []
         for peer in self._parts.peers():
             view = known.get(peer.node_id) if peer.node_id is not None else None
+            software = view.info.software if view else None
             rows.append(
                 {
                     "id": peer.node_id,
@@ -98,7 +101,8 @@ class Overview:
                     "reason": peer.reason,
                     "verdict": self._verdict(peer),
                     "rtt_ms": None if peer.rtt_ms is None else round(peer.rtt_ms, 3),
-                    "software": view.info.software if view else None,
+                    "software": software,
+                    "skew": skew(self._parts.software, software),
                     # Of a peer that is not linked nobody gets anything.
                     "shards": [self._seen(s) for s in view.shards] if view and view.online else [],
                 }

@@ -44,7 +44,9 @@ class MeshView(Protocol):
         """The whole picture.
 
         ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
-        "certificate": its file} | None, "endpoint", "state_dir", "enabled"},
+        "certificate": its file} | None, "endpoint", "state_dir", "enabled", "paused",
+        "hearth": {"id", "name"} | None, "interfaces": [{"name", "address", "network", "used",
+        "why"}] on which others are met, and those left out; none with the mesh off},
         "peers": [...], "models": [...], "shards": [local shards],
         "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
@@ -66,7 +68,8 @@ class MeshView(Protocol):
         """
 
     def peers(self) -> list[dict[str, Any]]:
-        """``{"id", "name", "address", "state", "rtt_ms", "software", "shards": [{"shard_id",
+        """``{"id", "name", "address", "state", "reason", "verdict", "rtt_ms", "software", "skew":
+        "older", "newer" or "another" version than this node's | None, "shards": [{"shard_id",
         "model_id", "layers", ...}]}`` for each peer."""
 
     def models(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from math import ceil, inf
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +31,8 @@ _LITTLE = 0.01
 """Of a limit: who holds or uses less of it is listed with all only."""
 _NOTES = 2
 """Of one model's notes, so many are listed, unless all are asked for."""
+_SKIPPED = 4
+"""Of the interfaces that are left out, so many; where containers run there are dozens."""
 
 
 WaitReady = Annotated[
@@ -177,6 +179,7 @@ def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
     if (tls := node["api_tls"]) is not None:
         say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
+    _show_interfaces(node.get("interfaces", ()), everything=everything)
     for process in picture["processes"]:
         if trouble := out_of_order(process):
             say(f"out of order: {trouble}")
@@ -240,6 +243,18 @@ def _show_house(picture: dict[str, Any]) -> None:
         say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
     for row in weights.get("elsewhere", ()):
         say(f"fetching on {row['node']}: {row['model_id']}, {come_line(row)}")
+
+
+def _show_interfaces(rows: Sequence[dict[str, Any]], *, everything: bool) -> None:
+    """Where other nodes are met, and where not, with the reason."""
+    for row in rows:
+        if row["used"]:
+            say(f"network: {row['name']} {row['address']}, {row['why']}")
+    left = [row for row in rows if not row["used"]]
+    for row in left if everything else left[:_SKIPPED]:
+        say(f"network: not {row['name']}: {row['why']}")
+    if len(left) > _SKIPPED and not everything:
+        say(f"network: not {len(left) - _SKIPPED} others: `hearthnet status --all`")
 
 
 def _taken(memory: dict[str, int] | None) -> str:
@@ -330,12 +345,13 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
         say("no other nodes seen")
         return
     print_table(
-        ("PEER", "ID", "STATE", "RTT MS", "ADDRESS", "LAYERS"),
+        ("PEER", "ID", "STATE", "VERSION", "RTT MS", "ADDRESS", "LAYERS"),
         [
             (
                 peer["name"],
                 (peer["id"] or "")[:6],  # one given by its address is unknown until it answers
                 peer["state"],
+                _version(peer),
                 None if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f}",
                 peer["address"],
                 ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in peer["shards"]),
@@ -343,3 +359,11 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
             for peer in peers
         ],
     )
+
+
+def _version(peer: dict[str, Any]) -> str | None:
+    """``0.1.0``, ``0.0.9 (older)`` than this node's."""
+    from mesh.health.skew import version_of
+
+    version = version_of(peer.get("software"))
+    return f"{version} ({peer['skew']})" if version and peer.get("skew") else version

@@ -84,6 +84,25 @@ def present(
         return []
 
 
+def told(
+    requested: Sequence[str], table: Sequence[Interface] | None = None
+) -> list[dict[str, Any]]:
+    """What `choose` gives now, for people: ``{"name", "address", "network", "used", "why"}``.
+
+    `address` and `network` are None of an interface that is left out. What was asked for and is
+    not there is a row like any other: it comes back, or it never was.
+    """
+    table = read_table() if table is None else table
+    try:
+        chosen, skipped = select(table, requested)
+    except BadValue as error:
+        return [_row(name, why=error.message) for name in requested if not _is_there(table, name)]
+    return [
+        *(_row(c.name, str(c.address), str(c.network), why=c.reason) for c in chosen),
+        *(_row(each.name, why=each.reason) for each in skipped),
+    ]
+
+
 class Reach:
     """At which of this machine's addresses its listeners answer, also when they change.
 
@@ -187,6 +206,17 @@ def _select_requested(
         for interface in table
         if interface.name not in used
     ]
+
+
+def _is_there(table: Sequence[Interface], wanted: str) -> bool:
+    return any(wanted in (i.name, str(a.ip)) for i in table for a in i.addresses)
+
+
+def _row(
+    name: str, address: str | None = None, network: str | None = None, *, why: str
+) -> dict[str, Any]:
+    used = address is not None
+    return {"name": name, "address": address, "network": network, "used": used, "why": why}
 
 
 def _unknown(table: Sequence[Interface], wanted: str) -> BadValue:

@@ -47,6 +47,7 @@ from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
 from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.node.own_facts import own_facts
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, capacity_dir
 from mesh.pipeline.askers import Askers
@@ -213,6 +214,7 @@ class Node:
             deployments=deployments.control.view,
             counts=self._counts,
             weights=self.weights.fetcher,
+            software=wiring.SOFTWARE,
         )
         paths = StatePaths(config.state_dir)
         self._steering = steering = Steering(network, held.models, paths.steering_dir)
@@ -257,21 +259,8 @@ class Node:
     # What the parts ask
 
     def _facts(self) -> dict[str, Any]:
-        network, api = self._network, self._api
-        hearth = network.hearth if network is not None else None
-        return {
-            "id": self._key.node_id,
-            "name": self._config.name,
-            "software": wiring.SOFTWARE,
-            "started_at": self._started_at.isoformat(),
-            "api": api.url(network.host) if api is not None and network is not None else None,
-            "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
-            "endpoint": network.address if network is not None else None,
-            "state_dir": str(self._config.state_dir),
-            "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
-            "enabled": self._config.is_distributed,
-            "paused": self._is_paused,
-        }
+        said = own_facts(self._config, self._key.node_id, self._network, self._api)
+        return {**said, "started_at": self._started_at.isoformat(), "paused": self._is_paused}
 
     def _reports(self) -> list[dict[str, Any]]:
         jobs = self._jobs.accounts if self._jobs is not None else {}

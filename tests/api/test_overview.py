@@ -83,7 +83,7 @@ class Household:
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
                 accounts=list, deployments=list, counts=self.counts,
-                weights=FetcherSupervisor(None),
+                weights=FetcherSupervisor(None), software="hearthnet/0.2.0",
             )
         )  # fmt: skip
 
@@ -131,6 +131,17 @@ async def test_a_peer_that_is_gone_serves_nothing(home: Household) -> None:
     home.peers = [replace(linked, state=PeerState.UNREACHABLE, rtt_ms=None)]
     (row,) = home.overview.peers()
     assert row["shards"] == []
+
+
+async def test_a_peer_of_another_version_is_said_to_be_one(home: Household) -> None:
+    home.peers = [PeerView(PEER, "kitchen", "192.168.1.2:7700", PeerState.UP, "", 0.7)]
+    for software, said in (
+        ("hearthnet/0.2.0", None), ("hearthnet/0.1.9", "older"), ("hearthnet/0.10.0", "newer"),
+        ("hearthnet/0.2.0.dev1", "another"), ("else/9", "another"),
+    ):  # fmt: skip
+        home.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", software), [])
+        (row,) = home.overview.peers()
+        assert (row["software"], row["skew"]) == (software, said)
 
 
 async def test_a_generation_that_has_ended_is_not_shown_without_its_counts(home: Household) -> None:

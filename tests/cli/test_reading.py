@@ -101,8 +101,10 @@ async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: S
     assert models.out.splitlines()[0].split() == ["MODEL", "LAYERS", "STATE", "CONTEXT", "NODES"]
     assert "missing layers 8-11" in models.out
     peers = await hearthnet("peers")
-    assert peers.out.splitlines()[1].startswith("attic[2J  pppppp  up")  # its escape is gone
+    row = peers.out.splitlines()[1]
+    assert row.startswith("attic[2J  pppppp  up     0.0.9 (newer)  0.7")  # its escape is gone
     status = await hearthnet("status")
+    assert "network: eth0 192.0.2.5, local network\nnetwork: not wg0: it is down\n" in status.out
     assert "held here: echo 0-5" in status.out
     how_far = "48 % packed (325.1 of 671.1 MB)"
     assert f"loading: slow:0-3 · {how_far} · needs 812 MiB · for 2 s\n" in status.out
@@ -127,6 +129,19 @@ async def test_status_leaves_out_what_matters_to_few_unless_all_is_wanted(
     assert [line for line in whole.err.splitlines() if line.startswith("note")] == [
         f"note: {note}" for note in notes
     ]
+
+
+async def test_interfaces_that_are_left_out_are_counted_where_there_are_many(
+    hearthnet: Run, daemon: Served
+) -> None:
+    plain = daemon.view.status
+    veths = [{"name": f"veth{n}", "used": False, "why": "a container link"} for n in range(6)]
+    node = {**plain()["node"], "interfaces": veths}
+    daemon.view.status = lambda: {**plain(), "node": node}  # type: ignore[method-assign]
+    short, whole = await hearthnet("status"), await hearthnet("status", "--all")
+    assert "network: not veth3: a container link\nnetwork: not 2 others: " in short.out
+    assert "veth4" not in short.out
+    assert "network: not veth5: a container link\n" in whole.out
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from ipaddress import IPv4Interface
 
 import pytest
 
-from mesh.discovery.interfaces import Interface, Reach, choose, read_table, select
+from mesh.discovery.interfaces import Interface, Reach, choose, read_table, select, told
 from mesh.errors import BadValue
 
 
@@ -38,6 +38,18 @@ def test_every_real_interface_is_used_and_every_other_has_a_reason() -> None:
     assert "down" in reasons["enp9s0"]
     assert "no IPv4 address" in reasons["eno1"]
     assert str(chosen[0]) == "wlp3s0 (192.168.1.20): local network"
+
+
+def test_people_are_told_what_is_used_and_what_is_not() -> None:
+    used, skipped = told([], [WIFI, DOCKER])
+    assert used == {
+        "name": "wlp3s0", "address": "192.168.1.20", "network": "192.168.1.0/24", "used": True,
+        "why": "local network",
+    }  # fmt: skip
+    assert (skipped["name"], skipped["used"], skipped["address"]) == ("docker0", False, None)
+    (gone,) = told(["wlp3s0", "usb0"], [LO, WIFI])
+    assert (gone["name"], gone["used"]) == ("usb0", False)
+    assert "no interface 'usb0'" in gone["why"]
 
 
 def test_one_address_that_was_asked_for_is_the_only_one_to_listen_at() -> None:

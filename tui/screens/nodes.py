@@ -104,7 +104,10 @@ def _row(node: ShownNode) -> tuple[Text, Text, Text, str, str, str]:
 
 
 def _detail(node: ShownNode) -> Text:
-    text = Text(f"{node.name} · {node.word} · {node.row.get('software') or 'version not known'}\n")
+    version = node.row.get("software") or "version not known"
+    if skew := node.row.get("skew"):
+        version += f" ({skew})"
+    text = Text(f"{node.name} · {node.word} · {version}\n")
     text.append(f"id {node.key}\n", "dim")
     where = node.row.get("address") or node.row.get("endpoint") or "-"
     text.append(f"address {where}\n", "dim")
