@@ -17,6 +17,7 @@ import numpy as np
 from mesh.errors import BadFrame
 from mesh.types import WireDtype
 from mesh.wire import messages as m
+from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.frames import COUNT, HEADER, Frame, FrameFlags, FrameType, pack_frame
 from mesh.wire.limits import Limits
 from mesh.wire.protocol import TensorSession
@@ -172,6 +173,8 @@ def _daemons() -> Iterator[Spoken]:
     yield from _say(attic, barn, m.Gossip({"heads": {}}))
     yield from _say(attic, barn, m.FileAsk(1, "5f" * 4, 0))
     yield from _say(barn, attic, m.FilePart(1, b"edit"))
+    yield from _say(attic, barn, CallBack(1, [8421, 43107]))
+    yield from _say(barn, attic, CalledBack(1, 1_893_456_000_000, ["", "timed out"]))
 
 
 def _weights() -> Iterator[Spoken]:
@@ -256,7 +259,8 @@ def _section(spoken: Spoken, told: set[FrameType]) -> Iterator[str]:
 def _meaning(kind: FrameType) -> str:
     if kind in PARTS:
         return PARTS[kind]
-    message = getattr(m, kind.name.title().replace("_", ""))
+    name = kind.name.title().replace("_", "")
+    message = m.CONTROL_MESSAGES.get(kind) or getattr(m, name)
     return " ".join((getdoc(message) or "").split("\n\n")[0].split())
 
 

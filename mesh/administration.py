@@ -57,6 +57,10 @@ class Administration(ABC):
         """`POST /mesh/v1/weights/remove`: delete a model that was fetched."""
         return await self._post(f"{_WEIGHTS}/remove", {"model": model})
 
+    async def reach(self) -> dict[str, Any]:
+        """`POST /mesh/v1/reach`: who can open connections to whom, tried now."""
+        return await self._post("/mesh/v1/reach", {})
+
     async def hearth(self) -> dict[str, Any]:
         """`GET /mesh/v1/hearth`: who is in."""
         return await self._get("/mesh/v1/hearth")

@@ -58,6 +58,7 @@ from mesh.types import (
     shard_id,
 )
 from mesh.wire import control
+from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.frames import FrameType
 from mesh.wire.messages import (
     Advertise,
@@ -123,6 +124,8 @@ WIRE: dict[str, Message] = {
     "failure": Failure({"code": "busy"}, None, 4),
     "drain": Drain(""),
     "gossip": Gossip({"kind": "ask", "number": 1}),
+    "call_back": CallBack(1, [8421, 43107]),
+    "called_back": CalledBack(1, 1_893_456_000_000, ["", "timed out"]),
     "file_ask": FileAsk(1, WEIGHTS, 300),
     "file_part": FilePart(1, b"z" * 300),
     "advertise": Advertise(b"body", b"sig"),

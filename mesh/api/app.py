@@ -21,6 +21,7 @@ from mesh.api import (
     mesh,
     page,
     plan,
+    reach,
     steering,
     weights,
 )
@@ -103,6 +104,7 @@ def _more(services: Services, settings: ApiSettings, closing: asyncio.Event) -> 
         *deployments.view_routes(services.deployments),
         # It reads whatever checkpoint it is told of.
         *require(Scope.ADMIN, plan.routes(services.plans, settings)),
+        *require(Scope.ADMIN, reach.routes(services.reach)),
         *weights.view_routes(services.pulls),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
         *require(Scope.ADMIN, weights.routes(services.pulls, settings)),

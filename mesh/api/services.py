@@ -194,6 +194,18 @@ class DeploymentControl(Protocol):
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
 
 
+class ReachView(Protocol):
+    """Who can open connections to whom."""
+
+    async def look(self) -> dict[str, Any]:
+        """``{"peers": [{"id", "name", "address", "state", "out": [PORT] that this node tried there,
+        "back": [PORT] that the peer tried here | None where it is not linked or did not,
+        "back_unknown": why a linked one did not, "ahead_s": how far its clock is ahead | None}]}``
+        of those that are linked or should be. A PORT is ``{"what": "nodes", "layers" or "weights",
+        "port", "why": "timed out", "refused", other words, or None where it is open}``. Tries it
+        now, which takes seconds."""
+
+
 class PlanControl(Protocol):
     """What it would be like to deploy a model; changes nothing."""
 
@@ -246,6 +258,7 @@ class Services:
     plans: PlanControl
     coordination: CoordinationView
     pulls: Pulls
+    reach: ReachView
 
 
 @dataclass(frozen=True, slots=True)

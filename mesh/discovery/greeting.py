@@ -26,7 +26,8 @@ class PeerHello:
 
     `dial` counts the dials of whoever initiated the link (0 in the other side's hello); `address`
     is where it says its control port is, ``HOST:PORT``, for people to read. `hosts` are the
-    addresses at which it and its shards listen.
+    addresses at which it and its shards listen. `calls_back`: it answers a `CallBack`, which nodes
+    of earlier versions do not.
     """
 
     node_id: NodeIdText
@@ -37,6 +38,7 @@ class PeerHello:
     dial: Annotated[int, Meta(ge=0, lt=1 << 53)]
     address: Text
     hosts: Annotated[tuple[Text, ...], Meta(max_length=_MAX_HOSTS)] = ()
+    calls_back: bool = False
 
 
 def to_hello(own: PeerHello) -> Hello:
@@ -52,6 +54,7 @@ def to_hello(own: PeerHello) -> Hello:
             "dial": own.dial,
             "address": own.address,
             "hosts": list(own.hosts[:_MAX_HOSTS]),
+            **({"calls_back": True} if own.calls_back else {}),
         },
     )
 

@@ -14,13 +14,20 @@ from mesh.discovery.greeting import PeerHello
 from mesh.discovery.notices import Heard
 from mesh.errors import MeshError
 from mesh.types import NodeId
+from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.link import Link
-from mesh.wire.messages import Advertise, FileAsk, FilePart, Gossip, Message
+from mesh.wire.messages import (
+    Advertise,
+    FileAsk,
+    FilePart,
+    Gossip,
+    Message,
+)
 
 _SPARE_S = 10.0
 _MAX_EARLY = 8
 
-Said = Gossip | FileAsk | FilePart
+Said = Gossip | FileAsk | FilePart | CallBack | CalledBack
 """What daemons say to each other beside their advertisements."""
 
 ControlMessage = Advertise | Said

@@ -258,7 +258,7 @@ class Peering:
         settings = self._settings
         return PeerHello(
             settings.node_id, settings.name, settings.software, settings.hearth,
-            self._run, dial, self.address, settings.addresses,
+            self._run, dial, self.address, settings.addresses, calls_back=True,
         )  # fmt: skip
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:

@@ -18,9 +18,10 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.config import Config
 from mesh.discovery import interfaces
+from mesh.discovery.calling_back import CallBacks
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
-from mesh.discovery.links import Said
+from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
@@ -36,6 +37,7 @@ from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
 from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord, read_record, write_record
+from mesh.hearth.told import forked, named
 from mesh.identity.invitations import WindowEnding
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
@@ -44,6 +46,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.paths import StatePaths
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
+from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.messages import FileAsk, FilePart, Gossip
 
 logger = logging.getLogger(__name__)
@@ -118,6 +121,7 @@ class Network:
         self._due = asyncio.Event()
         self._moving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
+        self.callbacks = CallBacks(self.link, clock)
 
     async def start(self) -> None:
         """Open the hearth, founding one when there is none, and link. Raises PortInUse and kin.
@@ -143,6 +147,7 @@ class Network:
         alone, self._alone = self._alone, None
         if alone is not None:
             await end([alone])
+        await self.callbacks.close()
         if inviting is not None:
             await inviting.close()
         if publisher is not None:
@@ -178,6 +183,10 @@ class Network:
     def peers(self) -> list[PeerView]:
         """Every peer that is linked, dialled or was seen; none while this node is in no hearth."""
         return self._peering.peers() if self._peering is not None else []
+
+    def link(self, peer: NodeId) -> ControlLink | None:
+        """The control link to a peer; None while there is none."""
+        return self._peering.links.get(peer) if self._peering is not None else None
 
     def send(self, peer: NodeId, message: Said) -> None:
         """Queue a message for a linked peer. Raises LinkLost when there is no link to it."""
@@ -321,7 +330,9 @@ class Network:
         return Offering(serving.shards, serving.capacity, serving.progress)
 
     def _heard(self, peer: NodeId, message: Said) -> None:
-        if not isinstance(message, Gossip):
+        if isinstance(message, CallBack | CalledBack):
+            self.callbacks.receive(peer, message)
+        elif isinstance(message, FileAsk | FilePart):
             self.on_file(peer, message)
         elif self.hearth is not None:
             self.hearth.receive(peer, message.body)
@@ -344,12 +355,12 @@ class Network:
 
     def _members_changed(self, before: Roster, after: Roster) -> None:
         for node in departed(before, after):
-            self._hooks.on_notice("member_left", _named(before, node))
+            self._hooks.on_notice("member_left", named(before, node))
         for node in after.members:
             if node not in before.members:
-                self._hooks.on_notice("member_joined", _named(after, node))
+                self._hooks.on_notice("member_joined", named(after, node))
             elif before.members[node].level is not after.members[node].level:
-                self._hooks.on_notice("member_changed", _named(after, node))
+                self._hooks.on_notice("member_changed", named(after, node))
         if self._key.node_id in after.cuts and self._key.node_id not in before.cuts:
             self._hooks.on_event(
                 Warned(
@@ -359,7 +370,7 @@ class Network:
                 )
             )
         for node in after.forked - before.forked:
-            self._hooks.on_event(_forked(after, node, is_own=node == self._key.node_id))
+            self._hooks.on_event(forked(after, node, is_own=node == self._key.node_id))
         if self._peering is not None:
             self._peering.follow_members()
         if self._publisher is not None:
@@ -374,19 +385,3 @@ class Network:
 
     def _reported(self, report: Report) -> None:
         self._hooks.on_event(Warned(report.kind, report.message, report.fix))
-
-
-def _named(roster: Roster, node: NodeId) -> dict[str, object]:
-    member = roster.members[node]
-    return {"node_id": node, "name": member.name, "level": member.level.label}
-
-
-def _forked(roster: Roster, node: NodeId, *, is_own: bool) -> Warned:
-    name = "This node" if is_own else roster.members[node].name
-    return Warned(
-        "decisions_forked",
-        f"{name} has signed two different histories: its log was restored from a backup, or its key"
-        " was copied. It decides nothing until that is settled.",
-        "If it was restored: `hearthnet members readmit` on another anchor. If not: `hearthnet"
-        " members revoke`. With no other anchor left: `hearthnet members recover` with the code.",
-    )

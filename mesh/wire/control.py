@@ -13,6 +13,7 @@ import msgpack
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadFrame, BadRequest
+from mesh.wire import call_back  # noqa: F401 - its messages enter CONTROL_MESSAGES
 from mesh.wire.frames import Buffer, FrameType
 from mesh.wire.messages import CONTROL, CONTROL_MESSAGES, EVERY, TENSORS, WEIGHTS, Message
 

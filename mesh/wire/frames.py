@@ -57,6 +57,8 @@ class FrameType(IntEnum):
     LOADING = 0x21
     BLOB = 0x22
     WEIGHTS_ASK = 0x23
+    CALL_BACK = 0x24
+    CALLED_BACK = 0x25
     COPY_PREFIX = 0x30
     PREFIX_COPIED = 0x31
     OPEN_ENDS = 0x32

@@ -55,7 +55,7 @@ async def served() -> AsyncIterator[Served]:
     flags = ReadyFlags(SystemClock())
     coordinator = Coordinator(LayeredRecords(None, flags, Told()), flags)
     nobody = cast("Any", None)
-    services = Services(nobody, nobody, nobody, nobody, Records(coordinator), nobody)
+    services = Services(nobody, nobody, nobody, nobody, Records(coordinator), nobody, nobody)
     app = create_app(ScriptedGenerations(), ScriptedView(), ApiSettings(), services=services)
     server = await serve_api(app, "127.0.0.1", 0, None)
     async with httpx.AsyncClient(base_url=server.url(), trust_env=False, timeout=40) as client:

@@ -46,7 +46,7 @@ class Deployments:
 async def served() -> AsyncIterator[tuple[Deployments, httpx.AsyncClient]]:
     deployments = Deployments()
     nobody = cast("Any", None)
-    services = Services(nobody, nobody, deployments, nobody, nobody, nobody)
+    services = Services(nobody, nobody, deployments, nobody, nobody, nobody, nobody)
     settings = ApiSettings(api_key=KEY)
     app = create_app(ScriptedGenerations(), ScriptedView(), settings, services=services)
     server = await serve_api(app, "127.0.0.1", 0, None)

@@ -23,6 +23,7 @@ from mesh.discovery.dialing import DialSettings
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.interfaces import InterfaceChoice, Reach, choose
+from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns, MdnsSettings
 from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
@@ -165,7 +166,13 @@ def new_key() -> NodeKey:
 class Node:
     """One daemon's discovery: its peering, its directory and every event so far."""
 
-    def __init__(self, settings: PeeringSettings, trust: Trusting, mdns: Mdns | None) -> None:
+    def __init__(
+        self,
+        settings: PeeringSettings,
+        trust: Trusting,
+        mdns: Mdns | None,
+        on_message: Callable[[NodeId, Said], None] = lambda peer, message: None,
+    ) -> None:
         self.id = settings.node_id
         self.trust = trust
         self.clock = SystemClock()
@@ -181,6 +188,7 @@ class Node:
             lambda: Offering(self.serving, self.capacity),
             self._record,
             trust=trust,
+            on_message=on_message,
             mdns=mdns,
         )
 
@@ -229,6 +237,7 @@ async def running(
     port: int = 0,
     health_timeout_s: float = 30.0,
     answers_at: Reach | None = None,
+    on_message: Callable[[NodeId, Said], None] = lambda peer, message: None,
 ) -> AsyncIterator[Node]:
     """A started node on 127.0.0.1, stopped with a goodbye at the end."""
     key = key or new_key()
@@ -247,7 +256,7 @@ async def running(
     )
     if multicast and mdns is None:
         mdns = Mdns(loopback, settings=QUICK_MDNS)
-    node = Node(settings, await VILLAGE.enter(hearth, key), mdns)
+    node = Node(settings, await VILLAGE.enter(hearth, key), mdns, on_message)
     try:
         await node.peering.start()
         yield node

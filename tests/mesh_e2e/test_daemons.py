@@ -74,6 +74,16 @@ class TestAnswering:
             peers = {p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"}
             assert peers == set(home) - {name}
 
+    def test_everybody_reaches_every_port_of_everybody_both_ways(self, sofa: LocalNode) -> None:
+        rows = {row["name"]: row for row in sofa.post("/mesh/v1/reach", {}).json()["peers"]}
+        assert rows.keys() == {"attic", "kitchen", "study"}
+        for row in rows.values():
+            there = [port["what"] for port in row["out"]]
+            assert there[:2] == ["nodes", "layers"]
+            assert not [port for port in [*row["out"], *row["back"]] if port["why"]]
+            assert row["back"][0]["what"] == "nodes"
+            assert abs(row["ahead_s"]) < 5
+
     def test_an_answer_comes_over_two_nodes(self, sofa: LocalNode) -> None:
         answer = ask(sofa)
         assert "mesh" in answer["choices"][0]["message"]["content"]

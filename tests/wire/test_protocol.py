@@ -18,6 +18,7 @@ from mesh.errors import (
     VersionMismatch,
 )
 from mesh.types import WireDtype
+from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.control import pack_map
 from mesh.wire.frames import Frame, FrameType
 from mesh.wire.messages import (
@@ -136,6 +137,8 @@ CONTROL: list[Message] = [
     Drain("stopping"),
     Advertise(b"body", b"signature"),
     FileAsk(1, "ab" * 32, 1 << 20),
+    CallBack(1, [1, 65535]),
+    CalledBack(1, 1_893_456_000_000, ["", "timed out"], "busy"),
     FilePart(1, b""),
     WeightsAsk(1, "ab" * 32, Part.TENSOR, "model.norm.weight", 0, 1 << 40),
     Gossip({"kind": "ask", "number": 1, "heads": [["a", 1, b"x"]]}),
@@ -143,7 +146,7 @@ CONTROL: list[Message] = [
 
 
 def purpose_of(message: Message) -> str:
-    daemons = isinstance(message, Advertise | Gossip | FileAsk | FilePart)
+    daemons = isinstance(message, Advertise | Gossip | FileAsk | FilePart | CallBack | CalledBack)
     if isinstance(message, WeightsAsk):
         return "weights"
     return "control" if daemons else "tensors"
