@@ -1,4 +1,4 @@
-"""`hearthnet doctor`: what is so here, in plain words; one verb per question."""
+"""`hearthnet doctor`: what works here and what does not; one verb per further question."""
 
 from __future__ import annotations
 
@@ -9,12 +9,30 @@ import typer
 from mesh.cli.options import AskedDaemon, Json, asks
 from mesh.cli.output import print_json, say
 
-app = typer.Typer(help="Say in plain words what is so on this machine.", no_args_is_help=True)
+app = typer.Typer(help="Say what works on this machine, what does not, and what to do about it.")
 
 
-@app.callback()
-def doctor() -> None:
-    """Say in plain words what is so on this machine."""
+@app.callback(invoke_without_command=True)
+@asks
+def doctor(context: typer.Context, daemon: AskedDaemon) -> None:
+    """Say what works on this machine, what does not, and what to do about it.
+
+    Looks at settings, versions, clock, disks and ports, at the network (what is sent by multicast,
+    and what comes in), and, if a daemon runs, at it and its peers: who reaches whom, in both
+    directions. Takes some seconds. Ends with 1 when something is wrong.
+
+    With one of the commands, only at that.
+    """
+    if context.invoked_subcommand is not None:
+        if daemon != AskedDaemon():
+            raise typer.BadParameter("Say flags behind the command, as in `doctor privacy --json`.")
+        return
+    from mesh.cli.checkup import examine
+
+    examination = examine(daemon)
+    daemon.show(examination.to_dict(), lambda _: say("\n".join(examination.to_lines())))
+    if examination.wrong:
+        raise typer.Exit(1)
 
 
 @app.command()

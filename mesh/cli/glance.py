@@ -41,7 +41,7 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
     return _silent(picture["models"])
 
 
-_DOCTOR = "hearthnet top; its key 7 says what is wrong"
+_DOCTOR = "hearthnet doctor"
 
 
 def _answering(picture: dict[str, Any], ready: list[dict[str, Any]]) -> tuple[str, str]:

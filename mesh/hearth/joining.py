@@ -12,10 +12,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from mesh.clock import Clock
-from mesh.discovery.announcement import Announcement, from_record, is_instance
+from mesh.discovery.announcement import Announcement
 from mesh.discovery.dialing import parse_endpoint
 from mesh.discovery.interfaces import InterfaceChoice
-from mesh.discovery.multicast import Multicast
+from mesh.discovery.looking import announcements
 from mesh.errors import ConnectFailed, MeshError, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.record import HearthRecord, read_record, write_record
@@ -27,8 +27,6 @@ from mesh.identity.pairing_tcp import join
 from mesh.paths import StatePaths
 
 SEARCH_S = 15.0
-_TTL_S = 120
-_RESOLVE_S = 2.0
 _MAX_WINDOWS = 8
 
 
@@ -118,35 +116,19 @@ async def windows(
     interfaces: Sequence[InterfaceChoice],
 ) -> AsyncGenerator[Announcement, None]:
     """The nodes that announce an open invitation, as they are found; without end."""
-    changed: asyncio.Queue[str] = asyncio.Queue(256)
-
-    def on_state(instance: str, alive: bool) -> None:
-        if alive and is_instance(instance):
-            with suppress(asyncio.QueueFull):
-                changed.put_nowait(instance)
-
-    addresses = [str(choice.address) for choice in interfaces]
+    seen: set[tuple[str, int]] = set()
     try:
-        multicast = await Multicast.open(addresses, None, on_state, ttl_s=_TTL_S)
+        async with aclosing(announcements(interfaces)) as found:
+            async for each in found:
+                place = (each.instance, each.pairing or 0)
+                if each.pairing is not None and place not in seen:
+                    seen.add(place)
+                    yield each
     except OSError as error:
         raise ConnectFailed(
             f"Multicast DNS does not work here: {error}.",
             fix="Name the inviting machine with --peer HOST:PORT.",
         ) from error
-    seen: set[tuple[str, int]] = set()
-    try:
-        while True:
-            record = await multicast.resolve(instance := await changed.get(), _RESOLVE_S)
-            if record is None:
-                continue
-            with suppress(ValueError):  # somebody else's, or forged
-                announcement = from_record(instance, *record, interfaces)
-                place = (instance, announcement.pairing or 0)
-                if announcement.pairing is not None and place not in seen:
-                    seen.add(place)
-                    yield announcement
-    finally:
-        await multicast.close()
 
 
 async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) -> HearthRecord:

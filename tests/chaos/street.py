@@ -22,6 +22,7 @@ from tests.chaos.namespaces import PREFIX, ip
 
 SWITCH = f"{PREFIX}-switch"
 NSENTER = shutil.which("nsenter") or "nsenter"
+NFT = shutil.which("nft") or "nft"
 STREET = "192.0.2.129"
 """The address of this machine on the switch."""
 _HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
@@ -70,12 +71,31 @@ class House:
 
     def hearthnet(self, *arguments: str) -> Any:
         """A verb's ``--json``, run in here."""
+        code, said = self.ended(*arguments)
+        assert code == 0, said
+        return said
+
+    def ended(self, *arguments: str) -> tuple[int, Any]:
+        """The exit code of a verb as well, whichever it is; what it printed where that is not
+        JSON."""
         done = subprocess.run(
             [*self._command(*arguments), "--json"],
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return done.returncode, json.loads(done.stdout or json.dumps(done.stderr))
+
+    def let_in(self, *rules: str) -> None:
+        """Of what arrives by the cable only this from now on; without rules, all of it again."""
+        done = [
+            f"add table inet {PREFIX}", f"delete table inet {PREFIX}", f"add table inet {PREFIX}",
+            f"add chain inet {PREFIX} in {{ type filter hook input priority 0; policy drop; }}",
+            *(f"add rule inet {PREFIX} in {rule} accept" for rule in ("iif lo", *rules)),
+        ]  # fmt: skip
+        lines = "\n".join(done if rules else done[:2])
+        subprocess.run(
+            [NSENTER, f"--net=/run/netns/{self._space}", NFT, "-f", "-"], input=lines, text=True,
+            timeout=20, check=True,
+        )  # fmt: skip
 
     def type(self, line: str) -> subprocess.Popen[str]:
         """Begin what somebody types here, who has a home of his own and nothing set."""

@@ -1,14 +1,77 @@
-"""`hearthnet doctor`: what it finds out by itself, without a daemon."""
+"""`hearthnet doctor`: what it finds out by itself, and of a daemon that was asked."""
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
+from typing import Any
 
 import pytest
 
 from mesh.interventions.jail import kernel
+from tests.api.conftest import Served
 from tests.cli.conftest import Run
+
+HERE = {"HEARTHNET_INTERFACE": "127.0.0.1"}
+"""Nothing is asked of the real network."""
+
+
+def findings(out: str) -> dict[str, list[dict[str, Any]]]:
+    """Those of each check."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in json.loads(out)["findings"]:
+        found.setdefault(each["check"], []).append(each)
+    return found
+
+
+async def test_without_a_daemon_the_machine_is_looked_at(hearthnet: Run) -> None:
+    ports = {"HEARTHNET_PORT": "0", "HEARTHNET_API_PORT": "0"}
+    told = await hearthnet("doctor", "--json", **HERE, **ports)
+    found = findings(told.out)
+    assert {each["state"] for check in found.values() for each in check} <= {"fine", "note"}, found
+    assert found.keys() >= {
+        "configuration", "versions", "clock", "disk", "models", "ports", "interfaces", "multicast",
+        "daemon",
+    }  # fmt: skip
+    assert (told.code, json.loads(told.out)["well"]) == (0, True)
+    assert "lo (127.0.0.1) sends it and hears it" in found["multicast"][0]["said"]
+    assert "No daemon runs with" in found["daemon"][0]["said"]
+
+
+async def test_what_is_wrong_is_said_first_with_its_fix_and_by_the_exit_code(
+    hearthnet: Run,
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104 - nobody is accepted
+        port = str(taken.getsockname()[1])
+        off = {"HEARTHNET_POLICY__RESEARCH__ENABLE": "false"}  # no network is looked at
+        told = await hearthnet("doctor", HEARTHNET_PORT=port, HEARTHNET_API_PORT="0", **off)
+    first, fix, *_, last = told.out.splitlines()
+    assert (told.code, last) == (1, "1 thing is wrong")
+    assert first == f"WRONG   ports: Port {port} on 0.0.0.0 is taken."
+    assert fix.startswith("        fix: Stop what uses it")
+    unread = await hearthnet("doctor", HEARTHNET_PORT="many")
+    assert (unread.code, unread.out.startswith("WRONG   configuration: port")) == (1, True)
+
+
+async def test_a_daemon_that_is_named_is_asked_and_this_machine_left_alone(
+    hearthnet: Run, daemon: Served
+) -> None:
+    daemon.view.missing = ["no node serves layers 8-11 of org/half"]
+    told = await hearthnet("doctor", "--host", daemon.url, "--json")
+    found = findings(told.out)
+    assert told.code == 1
+    assert "ports" not in found
+    assert found["ready"][0]["said"] == "no node serves layers 8-11 of org/half."
+    assert "The daemon runs hearthnet 0, which is older than this command's" in str(found["daemon"])
+    assert "The daemon is too old to say who reaches whom." in str(found["peers"])
+    gone = await hearthnet("doctor", "--api-port", "1", "--json", **HERE)
+    assert (gone.code, "Nothing answers at" in gone.out) == (1, True)
+
+
+async def test_flags_belong_behind_the_command(hearthnet: Run) -> None:
+    told = await hearthnet("doctor", "--json", "privacy")
+    assert (told.code, "doctor privacy --json" in told.err) == (2, True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the walls are weaker")

@@ -58,7 +58,7 @@ def lacking(**more: Any) -> dict[str, Any]:
         (
             lacking(reason="failed: no memory"),
             "m does not answer: failed: no memory.",
-            "next: hearthnet top; its key 7 says what is wrong",
+            "next: hearthnet doctor",
         ),
         (
             lacking(reason="not held here (--model)", local=False, nodes=["attic"]),
@@ -79,7 +79,7 @@ def test_what_is_broken_comes_first() -> None:
     hung = {"name": "the shards' process", "state": "ended", "ending": "killed by signal 9"}
     assert said([READY], processes=[hung], node={"paused": True})[1:] == [
         "the shards' process is ended: killed by signal 9.",
-        "next: hearthnet top; its key 7 says what is wrong",
+        "next: hearthnet doctor",
     ]
     assert said([READY], node={"paused": True})[2] == "next: hearthnet resume"
 

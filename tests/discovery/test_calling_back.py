@@ -92,6 +92,15 @@ async def test_who_asks_twice_at_once_is_told_to_wait() -> None:
         assert all("ask again" in str(end) for end in refused)
 
 
+async def test_nobody_answers_for_another_node() -> None:
+    async with linked() as (one, other):
+        port = one.node.peering.port
+        asked = asyncio.create_task(one.calls.ask(other.node.id, [port]))
+        await asyncio.sleep(0)
+        one.calls.receive(NodeId("another"), CalledBack(1, 0, ["forged"]))
+        assert (await asked).found == {port: ""}
+
+
 async def test_who_is_not_linked_is_not_asked() -> None:
     async with linked() as (one, _):
         with pytest.raises(LinkLost):

@@ -84,6 +84,16 @@ class TestAnswering:
             assert row["back"][0]["what"] == "nodes"
             assert abs(row["ahead_s"]) < 5
 
+    def test_the_doctor_finds_nothing_wrong_with_a_house_that_answers(
+        self, sofa: LocalNode
+    ) -> None:
+        told = hearthnet("doctor", "--host", sofa.url, node=sofa)
+        assert told.returncode == 0, told.stdout
+        for name in ("attic", "kitchen", "study"):
+            assert f"ok      peers: {name}: hearthnet " in told.stdout
+        assert "ok      clocks: within 5 s of " in told.stdout
+        assert "ok      ready: builtin can be asked\n" in told.stdout
+
     def test_an_answer_comes_over_two_nodes(self, sofa: LocalNode) -> None:
         answer = ask(sofa)
         assert "mesh" in answer["choices"][0]["message"]["content"]

@@ -171,6 +171,8 @@ def test_every_control_message_is_tried_here() -> None:
         (Open(1, "m" * 513, "", 0, 1, 1, WireDtype.FP16), "model_id"),
         (Bye(5), "reason"),  # type: ignore[arg-type]
         (Advertise("text", b""), "body"),  # type: ignore[arg-type]
+        (CallBack(1, list(range(1, 18))), "ports"),
+        (CallBack(1, [0]), "ports"),
         (Gossip({"a": object()}), None),
         (Gossip({"a": 2**64}), None),
         (Step(2**32, 0, 0, make_tensor()), "step"),

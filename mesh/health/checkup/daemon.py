@@ -1,0 +1,109 @@
+"""What a running daemon's own word says of it, its processes and what it has to do.
+
+Reads what the API answers; asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from mesh.health.checkup.findings import Finding, fine, note, wrong
+from mesh.health.skew import skew, version_of
+
+_RECENT = timedelta(hours=1)
+_SEEN_NOW = ("no_multicast", "clock_skew")
+"""Warnings of what an examination looks at itself: one that has passed is not wrong any more."""
+_PASSING = " is loading"
+"""The end of what is missing only for a while."""
+
+
+def daemon(
+    picture: Mapping[str, Any],
+    missing: Iterable[str],
+    own: str,
+    now: datetime,
+    out_of_order: Callable[[Mapping[str, Any]], str | None],
+) -> Iterator[Finding]:
+    """Of what ``/mesh/v1/status`` and ``/readyz`` answer; `own` is the command's
+    ``hearthnet/VERSION``, and `out_of_order` says what is wrong with a process, None where nothing
+    is."""
+    yield from _version(picture["node"], own)
+    yield from _standing(picture["node"])
+    yield from _processes(picture["processes"], out_of_order)
+    yield from _readiness(list(missing), picture["models"])
+    yield from _warnings(picture["warnings"], now)
+
+
+def _version(node: Mapping[str, Any], own: str) -> Iterator[Finding]:
+    running, here = version_of(node["software"]), version_of(own)
+    if (apart := skew(own, node["software"])) is not None:
+        yield wrong(
+            "daemon",
+            f"The daemon runs hearthnet {running}, which is {apart} than this command's {here}."
+            if apart != "another"
+            else f"The daemon runs hearthnet {running}, and this command is {here}.",
+            "`hearthnet down`, then `hearthnet up`: it is to run what is installed.",
+        )
+        return
+    since = datetime.fromisoformat(node["started_at"])
+    yield fine("daemon", f"{node['name']} runs hearthnet {running} since {since:%Y-%m-%d %H:%M}")
+
+
+def _standing(node: Mapping[str, Any]) -> Iterator[Finding]:
+    if not node["enabled"]:
+        yield note("daemon", "The mesh is off: it answers from this machine alone.")
+    if node["paused"]:
+        yield note("daemon", "It is paused: others get nothing from it.", "`hearthnet resume`")
+
+
+def _processes(
+    rows: Iterable[Mapping[str, Any]], out_of_order: Callable[[Mapping[str, Any]], str | None]
+) -> Iterator[Finding]:
+    well = []
+    for row in rows:
+        if (trouble := out_of_order(row)) is None:
+            well.append(str(row["name"]))
+            continue
+        yield wrong(
+            "processes", f"{trouble}.",
+            "It is started again by itself; if that does not last, the log says why:"
+            " `hearthnet status` names the state directory, logs/ is in it.",
+        )  # fmt: skip
+    if well:
+        yield fine("processes", f"{', '.join(well)}: in order")
+
+
+def _readiness(missing: list[str], models: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    for what in missing:
+        if what.endswith(_PASSING):
+            yield note("ready", f"{what}.", "Wait for it: `hearthnet status --watch`.")
+        elif "serves layers" in what:
+            yield wrong(
+                "ready", f"{what}.",
+                "Start the machine that has them, or have them loaded: `hearthnet deploy MODEL`.",
+            )  # fmt: skip
+        else:
+            yield wrong("ready", f"{what}.", "`hearthnet status --all` and the log say more.")
+    if not missing:
+        names = [str(model["id"]) for model in models if model["runnable"]]
+        said = f"{', '.join(names)} can be asked" if names else "all that is to be loaded is"
+        yield fine("ready", said)
+
+
+def _warnings(rows: Iterable[Mapping[str, Any]], now: datetime) -> Iterator[Finding]:
+    for row in rows:
+        at = row.get("at")
+        age = None if at is None else now - datetime.fromisoformat(at)
+        when = "" if age is None else f" ({_ago(age)})"
+        said = f"{row['message']}{when}"
+        if row.get("code") in _SEEN_NOW or (age is not None and age > _RECENT):
+            yield note("warnings", said, row["fix"])
+        else:
+            yield wrong("warnings", said, row["fix"])
+
+
+def _ago(age: timedelta) -> str:
+    minutes = int(age.total_seconds()) // 60
+    return f"{minutes} min ago" if minutes < 120 else f"{minutes // 60} h ago"
