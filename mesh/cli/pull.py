@@ -13,8 +13,15 @@ from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
     from mesh.client import Client
+    from mesh.errors import MeshError
 
 _LOOK_S = 1
+
+
+Drop = Annotated[
+    bool, typer.Option("--drop", help="Keep nothing of the hub's that was not asked for.")
+]
+Cancel = Annotated[bool, typer.Option("--cancel", help="Stop fetching it; what has come is kept.")]
 
 
 @asks
@@ -44,16 +51,21 @@ def pull(  # noqa: PLR0913 - flags
         str, typer.Option("--from", metavar="NODE|hub", help="From there and nowhere else.")
     ] = "",
     revision: Annotated[str, typer.Option(help="Of the hub's repository.")] = "main",
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Keep nothing of the hub's that was not asked for.")
-    ] = False,
+    drop: Drop = False,
     wait: Annotated[bool, typer.Option(help="Until it is here.")] = True,
+    cancel: Cancel = False,
 ) -> None:
     """Fetch a model to this machine's disk, or only some of its layers.
 
     What neighbours have comes from them, several at once; else it comes from the hub, once for the
-    whole hearth. Interrupted, it goes on where it stopped when it is pulled again.
+    whole hearth. The daemon fetches it: Ctrl-C ends this command, and --cancel the fetch. One that
+    was ended in whatever way goes on where it stopped when it is pulled again.
     """
+    if cancel:
+        if layers or not ends or source or revision != "main" or drop or not wait:
+            raise typer.BadParameter("--cancel goes with no other option of a pull.")
+        daemon.show(daemon.ask(lambda client: _cancel(client, model)), _cancelled)
+        return
     wanted = {
         "layers": [] if layers == ["none"] else layers or None,
         "ends": ends,
@@ -66,18 +78,76 @@ def pull(  # noqa: PLR0913 - flags
 
 
 async def _run(client: Client, model: str, wanted: dict[str, Any], *, wait: bool) -> dict[str, Any]:
+    import asyncio
+
     from mesh.errors import from_dict
 
     name = await client.pull(model, **wanted)
     outcome = await client.pull_outcome(name)
     line = ProgressLine()
-    while wait and outcome["state"] == "running":
-        line.show(outcome["transfer"])
-        outcome = await client.pull_outcome(name, _LOOK_S)
+    try:
+        while wait and outcome["state"] == "running":
+            line.show(outcome["transfer"])
+            outcome = await client.pull_outcome(name, _LOOK_S)
+    except asyncio.CancelledError:
+        line.end()
+        note(
+            f"The daemon goes on fetching {model}: `hearthnet list` shows how far that is, and"
+            f" `hearthnet pull --cancel {model}` stops it."
+        )
+        raise
     line.end()
     if outcome["state"] == "failed":
         raise from_dict(outcome["error"])
     return outcome
+
+
+async def _cancel(client: Client, model: str) -> dict[str, Any]:
+    """End the pulls of a model: each as it ended, and whether it is fetched for another reason.
+
+    Raises NotFound where there is none.
+    """
+    before = await client.weights()
+    pulls = _pulls_of(before, model)
+    if not pulls:
+        raise _not_pulled(before, model)
+    ended = [await client.cancel_pull(each["pull"]) for each in pulls]
+    ids = {each["transfer"] for each in pulls}
+    models = {row["model_id"] for row in before["transfers"] if row["id"] in ids} | {model}
+    left = (await client.weights())["transfers"]
+    goes_on = any(row["model_id"] in models for row in left if row["id"] not in ids)
+    return {"model": model, "cancelled": ended, "goes_on": goes_on}
+
+
+def _pulls_of(picture: dict[str, Any], model: str) -> list[dict[str, Any]]:
+    """The pulls that were asked for by this name, or that fetch the model of this name."""
+    fetched = {row["id"]: row["model_id"] for row in picture["transfers"]}
+    return [
+        each for each in picture["pulls"] if model in (each["model"], fetched.get(each["transfer"]))
+    ]
+
+
+def _not_pulled(picture: dict[str, Any], model: str) -> MeshError:
+    from mesh.errors import NotFound
+
+    if any(row["model_id"] == model for row in picture["transfers"]):
+        return NotFound(
+            f"{model} is not pulled: it is fetched for its deployment.",
+            fix=f"`hearthnet evict {model}` ends that.",
+        )
+    names = ", ".join(each["model"] for each in picture["pulls"]) or "nothing"
+    return NotFound(f"{model} is not pulled; {names} is.", fix="See `hearthnet list`.")
+
+
+def _cancelled(outcome: dict[str, Any]) -> None:
+    model = outcome["model"]
+    done = [each for each in outcome["cancelled"] if each["state"] == "done"]
+    if done:
+        say(f"{model} had come meanwhile; it is in {done[0]['directory']}")
+    elif outcome["goes_on"]:
+        say(f"{model} is not pulled any more; a deployment still has it fetched.")
+    else:
+        say(f"{model} is not fetched any more; what has come is kept for the next pull.")
 
 
 def _told(outcome: dict[str, Any], *, wait: bool) -> None:

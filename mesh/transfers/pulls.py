@@ -116,7 +116,15 @@ class Pulls:
                     "fetching": not peer.weights_sha256,
                 }
             )
-        return {**facts, "neighbours": list(neighbours.values())}
+        return {**facts, "neighbours": list(neighbours.values()), "pulls": self._running()}
+
+    def _running(self) -> list[dict[str, Any]]:
+        """The pulls under way, each with the id of its transfer once it has one."""
+        return [
+            {"pull": pull.id, "model": pull.model, "transfer": pull.order or None}
+            for pull in self._pulls.values()
+            if not pull.ended.is_set()
+        ]
 
     def start(self, wish: PullWish) -> dict[str, Any]:
         """Begin to fetch; the answer names the pull, to be asked for. Raises what is wrong at once.
@@ -225,6 +233,7 @@ class Pulls:
             if pull is None:
                 pull = self._pulls[name]
                 pull.state, pull.error = "failed", Busy("It was cancelled.", fix="Pull it again.")
+                self._around.notify("pull_cancelled", {"pull": name, "model": pull.model})
             pull.ended.set()
 
     def _transfer(self, pull: _Pull) -> dict[str, Any] | None:

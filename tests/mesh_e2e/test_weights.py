@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +110,35 @@ def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: 
     refused = verb(sofa, "rm", "toy", "--yes")
     assert "model_in_use" in refused.stderr
     assert Path(directory).is_dir()
+
+
+def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS, hidden=256)
+    slow = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__TRANSFER_MB_PER_SECOND": "0.05"}
+    own_node("attic", "--model", f"{checkpoint}=toy", environment=slow).wait_up()
+    sofa = own_node("sofa", "--layers", "none")
+    sofa.wait_up()
+    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    where = ("--state-dir", str(sofa.state_dir))
+    pulling = subprocess.Popen(
+        [sys.executable, "-m", "mesh.cli.main", "pull", "toy", *where],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: sofa.get("/mesh/v1/weights")["transfers"])
+    pulling.send_signal(signal.SIGINT)
+    _, said = pulling.communicate(timeout=30)
+    assert pulling.returncode == 130
+    assert "The daemon goes on fetching toy" in said
+    assert [each["model"] for each in sofa.get("/mesh/v1/weights")["pulls"]] == ["toy"]
+    refused = verb(sofa, "pull", "--cancel", "toy", "--layers", "0-3")
+    assert (refused.returncode, "no other option" in refused.stderr) == (2, True)
+    cancelled = verb(sofa, "pull", "--cancel", "toy")
+    assert cancelled.stdout.startswith("toy is not fetched any more; what has come is kept")
+    wait_for(lambda: not sofa.get("/mesh/v1/weights")["transfers"])
+    again = verb(sofa, "pull", "--cancel", "toy")
+    assert (again.returncode, "toy is not pulled; nothing is." in again.stderr) == (4, True)
 
 
 def test_what_is_not_served_can_be_removed(own_node: StartNode, tmp_path: Path) -> None:

@@ -241,6 +241,27 @@ async def test_evicting_says_what_ends_and_asks_first(daemon: Daemon) -> None:
     assert daemon.deployments.wished == [("evict", LLAMA)]
 
 
+async def test_a_pull_is_stopped_after_a_question(daemon: Daemon) -> None:
+    stop = "[aria-label='Stop fetching qwen']"
+
+    def look(page: Page) -> None:
+        for answer in ("false", "true"):
+            assert daemon.pulls.running
+            page.eval(
+                f"window.confirm = (words) => {{ window.question = words; return {answer}; }}"
+            )
+            page.click(stop)
+            page.until("window.question === 'Stop fetching qwen? What has come is kept.'")
+        page.says("#downloads-said", "● qwen is not fetched any more.")
+        assert not daemon.pulls.running
+        page.click(stop)  # the scripted house goes on fetching it
+        page.says("#downloads-said", "qwen is fetched for its deployment: evicting that ends it")
+        page.click("#key-open")
+        page.until("!document.querySelector('#downloads button').checkVisibility()")
+
+    await visit(daemon, look)
+
+
 async def test_a_button_keeps_the_focus_while_what_is_beside_it_changes(daemon: Daemon) -> None:
     llama, qwen = whole()["deployments"]
     loop = asyncio.get_running_loop()

@@ -40,3 +40,40 @@ async def test_each_of_two_pulls_of_a_model_says_how_far_it_is_itself(tmp_path: 
                 await asyncio.sleep(0.02)
         assert (await transfer(second))["state"] == "waiting"
         await pulls.close()
+
+
+async def test_a_cancelled_pull_fetches_no_more_and_what_came_is_kept(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=4, hidden=128, vocab=300
+    )
+    whole = await asyncio.to_thread(read_manifest, directory, model_id=MODEL)
+    size = sum(entry.nbytes for entry in whole.layer_tensors(LayerRange(0, 4)))
+    async with house(tmp_path, "giver", "taker") as made:
+        giver = made.start("giver", directory, bytes_per_s=size / 4)
+        taker = made.start("taker")
+        await up(giver, taker)
+        made.introduce()
+        around = PullContext(giver.holding, tuple, lambda kind, fields: None, tmp_path / "cache")
+        pulls = Pulls(taker.supervisor, around)
+        name = pulls.start(PullWish(MODEL, ends=False))["pull"]
+
+        def come() -> int:
+            return sum(row["done_bytes"] for row in pulls.view()["transfers"])
+
+        async with asyncio.timeout(20):
+            while not come():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        (row,) = pulls.view()["pulls"]
+        assert (row["pull"], row["model"]) == (name, MODEL)
+        assert row["transfer"] == pulls.view()["transfers"][0]["id"]
+        ended = await pulls.cancel(name)
+        assert (ended["state"], ended["error"]["message"]) == ("failed", "It was cancelled.")
+        assert pulls.view()["pulls"] == []
+        async with asyncio.timeout(20):
+            while pulls.view()["transfers"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            while not pulls.view()["models"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        kept = pulls.view()["models"][0]
+        assert 0 < kept["here_bytes"] < size
+        await pulls.close()

@@ -23,7 +23,7 @@ from mesh.api.services import ApiSettings, HearthControl, Services
 from mesh.client import Client
 from mesh.interventions.jobs.queue.service import JobQueue
 from tests.fakes import ScriptedGenerations
-from tests.tui.house import MOMENT, Deployments, Hearth, House, Jobs, Plans
+from tests.tui.house import MOMENT, Deployments, Hearth, House, Jobs, Plans, Pulls
 from tui.app import TopApp
 
 OWNER = "the-owners-key"
@@ -41,6 +41,7 @@ class Daemon:
     hearth: Hearth = field(default_factory=Hearth)
     deployments: Deployments = field(default_factory=Deployments)
     plans: Plans = field(default_factory=Plans)
+    pulls: Pulls = field(default_factory=Pulls)
     generations: ScriptedGenerations = field(default_factory=ScriptedGenerations)
     server: ApiServer | None = None
     url: str = ""
@@ -50,7 +51,8 @@ class Daemon:
         hearth = cast("HearthControl", self.hearth)
         settings = ApiSettings(api_key=OWNER)
         parts: dict[str, Any] = dict.fromkeys(each.name for each in fields(Services))
-        services = Services(**{**parts, "deployments": self.deployments, "plans": self.plans})
+        given = {"deployments": self.deployments, "plans": self.plans, "pulls": self.pulls}
+        services = Services(**{**parts, **given})
         app = create_app(
             self.generations, self.house, settings, hearth, jobs=queue, services=services
         )

@@ -302,6 +302,20 @@ class Deployments:
         return [{"deployment": model, "model_id": model, "evicted": True}]
 
 
+class Pulls:
+    """What is pulled, until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.running = [{"pull": "7", "model": "org/qwen", "transfer": "1"}]
+
+    def view(self) -> dict[str, Any]:
+        return {"models": [], "transfers": [], "neighbours": [], "pulls": self.running}
+
+    async def cancel(self, name: str) -> dict[str, Any]:
+        self.running = [each for each in self.running if each["pull"] != name]
+        return {"pull": name, "state": "failed"}
+
+
 GAP = {"node": "attic", "drops": "8-15", "loads": "8-11"}
 
 

@@ -46,7 +46,7 @@ def test_every_key_is_pressed_below() -> None:
         "ctrl+q",
     }
     assert bound(NodesScreen) == {"i", "x"}
-    assert bound(ModelsScreen) == {"n", "s", "e"}
+    assert bound(ModelsScreen) == {"n", "s", "e", "x"}
     assert bound(ChatScreen) == {"escape", "ctrl+t", "ctrl+n"}
     assert bound(JobsScreen) == {"k"}
     assert bound(LogScreen) == {"slash", "s", "escape"}
@@ -288,6 +288,23 @@ async def test_evicting_says_what_ends_and_asks_first(daemon: Daemon) -> None:
         await top.press("y")
         await top.until("qwen is evicted.")
         assert daemon.deployments.wished == [("evict", "0" * 15 + "2")]
+
+
+async def test_stopping_a_pull_asks_first(daemon: Daemon) -> None:
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("3", "x")
+        await top.until("Stop fetching org/qwen? What has come is kept.")
+        await top.press("n")
+        await top.until(lambda: isinstance(top.app.screen, ModelsScreen))
+        assert daemon.pulls.running
+        await top.press("x")
+        await top.until("Stop fetching org/qwen?")
+        await top.press("y")
+        await top.until("org/qwen is not fetched any more.")
+        assert not daemon.pulls.running
+        await top.press("x")
+        await top.until("Nothing is pulled here")
 
 
 async def test_with_nothing_deployed_there_is_nothing_to_scale(daemon: Daemon) -> None:

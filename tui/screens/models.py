@@ -34,6 +34,7 @@ class ModelsScreen(TopScreen):
         Binding("n", "deploy", "Deploy"),
         Binding("s", "scale", "Scale"),
         Binding("e", "evict", "Evict"),
+        Binding("x", "stop_pulls", "Stop a pull"),
     ]
 
     def body(self) -> ComposeResult:
@@ -95,6 +96,24 @@ class ModelsScreen(TopScreen):
 
         question = what_ends(chosen, self.picture)
         self.app.push_screen(ConfirmScreen(question, "evict it"), answered)
+
+    @work(exclusive=True, group="pulls", exit_on_error=False)
+    async def action_stop_pulls(self) -> None:
+        """Stop what is pulled to this machine, after a question for each."""
+        weights = await self.ask(lambda client: client.weights())
+        if weights is None:
+            return
+        pulls = clean(weights["pulls"])
+        if not pulls:
+            self.notify("Nothing is pulled here; what a deployment fetches ends with it.")
+        for pull in pulls:
+            question = f"Stop fetching {pull['model']}? What has come is kept."
+            if await self.app.push_screen_wait(ConfirmScreen(question, "stop it")):
+                await self._stop(pull)
+
+    async def _stop(self, pull: Mapping[str, Any]) -> None:
+        if await self.ask(lambda client: client.cancel_pull(pull["pull"])) is not None:
+            self.notify(f"{pull['model']} is not fetched any more.", markup=False)
 
     async def _plan_deploy(self, wanted: ReplicaWish) -> Mapping[str, Any]:
         """What is deployed already keeps its settings. Raises MeshError."""

@@ -3,7 +3,8 @@
 
 import { GONE, administers, ask, events, hasKey, refusal, send, useKey, worded } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
-import { at, button, come, dim, made, ms, pace, row } from "./elements.js";
+import { allowStopping, drawDownloads } from "./downloads.js";
+import { at, button, dim, made, ms, row } from "./elements.js";
 
 const status = {};
 const happened = [];
@@ -54,6 +55,7 @@ function begin(given) {
   useKey(given);
   delete status.jobs;
   allowChanges(false);
+  allowStopping(false);
   showKeyForm(false, "");
   at("key-open").hidden = false;
   at("key-open").textContent = hasKey() ? "Forget the key" : "Use a key";
@@ -62,6 +64,7 @@ function begin(given) {
 
 function allow(may) {
   allowChanges(may);
+  allowStopping(may);
   if (hasKey()) {
     at("key-said").textContent = may ? "" : "This key has no scope `admin`: nothing is changed with it.";
   }
@@ -70,6 +73,7 @@ function allow(may) {
 function needKey(said) {
   headline("wait", "◌ this daemon wants a key");
   allowChanges(false);
+  allowStopping(false);
   showKeyForm(true, `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`);
   at("key-open").hidden = !hasKey();  // a wrong one can be forgotten
 }
@@ -137,7 +141,7 @@ function draw() {
   at("answers").replaceChildren(...(status.generations.length
     ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
   drawDeployed(status);
-  drawDownloads();
+  drawDownloads(status.weights);
   drawChoice();
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
     made("li", "dim", `${String(event.at || "").slice(11, 19)} ${event.type}`)) : [dim("none yet")]));
@@ -146,20 +150,6 @@ function draw() {
 function loading(load) {
   const done = load.total_bytes ? ` · ${Math.floor(100 * load.done_bytes / load.total_bytes)} %` : "";
   return dim(`◌ loading ${load.name}${done}`);
-}
-
-const UNDER_WAY = { waiting: "waiting", looking: "looking for who has it" };
-
-function drawDownloads() {
-  const here = status.weights?.transfers || [];
-  const moving = [...here, ...(status.weights?.elsewhere || [])];
-  at("downloads").replaceChildren(...(moving.length ? moving.map((transfer) => {
-    const names = (transfer.sources || []).map((source) => source.name).join(", ");
-    return row(made("strong", "", transfer.model_id),
-      ...come(transfer.done_bytes, transfer.total_bytes),
-      dim([UNDER_WAY[transfer.state], ...pace(transfer), names ? `from ${names}` : "",
-        transfer.node ? `to ${transfer.node}` : "", transfer.note].filter(Boolean).join(" · ")));
-  }) : [dim("none")]));
 }
 
 function drawHeadline(nodes) {
