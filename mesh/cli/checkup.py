@@ -19,7 +19,7 @@ from mesh.paths import StatePaths, cache_dir, models_dir
 if TYPE_CHECKING:
     from mesh.client import Client
 
-_SILENT = "If its process is there, see its log; `hearthnet down` ends it. Or name another."
+_SILENT = "If its process is there: `hearthnet logs`, `hearthnet restart`. Or name another."
 
 
 @dataclass(slots=True)

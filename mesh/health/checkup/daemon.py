@@ -44,7 +44,7 @@ def _version(node: Mapping[str, Any], own: str) -> Iterator[Finding]:
             f"The daemon runs hearthnet {running}, which is {apart} than this command's {here}."
             if apart != "another"
             else f"The daemon runs hearthnet {running}, and this command is {here}.",
-            "`hearthnet down`, then `hearthnet up`: it is to run what is installed.",
+            "`hearthnet restart`: it is to run what is installed.",
         )
         return
     since = datetime.fromisoformat(node["started_at"])
@@ -68,8 +68,7 @@ def _processes(
             continue
         yield wrong(
             "processes", f"{trouble}.",
-            "It is started again by itself; if that does not last, the log says why:"
-            " `hearthnet status` names the state directory, logs/ is in it.",
+            "It is started again by itself; if that does not last, `hearthnet logs` says why.",
         )  # fmt: skip
     if well:
         yield fine("processes", f"{', '.join(well)}: in order")
@@ -85,7 +84,9 @@ def _readiness(missing: list[str], models: Iterable[Mapping[str, Any]]) -> Itera
                 "Start the machine that has them, or have them loaded: `hearthnet deploy MODEL`.",
             )  # fmt: skip
         else:
-            yield wrong("ready", f"{what}.", "`hearthnet status --all` and the log say more.")
+            yield wrong(
+                "ready", f"{what}.", "`hearthnet status --all` and `hearthnet logs` say more."
+            )
     if not missing:
         names = [str(model["id"]) for model in models if model["runnable"]]
         said = f"{', '.join(names)} can be asked" if names else "all that is to be loaded is"
