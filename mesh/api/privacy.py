@@ -31,11 +31,15 @@ class Sight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """One machine's part of a route: activations into and out of its layers, never text."""
+    """One machine's part of a route: activations into and out of its layers, never text.
+
+    `is_checkable`: another machine holds the same layers, by which its answers can be checked.
+    """
 
     node: str
     layers: str
     sight: Sight
+    is_checkable: bool
 
     def words(self) -> str:
         """One line for people."""
@@ -52,11 +56,12 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One hop of a route as seen from here."""
+    """One hop of a route as seen from here; `is_checkable` as in `Exposure`."""
 
     node: str
     layers: LayerRange
     is_own: bool
+    is_checkable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +87,13 @@ class Precautions:
     keep_last: int
     activation_noise: float
     spot_check_probability: float
+    spot_check_home_mb: int = 0
 
 
 def report(routes: Sequence[ReportedRoute], precautions: Precautions) -> dict[str, Any]:
-    """``{"routes": [{"model", "request", "hops": [{"node", "layers", "sight"}], "missing"}],
-    "precautions": {...}, "words": [lines]}``; `request` is None for the route of the next one."""
+    """``{"routes": [{"model", "request", "hops": [{"node", "layers", "sight", "is_checkable"}],
+    "missing"}], "precautions": {...}, "words": [lines]}``; `request` is None for the route
+    of the next one."""
     noisy = precautions.activation_noise > 0
     seen = [(route, [expose(hop, route.total_layers, noisy=noisy) for hop in route.hops])
             for route in routes]  # fmt: skip
@@ -115,7 +122,7 @@ def expose(hop: Hop, total_layers: int, *, noisy: bool) -> Exposure:
         sight = Sight.BLURRED if noisy else Sight.EXACT
     else:
         sight = Sight.RECOVERABLE
-    return Exposure(hop.node, str(hop.layers), sight)
+    return Exposure(hop.node, str(hop.layers), sight, hop.is_own or hop.is_checkable)
 
 
 def _lines(
@@ -128,6 +135,8 @@ def _lines(
             yield f"  no route: {route.missing}"
         for exposure in exposures:
             yield f"  {exposure.words()}"
+            if not exposure.is_checkable:
+                yield f"    {_unchecked(exposure, precautions)}"
         if route.is_thin and route.hops:
             yield (
                 "  this machine has no embedding and no head of it: the first is sent the prompt's"
@@ -146,6 +155,15 @@ def _lines(
                 " the same layers repeats the work as a check, and sees as much."
             )
     yield from _precaution_lines(precautions)
+
+
+def _unchecked(exposure: Exposure, precautions: Precautions) -> str:
+    """A machine whose answers no other one can compute again."""
+    alone = f"nobody but {exposure.node} holds all of these:"
+    if precautions.spot_check_home_mb and precautions.spot_check_probability:
+        most = f"{precautions.spot_check_home_mb} MiB, spot_check_home_mb"
+        return f"{alone} what it answers is checked only if a copy fits here ({most})."
+    return f"{alone} nobody can check what it answers."
 
 
 def _precaution_lines(precautions: Precautions) -> Iterator[str]:

@@ -33,6 +33,10 @@ _EXIT_CODES = {
     "unauthorized": 6,
     "forbidden": 6,
     "experimental_disabled": 6,
+    "pairing_rejected": 6,
+    "untrusted_peer": 6,
+    "peer_refused": 6,
+    "token_rejected": 6,
 }
 # C0 but for newline and tab, DEL, C1, and the controls that reorder text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -102,7 +102,7 @@ class Sightings:
         warning = Warned(
             code="cloned_key",
             message=f"Two machines have the key of node {short_id(node_id)}: {one} and {other}.",
-            fix="On the one that was copied, stop hearthnet and remove its identity key.",
+            fix="Give one of them a new --state-dir; if you copied nothing, revoke the member.",
         )
         self.warn_once(f"cloned {' '.join(sorted((one, other)))}", warning)
 

@@ -46,6 +46,7 @@ class PrivacyReport:
             routing.keep_last,
             routing.activation_noise,
             self._config.distributed.spot_check_probability,
+            self._config.distributed.spot_check_home_mb,
         )
         models = list(self._models.values())
         return report([r for model in models for r in self._routes(model)], precautions)
@@ -56,7 +57,9 @@ class PrivacyReport:
         for running in asker.generations if asker is not None else ():
             if running.queued:
                 continue  # nothing of it has left this machine
-            hops = tuple(Hop(hop.node, hop.layers, hop.host == self._own) for hop in running.route)
+            hops = tuple(
+                self._hop(model, NodeId(hop.host), hop.node, hop.layers) for hop in running.route
+            )
             yield ReportedRoute(
                 model.model_id, model.total_layers, running.id, hops, is_thin=is_thin
             )
@@ -77,9 +80,21 @@ class PrivacyReport:
         except NoRoute as error:
             return ReportedRoute(model.model_id, model.total_layers, None, (), error.message)
         hops = tuple(
-            Hop(hop.shard.node_name, hop.layers, hop.shard.host == self._own) for hop in cover
+            self._hop(model, hop.shard.host, hop.shard.node_name, hop.layers) for hop in cover
         )
         return ReportedRoute(model.model_id, model.total_layers, None, hops, is_thin=is_thin)
+
+    def _hop(self, model: LocalModel, host: NodeId, name: str, layers: LayerRange) -> Hop:
+        """As spot checks see it: who is to check has all of its layers, in the same format."""
+        holding = [
+            each.shard.descriptor
+            for each in self._routable(model.model_id)
+            if each.shard.descriptor.weights_sha256 == model.weights_sha256
+            and each.shard.descriptor.layer_range.covers(layers)
+        ]
+        formats = {each.dtype for each in holding if each.host == host}
+        others = [each for each in holding if each.host != host and each.dtype in formats]
+        return Hop(name, layers, host == self._own, is_checkable=bool(others))
 
     def _candidate(self, offer: Offer) -> Candidate:
         is_self = offer.shard.descriptor.host == self._own

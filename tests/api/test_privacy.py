@@ -34,7 +34,21 @@ def test_the_words_name_every_machine_and_every_precaution() -> None:
     assert "For 1 % of the steps" in words
     assert "Layers that always run here: the first 2." in words
     assert "Noise of 0.25" in words
-    assert found["routes"][0]["hops"] == [{"node": "barn", "layers": "0-15", "sight": "exact"}]
+    assert found["routes"][0]["hops"] == [
+        {"node": "barn", "layers": "0-15", "sight": "exact", "is_checkable": True}
+    ]
+    assert "nobody but" not in words
+
+
+def test_what_no_other_machine_can_check_is_named() -> None:
+    alone = route(Hop("barn", LayerRange.parse("0-15"), is_own=False, is_checkable=False))
+    for precautions, said in (
+        (NOTHING, "nobody but barn holds all of these: nobody can check what it answers."),
+        (Precautions(0, 0, 0.0, 0.01, 256), "is checked only if a copy fits here (256 MiB, spot_"),
+    ):
+        assert said in "\n".join(report([alone], precautions)["words"])
+    own = route(Hop("sofa", LayerRange.parse("0-15"), is_own=True, is_checkable=False))
+    assert "nobody but" not in "\n".join(report([own], NOTHING)["words"])
 
 
 def test_at_home_nothing_is_said_of_other_machines() -> None:

@@ -41,6 +41,10 @@ from tests.discovery.test_peering import free_ports
         (errors.CacheFull, 5),
         (errors.Unauthorized, 6),
         (errors.ExperimentalDisabled, 6),
+        (errors.PairingRejected, 6),
+        (errors.UntrustedPeer, 6),
+        (errors.PeerRefused, 6),
+        (errors.TokenRejected, 6),
     ],
 )
 def test_exit_codes(
@@ -160,7 +164,7 @@ def test_a_peer_that_never_answered_is_listed_by_its_address(
     row = {"id": None, "name": address, "address": address, "state": "unreachable", "rtt_ms": None}
     print_peers([{**row, "shards": []}])
     assert capsys.readouterr().out.splitlines()[1].split() == [
-        address, "-", "unreachable", "-", address, "-",
+        address, "-", "unreachable", "-", "-", address, "-",
     ]  # fmt: skip
 
 

@@ -94,6 +94,13 @@ class TestAnswering:
         assert "ok      clocks: within 5 s of " in told.stdout
         assert "ok      ready: builtin can be asked\n" in told.stdout
 
+    def test_it_is_said_what_nobody_can_check(self, sofa: LocalNode) -> None:
+        (route,) = sofa.get("/mesh/v1/privacy")["routes"]
+        checked = [(hop["layers"], hop["is_checkable"]) for hop in route["hops"]]
+        assert checked == [("0-4", False), ("5-7", True)]
+        words = hearthnet("doctor", "privacy", node=sofa).stdout
+        assert "nobody but attic holds all of these: what it answers is checked only if" in words
+
     def test_an_answer_comes_over_two_nodes(self, sofa: LocalNode) -> None:
         answer = ask(sofa)
         assert "mesh" in answer["choices"][0]["message"]["content"]
