@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tui.picture import Picture
-from tui.words import count, fetching, ordinals, pace, share
+from tui.words import count, fetching, ordinals, pace, share, time_of
 
 _STATES = {
     "READY": ("ok", "ready"),
@@ -169,7 +169,7 @@ def _deployed(row: Mapping[str, Any], own: str) -> Deployed:
         wished=row["replicas"],
         state=state,
         words=words,
-        level=LEVELS.get(level, level),
+        level=_stays(LEVELS.get(level, level), row),
         is_coming=row["state"] in _ON_ITS_WAY,
         missing=tuple(row["missing"]),
         why=row["why"] or "",
@@ -221,3 +221,9 @@ def _held(row: Mapping[str, Any]) -> str:
 def _weights(picture: Picture, part: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = (picture.status.get("weights") or {}).get(part) or []
     return found
+
+
+def _stays(level: str, row: Mapping[str, Any]) -> str:
+    """``HOT, on a device, rests 09:03``: the level, and when it goes down unless it is used."""
+    at = row.get("rests_at")
+    return f"{level}, rests {time_of(at)[:5]}" if at else level

@@ -125,6 +125,15 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def rests_in(row: Mapping[str, Any], now: datetime) -> str | None:
+    """``4 min``: how long a deployment stays up unless somebody uses it; None of one that is in
+    use, or that never rests."""
+    at = row.get("rests_at")
+    if at is None:
+        return None
+    return lasting(max(0.0, (datetime.fromisoformat(at) - now).total_seconds()))
+
+
 def ordinals(spans: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     """How people count the replicas of a deployment's spans: 1, 2 and so on, by their numbers,
     which begin at 0 and are never used again."""

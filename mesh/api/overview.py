@@ -112,6 +112,10 @@ class Overview:
     def models(self) -> list[dict[str, Any]]:
         """A row for each model that anybody holds: runnable or why not, missing layers, nodes."""
         models = self._parts.models.values()
+        stays = {
+            (row["model_id"], row["weights_sha256"]): row["rests_at"]
+            for row in self._parts.deployments()
+        }
         rows = [self._local_model(model) for model in models]
         local = {(model.model_id, model.weights_sha256) for model in models}
         for view in self._parts.store.models():
@@ -133,7 +137,7 @@ class Overview:
                     "weights_sha256": view.weights_sha256,
                 }
             )
-        return rows
+        return [{**row, "rests_at": stays.get((row["id"], row["weights_sha256"]))} for row in rows]
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers, per model and route."""

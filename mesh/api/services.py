@@ -75,7 +75,7 @@ class MeshView(Protocol):
     def models(self) -> list[dict[str, Any]]:
         """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "reason": why it is not
         runnable | None, "context": int | None, "level": HOT, WARM or COLD, "nodes": [...],
-        "local": bool}`` for each model that anybody holds."""
+        "local": bool, "rests_at": as of its deployment}`` for each model that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""
@@ -172,8 +172,9 @@ class DeploymentControl(Protocol):
     def view(self) -> list[dict[str, Any]]:
         """``{"deployment", "merged": [ids of deployments that it stands for as well], "model_id",
         "weights_sha256", "total_layers", "replicas", "replicas_ready", "dedicated", "quant",
-        "context", "minimum_s", "keep_alive_s", "nodes": [ids], "layers": [pins], "level": HOT, WARM
-        or COLD, "resting", "state", "missing", "epoch", "why", "error", "by", "wished_at", "spans":
+        "context", "minimum_s", "keep_alive_s", "in_use", "rests_at": the ISO time when it rests
+        unless it is used | None, "nodes": [ids], "layers": [pins], "level": HOT, WARM or COLD,
+        "resting", "state", "missing", "epoch", "why", "error", "by", "wished_at", "spans":
         [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
         "bytes_per_s", "eta_s", "reason"}]}`` of each; what `nodes` and `layers` say is as an order
         may have it. Those that are still to be wished for, as their models are read first, are

@@ -132,14 +132,18 @@ _WORDS = {
 
 def print_deployments(rows: list[dict[str, Any]]) -> None:
     """A table of deployments, one line for each span."""
-    from tui.words import ordinals
+    from datetime import UTC, datetime
 
+    from tui.words import ordinals, rests_in
+
+    now = datetime.now(UTC)
     print_table(
-        ("DEPLOYED", "STATE", "REPLICA", "NODE", "LAYERS", "PHASE"),
+        ("DEPLOYED", "STATE", "RESTS IN", "REPLICA", "NODE", "LAYERS", "PHASE"),
         [
             (
                 row["model_id"],
                 f"{row['state']} ({row['level']})",
+                rests_in(row, now) or ("in use" if row.get("in_use") else None),
                 f"{ordinals(row['spans']).get(span['replica'], 'none')} of {row['replicas']}",
                 span["node"],
                 span["layers"],

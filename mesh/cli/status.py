@@ -323,14 +323,20 @@ def _number(amount: float) -> str:
 
 
 def print_models(models: list[dict[str, Any]]) -> None:
-    """A table of models; why one cannot be asked is said in words."""
+    """A table of models; why one cannot be asked is said in words, and when one comes to rest."""
+    from datetime import UTC, datetime
+
+    from tui.words import rests_in
+
+    now = datetime.now(UTC)
     print_table(
         ("MODEL", "LAYERS", "STATE", "CONTEXT", "NODES"),
         [
             (
                 model["id"],
                 model["total_layers"],
-                model["reason"] or "ready",
+                model["reason"]
+                or (f"ready, rests in {left}" if (left := rests_in(model, now)) else "ready"),
                 model["context"],
                 ", ".join(model["nodes"]),
             )

@@ -18,6 +18,7 @@ from mesh.deployments.placement import make_plan, require_pins
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
+from mesh.deployments.waking import Stay
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
@@ -77,20 +78,22 @@ class Deploying:
         rows: DeploymentRows,
         call_for: Callable[[str], None],
         up_s: Callable[[str], float],
+        stay: Callable[[str], Stay] = lambda name: Stay(),
     ) -> None:
         """`call_for` has this node ask a deployment, whatever is placed here; `up_s` says for how
-        long one has been up."""
+        long one has been up, `stay` until when it stays."""
         self._house = house
         self._weights = weights
         self._rows = rows
         self._reading = ReadingModels(weights, rows, house.node)
         self._call_for = call_for
         self._up_s = up_s
+        self._stay = stay
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted or is still to be wished for, by model."""
         wished = live(self._house.deployments())
-        rows = [self._rows.row(each) for each in wished]
+        rows = [self._row(each) for each in wished]
         names = {each.id for each in wished}
         rows += [row for row in self._reading.view() if row["deployment"] not in names]
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
@@ -181,13 +184,18 @@ class Deploying:
 
     def require(self, model: str) -> dict[str, Any]:
         """The row of one deployment, by its id or model. Raises NotFound."""
-        return self._rows.row(self._require(model))
+        return self._row(self._require(model))
 
     async def close(self) -> None:
         """Read no model any more."""
         await self._reading.close()
 
     # Private
+
+    def _row(self, deployment: Deployment) -> dict[str, Any]:
+        stay = self._stay(deployment.id)
+        at = None if stay.rests_at is None else stay.rests_at.isoformat(timespec="seconds")
+        return {**self._rows.row(deployment), "in_use": stay.in_use, "rests_at": at}
 
     async def _deploy_found(self, order: Order, name: str, found: Checkpoint) -> dict[str, Any]:
         """Wish for it under a new name, or change the wish that there is for it."""

@@ -84,6 +84,8 @@ class DeploymentRows:
             "context": wish.context or None,
             "minimum_s": wish.minimum_s,
             "keep_alive_s": wish.keep_alive_s or None,
+            "in_use": False,
+            "rests_at": None,
             # As an order may name them: by ids, which two machines never share.
             "nodes": [str(node) for node in wish.nodes],
             "layers": [f"{pin.node}={pin.layers}" for pin in wish.pins],

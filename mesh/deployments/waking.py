@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +41,16 @@ class Use:
 
     is_busy: bool
     signs: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Until when a deployment stays up unless somebody uses it: `due_s` by the loop's clock,
+    `rests_at` by the wall's. None while it is in use or brought up, and of one that never rests."""
+
+    in_use: bool = False
+    due_s: float | None = None
+    rests_at: datetime | None = None
 
 
 class Resting(Protocol):
@@ -80,6 +91,7 @@ class Sleeper:
         self._up_since: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
         self._signs: dict[str, Hashable] = {}
+        self._stays: dict[str, Stay] = {}
         self._looks = Turns("having deployments rest")
         self._turns = Turns("having a deployment rest")
         self._task: asyncio.Task[None] | None = None
@@ -98,6 +110,10 @@ class Sleeper:
         now = loop_time()
         return now - self._up_since.get(deployment, now)
 
+    def stay(self, deployment: str) -> Stay:
+        """Until when it stays up, as this node sees its use."""
+        return self._stays.get(deployment, Stay())
+
     async def _run(self) -> None:
         while True:
             await self._looks.take("by their use", self._look)
@@ -106,7 +122,7 @@ class Sleeper:
     async def _look(self) -> None:
         now = loop_time()
         wanted = {each.id: each for each in live(self._house.deployments()) if each.is_wanted}
-        for known in (self._up_since, self._used_at):
+        for known in (self._up_since, self._used_at, self._stays):
             for name in [each for each in known if each not in wanted]:
                 del known[name]
         for name, deployment in wanted.items():
@@ -117,19 +133,38 @@ class Sleeper:
         """See whether it is used, and have it rest if it is time for that."""
         name, use = deployment.id, self._house.use(deployment)
         is_used = use.is_busy or self._signs.get(name) != use.signs
-        if is_used or name not in self._used_at or self._is_on_its_way(deployment):
+        is_coming = self._is_on_its_way(deployment)
+        if is_used or name not in self._used_at or is_coming:
             self._used_at[name], self._signs[name] = now, use.signs
-        if self._may_rest(deployment, now):
+        due_s = self._due_s(deployment)
+        if use.is_busy or is_coming:
+            self._stays[name] = Stay(in_use=not is_coming)
+        else:
+            self._stays[name] = self._stay(name, now, due_s)
+        if due_s is not None and now >= due_s and self._is_mine(deployment):
             await self._rest(deployment)
 
-    def _may_rest(self, deployment: Deployment, now: float) -> bool:
-        wish, plan = deployment.wish, deployment.plan
-        if wish.dedicated or not wish.keep_alive_s or plan is None:
-            return False
-        up_s, idle_s = now - self._up_since[wish.deployment], now - self._used_at[wish.deployment]
-        if up_s < wish.minimum_s or idle_s < wish.keep_alive_s:
-            return False
-        return min(plan.nodes & self._house.alive(), default=None) == self._house.node
+    def _due_s(self, deployment: Deployment) -> float | None:
+        """When it is to rest, as far as it was used until now; None of one that never is."""
+        wish = deployment.wish
+        if wish.dedicated or not wish.keep_alive_s or deployment.plan is None:
+            return None
+        least = self._up_since[wish.deployment] + wish.minimum_s
+        return max(least, self._used_at[wish.deployment] + wish.keep_alive_s)
+
+    def _stay(self, name: str, now: float, due_s: float | None) -> Stay:
+        """The one that is known while nothing has changed: people are shown the same time."""
+        known = self._stays.get(name)
+        if due_s is None:
+            return Stay()
+        if known is not None and known.due_s == due_s:
+            return known
+        return Stay(due_s=due_s, rests_at=datetime.now(UTC) + timedelta(seconds=due_s - now))
+
+    def _is_mine(self, deployment: Deployment) -> bool:
+        """Whether it is this node that has it rest."""
+        nodes = deployment.plan.nodes if deployment.plan is not None else set()
+        return min(nodes & self._house.alive(), default=None) == self._house.node
 
     async def _rest(self, deployment: Deployment) -> None:
         self._used_at.pop(deployment.id)  # if it cannot be signed, it is tried again later

@@ -351,7 +351,9 @@ class DeploymentsHere:
         reconciler = self.reconciler
         rows = DeploymentRows(house, reconciler.phases)
         sleeper = self._sleeper = Sleeper(house, events.emit, rows.is_on_its_way)
-        self.control = Deploying(house, weights, rows, reconciler.call_for, sleeper.up_s)
+        self.control = Deploying(
+            house, weights, rows, reconciler.call_for, sleeper.up_s, sleeper.stay
+        )
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
         patience_s = config.deployments.patience_seconds
         self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -33,7 +34,7 @@ async def test_status_says_what_keeps_a_node_from_serving_and_how_far_every_span
     assert "paused: others get nothing from it, until `hearthnet resume`" in text
     assert "out of order: the jobs' process is ended: killed by signal 9" in text
     assert text.count("out of order") == 1
-    assert "qwen PROVISIONING (WARM) 1 of 2 kitchen 0-11 is ready" in text
+    assert "qwen PROVISIONING (WARM) - 1 of 2 kitchen 0-11 is ready" in text
     assert "sofa 12-15 is being fetched, 34 %" in text
     assert "study 0-3 failed: needs 900 MiB, 300 MiB are free" in text
 
@@ -227,3 +228,17 @@ async def test_config_show_names_origins(hearthnet: Run) -> None:
     assert shown["port"] == {"value": 9, "origin": "HEARTHNET_PORT"}
     assert shown["api_port"] == {"value": 8420, "origin": "default"}
     assert shown["api_key"]["value"] == "(set)"
+
+
+async def test_what_rests_soon_says_in_how_long(hearthnet: Run, daemon: Served) -> None:
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).isoformat()
+    plain, house, models = daemon.view.status, whole(), daemon.view.models()
+    llama, qwen = house["deployments"]
+    rows = [{**llama, "rests_at": soon}, {**qwen, "in_use": True}]
+    ready = [{**models[0], "rests_at": soon}, models[1]]
+    daemon.view.status = lambda: {**plain(), "deployments": rows}  # type: ignore[method-assign]
+    daemon.view.models = lambda: ready  # type: ignore[method-assign]
+    text = " ".join((await hearthnet("status")).out.split())
+    assert "echo 12 ready, rests in 5 min 2048" in text
+    assert "llama READY (HOT) 5 min 1 of 1 sofa" in text
+    assert "qwen PROVISIONING (WARM) in use 1 of 2 kitchen" in text

@@ -11,7 +11,7 @@ import pytest
 
 from mesh.deployments.laid import AvailableNode
 from mesh.deployments.placement import make_plan
-from mesh.deployments.waking import Sleeper, Use, Waker
+from mesh.deployments.waking import Sleeper, Stay, Use, Waker
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import NoRoute, PipelineStalled
 from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
@@ -101,6 +101,42 @@ def test_use_keeps_it_up_and_one_node_alone_has_it_rest() -> None:
     busy.now = Use(is_busy=True, signs=0)
     assert slept(busy, 900.0) == []
     assert slept(House(WISH, node=B), 900.0) == []
+
+
+def test_it_is_told_until_when_it_stays_up_and_stays_the_same_while_nobody_uses_it() -> None:
+    house = House(replace(WISH, minimum_s=1000.0))
+    seen: list[Stay] = []
+
+    async def main() -> None:
+        sleeper = Sleeper(house, lambda kind, **fields: None, lambda deployment: house.is_coming)
+        sleeper.start()
+
+        async def look() -> Stay:
+            await asyncio.sleep(100.0)
+            seen.append(sleeper.stay(WISH.deployment))
+            return seen[-1]
+
+        first = await look()
+        assert await look() is first
+        assert first.due_s is not None
+        assert first.rests_at is not None
+        assert not first.in_use
+        house.now = Use(is_busy=True, signs=1)
+        assert await look() == Stay(in_use=True)
+        house.now = Use(is_busy=False, signs=1)
+        after = await look()
+        assert after.due_s == pytest.approx(first.due_s), "its minimum time is longer"
+        await asyncio.sleep(500.0)
+        house.now = Use(is_busy=False, signs=2)
+        later = await look()
+        assert later.due_s is not None
+        assert later.due_s > first.due_s + 100
+        house.is_coming = True
+        assert await look() == Stay()
+        await sleeper.stop()
+
+    run_virtually(main)
+    assert Sleeper(house, lambda kind, **fields: None, lambda _: False).stay("none") == Stay()
 
 
 def test_what_is_still_brought_up_does_not_rest_before_anybody_can_use_it() -> None:

@@ -176,6 +176,7 @@ def deployment(
     return {
         "deployment": name, "model_id": model, "weights_sha256": weights(model), "total_layers": 16,
         "merged": [], "replicas": wished, "replicas_ready": ready, "dedicated": False,
+        "in_use": False, "rests_at": None,
         "quant": None, "context": None, "minimum_s": 0.0, "keep_alive_s": None, "nodes": [],
         "layers": [], "resting": state == "RESTING", "state": state, "level": level,
         "missing": list(missing),

@@ -38,6 +38,12 @@ def test_a_state_is_a_glyph_and_a_word(state: str, glyph: str, words: str, is_co
     (found,) = deployed(picture(deployments=[row(state)]))
     assert (found.state, found.words, found.is_coming) == (glyph, words, is_coming)
     assert found.level == "COLD, on disk"
+
+
+def test_until_when_it_stays_up_is_said_beside_its_level() -> None:
+    resting = row("READY", level="WARM", rests_at="2030-01-01T14:03:30+00:00")
+    (found,) = deployed(picture(deployments=[resting]))
+    assert found.level == "WARM, in memory, rests 14:03"
     assert found.replicas == "0 of 1"
 
 

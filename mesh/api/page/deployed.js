@@ -64,7 +64,8 @@ function newBox(wish) {
 function factsOf(wish) {
   const many = wish.replicas === 1 ? "replica" : "replicas";
   return [row(made("strong", "", wish.model_id), phase(wish.state),
-    dim(`${wish.replicas_ready} of ${wish.replicas} ${many}`), wish.level ? dim(wish.level) : null),
+    dim(`${wish.replicas_ready} of ${wish.replicas} ${many}`), wish.level ? dim(wish.level) : null,
+    wish.rests_at ? dim(`rests ${clock(wish.rests_at)}`) : null),
   ...wish.spans.map((span) => {
     // How far another node is, only that one knows.
     const isFar = span.phase === "QUEUED" && !span.reason && span.node_id !== status.node.id;
@@ -78,6 +79,8 @@ function factsOf(wish) {
   ...(wish.missing.length
     ? [row(made("span", "bad", `nobody serves layers ${wish.missing.join(", ")}`))] : [])];
 }
+
+const clock = (at) => new Date(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 function phase(name, more = "") {
   const [state, glyph, words] = PHASES[name] || ["wait", "◌", String(name).toLowerCase()];
