@@ -276,6 +276,8 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     ready(attic, kitchen)
     expected = answer(kitchen, 4)
     assert level(kitchen) == ("HOT", "HOT")
+    # By the node that will have it rest: what others see of its use may be some seconds old.
+    until(lambda: any(row(node)["rests_at"] for node in house.values()), "it is told when", attic)
 
     def rests() -> bool:
         return all(row(node)["level"] == "COLD" and not held(node) for node in house.values())
