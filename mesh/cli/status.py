@@ -32,7 +32,7 @@ _LITTLE = 0.01
 _NOTES = 2
 """Of one model's notes, so many are listed, unless all are asked for."""
 _SKIPPED = 4
-"""Of the interfaces that are left out, so many; where containers run there are dozens."""
+"""Of the reasons to leave interfaces out, so many: where containers run, there are dozens."""
 
 
 WaitReady = Annotated[
@@ -250,11 +250,15 @@ def _show_interfaces(rows: Sequence[dict[str, Any]], *, everything: bool) -> Non
     for row in rows:
         if row["used"]:
             say(f"network: {row['name']} {row['address']}, {row['why']}")
-    left = [row for row in rows if not row["used"]]
-    for row in left if everything else left[:_SKIPPED]:
-        say(f"network: not {row['name']}: {row['why']}")
-    if len(left) > _SKIPPED and not everything:
-        say(f"network: not {len(left) - _SKIPPED} others: `hearthnet status --all`")
+    left: dict[str, list[str]] = {}
+    for row in rows:
+        if not row["used"]:
+            left.setdefault(row["why"], []).append(row["name"])
+    shown = list(left.items()) if everything else list(left.items())[:_SKIPPED]
+    for why, names in shown:
+        say(f"network: not {', '.join(names)}: {why}")
+    if many := sum(map(len, left.values())) - sum(len(names) for _, names in shown):
+        say(f"network: not {many} others: `hearthnet status --all`")
 
 
 def _taken(memory: dict[str, int] | None) -> str:

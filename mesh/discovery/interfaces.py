@@ -90,16 +90,18 @@ def told(
     """What `choose` gives now, for people: ``{"name", "address", "network", "used", "why"}``.
 
     `address` and `network` are None of an interface that is left out. What was asked for and is
-    not there is a row like any other: it comes back, or it never was.
+    not there is a row like any other: it comes back, or it never was. Loopback is told of where it
+    is used: everywhere else it is left out.
     """
     table = read_table() if table is None else table
     try:
         chosen, skipped = select(table, requested)
     except BadValue as error:
         return [_row(name, why=error.message) for name in requested if not _is_there(table, name)]
+    inner = {each.name for each in table if each.is_loopback}
     return [
         *(_row(c.name, str(c.address), str(c.network), why=c.reason) for c in chosen),
-        *(_row(each.name, why=each.reason) for each in skipped),
+        *(_row(each.name, why=each.reason) for each in skipped if each.name not in inner),
     ]
 
 

@@ -136,13 +136,15 @@ async def test_interfaces_that_are_left_out_are_counted_where_there_are_many(
     hearthnet: Run, daemon: Served
 ) -> None:
     plain = daemon.view.status
-    veths = [{"name": f"veth{n}", "used": False, "why": "a container link"} for n in range(6)]
-    node = {**plain()["node"], "interfaces": veths}
+    veths = [{"name": f"veth{n}", "used": False, "why": f"link {n}"} for n in range(6)]
+    down = [{"name": f"ifb{n}", "used": False, "why": "it is down"} for n in range(2)]
+    node = {**plain()["node"], "interfaces": down + veths}
     daemon.view.status = lambda: {**plain(), "node": node}  # type: ignore[method-assign]
     short, whole = await hearthnet("status"), await hearthnet("status", "--all")
-    assert "network: not veth3: a container link\nnetwork: not 2 others: " in short.out
-    assert "veth4" not in short.out
-    assert "network: not veth5: a container link\n" in whole.out
+    assert "network: not ifb0, ifb1: it is down\nnetwork: not veth0: link 0\n" in short.out
+    assert "network: not veth2: link 2\nnetwork: not 3 others: " in short.out
+    assert "veth3" not in short.out
+    assert "network: not veth5: link 5\n" in whole.out
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_every_real_interface_is_used_and_every_other_has_a_reason() -> None:
 
 
 def test_people_are_told_what_is_used_and_what_is_not() -> None:
-    used, skipped = told([], [WIFI, DOCKER])
+    used, skipped = told([], [LO, WIFI, DOCKER])
+    assert [row["name"] for row in told([], [LO])] == ["lo"], "where nothing else is used"
     assert used == {
         "name": "wlp3s0", "address": "192.168.1.20", "network": "192.168.1.0/24", "used": True,
         "why": "local network",

@@ -145,7 +145,8 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
     old = {**NODE, "software": "hearthnet/0.1.0", "paused": True}
     warned = {"message": "The disk is full.", "fix": "Free some.", "code": "disk"}
     found = of_daemon(
-        ["m is loading", "no node serves layers 4-7 of m"], node=old, processes=[ended],
+        ["m is loading", "the ends of m are loading", "no node serves layers 4-7 of m"],
+        node=old, processes=[ended],
         warnings=[
             {**warned, "at": (NOW - timedelta(minutes=5)).isoformat()},
             {**warned, "message": "Long ago.", "at": (NOW - timedelta(hours=5)).isoformat()},
@@ -157,7 +158,13 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
     assert "the jobs' process is ended: killed by signal 9." in faults
     assert "no node serves layers 4-7 of m. Start the machine that has them" in faults
     assert "The disk is full. (5 min ago) Free some." in faults
-    for what in ("m is loading.", "It is paused", "Long ago. (5 h ago)", "Deaf. (0 min ago)"):
+    for what in (
+        "m is loading.",
+        "the ends of m are loading.",
+        "It is paused",
+        "Long ago. (5 h ago)",
+        "Deaf. (0 min ago)",
+    ):
         assert what in notes
 
 

@@ -15,7 +15,7 @@ from mesh.health.skew import skew, version_of
 _RECENT = timedelta(hours=1)
 _SEEN_NOW = ("no_multicast", "clock_skew")
 """Warnings of what an examination looks at itself: one that has passed is not wrong any more."""
-_PASSING = " is loading"
+_PASSING = (" is loading", " are loading")
 """The end of what is missing only for a while."""
 
 

@@ -20,6 +20,7 @@ ROUND_S = 1.5
 LOOK_S = 2.5
 KNOCK_S = 2.0
 MULTICAST = "multicast"
+_BE = ("is", "are")
 NAME_ONE = "name one node on the other: `hearthnet up --peer HOST:PORT`"
 
 
@@ -114,9 +115,12 @@ def _interfaces(
                 "interfaces", "There is no network to use: only nodes on this machine are found.",
                 "Connect it, or name the interface to use: --interface NAME.",
             )  # fmt: skip
+    left: dict[str, list[str]] = {}
     for each in skipped:
         if each.name not in inner:
-            yield note("interfaces", f"{each.name} is not used: {each.reason}")
+            left.setdefault(each.reason, []).append(each.name)
+    for why, names in left.items():
+        yield note("interfaces", f"{', '.join(names)} {_BE[len(names) > 1]} not used: {why}")
 
 
 async def _around(chosen: Sequence[InterfaceChoice]) -> list[Announcement]:
