@@ -18,6 +18,7 @@ from mesh.errors import ConnectFailed, LinkLost
 from mesh.types import NodeId
 from mesh.wire.call_back import CallBack, CalledBack
 from tests.discovery.network import Node, running
+from tests.discovery.test_links import LARGE, SMALL, End, control_link
 
 
 class WrongClock(SystemClock):
@@ -99,6 +100,13 @@ async def test_nobody_answers_for_another_node() -> None:
         await asyncio.sleep(0)
         one.calls.receive(NodeId("another"), CalledBack(1, 0, ["forged"]))
         assert (await asked).found == {port: ""}
+
+
+async def test_a_node_of_an_earlier_version_is_sent_nothing_that_it_does_not_know() -> None:
+    older = control_link(SMALL, 1, SMALL, End())  # its hello says nothing of it; sending raises
+    calls = CallBacks(lambda peer: older, SystemClock())
+    with pytest.raises(ConnectFailed, match="cannot call back"):
+        await calls.ask(LARGE, [1])
 
 
 async def test_who_is_not_linked_is_not_asked() -> None:

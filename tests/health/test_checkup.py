@@ -126,6 +126,8 @@ def test_who_is_no_peer_or_of_another_version_is_wrong() -> None:
     for state in ("other version", "not a peer"):
         row = {"address": "192.0.2.9:8421", "state": state, "reason": "because"}
         assert "192.0.2.9:8421" in said(of_peers(seen=row), State.WRONG)
+    stranger = {**row, "state": "other hearth"}
+    assert "192.0.2.9:8421 is in another hearth" in said(of_peers(seen=stranger), State.NOTE)
 
 
 def of_daemon(missing: Iterable[str] = (), **more: Any) -> list[Finding]:

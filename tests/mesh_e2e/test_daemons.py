@@ -75,6 +75,8 @@ class TestAnswering:
             assert peers == set(home) - {name}
 
     def test_everybody_reaches_every_port_of_everybody_both_ways(self, sofa: LocalNode) -> None:
+        anybody = httpx.post(f"{sofa.url}/mesh/v1/reach", json={}, trust_env=False)
+        assert anybody.status_code == 401, "it has every peer connect"
         rows = {row["name"]: row for row in sofa.post("/mesh/v1/reach", {}).json()["peers"]}
         assert rows.keys() == {"attic", "kitchen", "study"}
         for row in rows.values():

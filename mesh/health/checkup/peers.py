@@ -112,6 +112,8 @@ def _strangers(rows: Iterable[Row]) -> Iterator[Finding]:
                 "peers", f"{row['name']} at {row['address']} cannot be talked to: {row['reason']}",
                 "Install the same version on both.",
             )  # fmt: skip
+        elif row["state"] == "other hearth":
+            yield note("peers", f"{row['name']} at {row['address']} is in another hearth.")
         elif row["state"] == "not a peer":
             yield wrong(
                 "peers", f"{row['name']} at {row['address']} is not let in: {row['reason']}.",
