@@ -89,6 +89,11 @@ class StatePaths:
         return self.root / "harvest"
 
     @property
+    def memory_dir(self) -> Path:
+        """What this node's processes have taken of what they may (`processes.memory_budget`)."""
+        return self.root / "memory"
+
+    @property
     def threads_dir(self) -> Path:
         """With how many threads this node computes, a file per machine (`mesh.shard.threads`)."""
         return self.root / "threads"

@@ -6,7 +6,10 @@ memory in powers of two, as it is, and with the names for that (IEC 80000-13).
 
 from __future__ import annotations
 
+import re
+
 _DATA = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_LIMIT = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?(GiB|MiB|%)?", re.ASCII)
 
 
 def data_size(count: float) -> str:
@@ -35,3 +38,20 @@ def lasting(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def memory_limit_mb(text: str, total_mb: int) -> int | None:
+    """What ``12 GiB``, ``512 MiB`` or ``50 %`` of so much is in MiB, a bare number is of GiB; None
+    for the empty text, which sets no limit. Raises ValueError."""
+    if not text:
+        return None
+    found = _LIMIT.fullmatch(text.strip())
+    value = float(found[1]) if found is not None else 0.0
+    unit = found[2] or "GiB" if found is not None else ""
+    if value <= 0 or (unit == "%" and value > 100):
+        raise ValueError(
+            f"{text!r} is neither GiB (12 GiB) nor MiB (512 MiB) nor a share of all there is (50 %)"
+        )
+    if unit == "%":
+        return int(total_mb * value / 100)
+    return max(1, int(value * (1024 if unit == "GiB" else 1)))

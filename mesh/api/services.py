@@ -46,7 +46,8 @@ class MeshView(Protocol):
         ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
         "certificate": its file} | None, "endpoint", "state_dir", "enabled", "paused",
         "hearth": {"id", "name"} | None, "interfaces": [{"name", "address", "network", "used",
-        "why"}] on which others are met, and those left out; none with the mesh off},
+        "why"}] on which others are met, and those left out; none with the mesh off,
+        "memory_cap": {"limit_mb", "taken_mb", "setting"} of what models may take | None},
         "peers": [...], "models": [...], "shards": [local shards],
         "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{

@@ -188,14 +188,22 @@ def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[
         say()
     for shard in picture["shards"]:
         say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
-    if (memory := picture.get("memory")) is not None:
-        free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
-        say(f"free: {free} of {total} ({memory['bound']})")
+    _show_memory(picture)
     _show_work(picture)
     print_accounts(picture["accounts"], everything=everything)
     for line in _notes(picture, everything=everything):
         if line not in told:
             note(line)
+
+
+def _show_memory(picture: dict[str, Any]) -> None:
+    """What is free, and what of it the owner gives to models."""
+    if (memory := picture.get("memory")) is not None:
+        free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
+        say(f"free: {free} of {total} ({memory['bound']})")
+    if (cap := picture["node"].get("memory_cap")) is not None:
+        taken, limit = (memory_size(cap[of] << 20) for of in ("taken_mb", "limit_mb"))
+        say(f"given to models: {taken} of at most {limit} ({cap['setting']})")
 
 
 def _notes(picture: dict[str, Any], *, everything: bool) -> list[str]:

@@ -6,9 +6,23 @@ Each field's docstring is its line in the reference. Nothing here reads a file o
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from mesh.units import memory_limit_mb
+
+
+def _memory_limit(value: object) -> object:
+    """A number is of GiB; raises ValueError for what is no limit."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = f"{value:g} GiB"
+    if isinstance(value, str):
+        memory_limit_mb(value, 1)
+    return value
+
+
+MemoryLimit = Annotated[str, BeforeValidator(_memory_limit)]
 
 
 class HostSection(BaseModel):
@@ -22,6 +36,16 @@ class HostSection(BaseModel):
     """Unload a shard that nobody used for this long; the next request loads it again."""
     shard_max_vram_mb: int = Field(default=20000, ge=1)
     """The most memory one shard may take for its weights, in MiB."""
+    max_memory: MemoryLimit = ""
+    """The most of this machine's memory that all models and their caches may take together, of all
+    processes of this node: ``12 GiB``, ``512 MiB``, or a share of it, ``50 %``. What does not fit
+    is not loaded, and others are told of no more. Empty: all that is free."""
+    max_card_memory: MemoryLimit = ""
+    """The same of the memory of the card that this node computes on, where it has its own."""
+    nice: int = Field(default=0, ge=0, le=19)
+    """The niceness of what computes here: layers, answers, jobs. 0: as other programs; 10: what a
+    busy machine leaves over, about a tenth of a core that others want. An idle machine is as fast.
+    """
     max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
     """Sessions a shard serves at the same time; further ones are refused, and wait at the asker."""
     drain_seconds: float = Field(default=30, ge=0, le=3600)

@@ -40,13 +40,13 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.identity.roster import TrustLevel
 from mesh.models.local import LocalModel, require_within
+from mesh.node import wiring
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
 from mesh.node.layouts import Layouts
 from mesh.node.shards_as_seen import own_shards, served_shard
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, cache_dir
-from mesh.processes.headroom import ram
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 
 
@@ -247,7 +247,7 @@ class House:
     def free_mb(self) -> int | None:
         """See `World`."""
         memory = self._held.host.memory
-        return ram().free_mb if memory is None else memory.free_mb
+        return wiring.free_mb(self._config) if memory is None else memory.free_mb
 
     @property
     def own_quant(self) -> str:

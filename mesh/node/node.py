@@ -62,7 +62,6 @@ from mesh.types import BringingUp, Done, LayerRange, ModelId, NodeId, RouteHop, 
 from mesh.wire.limits import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
-
 PUSH_TICK_S = 1.0
 
 
@@ -85,7 +84,7 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
-        looks = (self._is_idle, self._served, self.asker_changed, wiring.models_disk(config))
+        looks = (self._is_idle, self._served, self.asker_changed, *wiring.blocking_looks(config))
         hooks = OwnHooks(lambda: self._held.host.memory, *looks)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(
@@ -262,7 +261,13 @@ class Node:
 
     def _facts(self) -> dict[str, Any]:
         said = own_facts(self._config, self._key.node_id, self._network, self._api)
-        return {**said, "started_at": self._started_at.isoformat(), "paused": self._is_paused}
+        cap = self._capacity.cap
+        return {
+            **said,
+            "started_at": self._started_at.isoformat(),
+            "paused": self._is_paused,
+            "memory_cap": None if cap is None else asdict(cap),
+        }
 
     def _reports(self) -> list[dict[str, Any]]:
         jobs = self._jobs.accounts if self._jobs is not None else {}

@@ -34,6 +34,7 @@ from mesh.models.partial_writer import lock_directory
 from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.child import Child
 from mesh.processes.headroom import Headroom, ram
+from mesh.processes.memory_budget import Standing
 from mesh.processes.messages import Alive, Handlers, Inbox, LastWords
 from mesh.processes.processor import OthersLoad, cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
@@ -90,13 +91,15 @@ class OwnHooks:
     """`memory` is what the shard process last said is free, None without one; `is_idle` whether
     nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
     or what is free become known or move; `disk` reads what weights may take on theirs, in bytes,
-    and may block and raise OSError."""
+    `cap` what the owner gives to models of the memory of a device that has so many MiB. These two
+    may block and raise OSError."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
     shards: Callable[[], Sequence[Advertisement]]
     on_change: Callable[[], None]
     disk: Callable[[], int | None] = lambda: None
+    cap: Callable[[str, int], Standing | None] = lambda device, total_mb: None
 
 
 async def measured(order: Measure) -> Measurement:
@@ -171,6 +174,8 @@ class OwnCapacity:
         self._told: Capacity | None = None
         self._main: Headroom | None = None
         self._disk_bytes: int | None = None
+        self.cap: Standing | None = None
+        """What the owner gives of the device's memory, and what is taken of that."""
         self._is_cpu = False
         """Whether it is known, without measuring, that the device is the processor."""
         self._card: Device | None = None
@@ -207,6 +212,8 @@ class OwnCapacity:
             free_mb, total_mb = self._card.free_bytes >> 20, self._card.total_bytes >> 20
         else:
             return None
+        if (cap := self.cap) is not None:
+            free_mb, total_mb = min(free_mb, cap.left_mb), min(total_mb, cap.limit_mb)
         device = replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
         return Capacity((device,), self._disk_bytes)
 
@@ -226,11 +233,22 @@ class OwnCapacity:
             while True:
                 with contextlib.suppress(OSError):  # what was known last has to do
                     self._disk_bytes = await asyncio.to_thread(self._hooks.disk)
-                    self._main = await asyncio.to_thread(self._main_memory)
+                    main = await asyncio.to_thread(self._main_memory)
+                    self.cap = await asyncio.to_thread(self._hooks.cap, *self._memory_of(main))
+                    self._main = main
                 self._look()
                 await asyncio.sleep(self._pace.look_s)
         finally:
             await end([measuring, looking], _STOP_S)
+
+    def _memory_of(self, main: Headroom) -> tuple[str, int]:
+        """The device's name, and how much memory it has, in MiB; 0 while nobody knows."""
+        if self._measured is None or self._measured.device.kind == "cpu":
+            return "cpu", main.total_mb
+        memory, name = self._hooks.memory(), self._measured.device.name
+        if memory is not None:
+            return name, memory.device.total_mb
+        return name, self._card.total_bytes >> 20 if self._card is not None else 0
 
     def _look(self) -> None:
         """Learn from what is served, and tell what has moved."""

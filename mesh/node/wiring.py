@@ -21,10 +21,13 @@ from mesh.models.local import LocalModel, local_directory
 from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
+from mesh.processes.headroom import ram
+from mesh.processes.memory_budget import MemoryCaps, Standing
 from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
-from mesh.transfers.commands import LocalCheckpoint, StartFetcher
+from mesh.transfers.commands import NICE, LocalCheckpoint, StartFetcher
 from mesh.types import LayerRange
+from mesh.units import memory_limit_mb
 from mesh.wire.messages import Hello
 
 SOFTWARE = f"hearthnet/{__version__}"
@@ -44,7 +47,25 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
         harvest_dir=paths.harvest_dir,
         harvest_mb=config.distributed.host.harvest_mb,
         session_lease_s=config.distributed.host.session_lease_seconds,
+        caps=memory_caps(config),
+        nice=config.distributed.host.nice,
     )
+
+
+def memory_caps(config: Config) -> MemoryCaps | None:
+    """What the owner gives to models and caches; None where nothing limits them."""
+    host = config.distributed.host
+    if not host.max_memory and not host.max_card_memory:
+        return None
+    directory = StatePaths(config.state_dir).memory_dir
+    return MemoryCaps(directory, host.max_memory, host.max_card_memory)
+
+
+def free_mb(config: Config) -> int:
+    """What of main memory may be used while no process of this node says it; blocks a moment."""
+    main = ram()
+    limit_mb = memory_limit_mb(config.distributed.host.max_memory, main.total_mb)
+    return main.free_mb if limit_mb is None else min(main.free_mb, limit_mb)
 
 
 def measure(config: Config) -> Measure:
@@ -52,9 +73,18 @@ def measure(config: Config) -> Measure:
     return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
 
 
-def models_disk(config: Config) -> Callable[[], int]:
-    """What tells how many bytes weights may still take where they are fetched to."""
-    return partial(free_bytes, config.models_dir or models_dir())
+def blocking_looks(
+    config: Config,
+) -> tuple[Callable[[], int], Callable[[str, int], Standing | None]]:
+    """What tells how many bytes weights may still take where they are fetched to, and what of a
+    device's memory its owner gives to models, as `OwnHooks` has them."""
+    caps = memory_caps(config)
+
+    def cap(device: str, total_mb: int) -> Standing | None:
+        budget = caps.budget(device, total_mb) if caps is not None else None
+        return budget.standing() if budget is not None else None
+
+    return partial(free_bytes, config.models_dir or models_dir()), cap
 
 
 def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:
@@ -105,9 +135,11 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         config.quant,
         local_directory(distributed.draft_model) if distributed.draft_model else None,
         distributed.thin,
+        memory_caps(config),
     )
     hello, directory = _hello(config, key), Path(model.directory)
-    return StartAsker(hello, tls, directory, model.model_id, options, settings)
+    nice = distributed.host.nice
+    return StartAsker(hello, tls, directory, model.model_id, options, settings, nice=nice)
 
 
 def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
@@ -120,7 +152,8 @@ def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
         result_bytes=jobs.result_mb << 20,
     )
     settings = RunnerSettings(jobs.max_running, jobs.idle_seconds, cache_dir(), limits)
-    return StartJobs(_hello(config, key), tls, route_limits(config), settings)
+    nice = config.distributed.host.nice
+    return StartJobs(_hello(config, key), tls, route_limits(config), settings, nice)
 
 
 def start_fetcher(
@@ -136,6 +169,7 @@ def start_fetcher(
         cache_dir=cache_dir(),
         interfaces=tuple(config.interface),
         bytes_per_s=config.distributed.host.transfer_mb_per_second * 1e6,
+        nice=max(NICE, config.distributed.host.nice),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,23 @@ from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import LoadNeed
-from mesh.shard.device import choose_device, choose_dtype, headroom, short_dtype_name
+from mesh.processes.memory_budget import MemoryCaps, over_cap
+from mesh.shard.device import (
+    choose_device,
+    choose_dtype,
+    headroom,
+    memory_budget,
+    short_dtype_name,
+)
 from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
+_LESS = (
+    "End something else on this machine, or compute in another number format (--dtype); it is"
+    " tried again."
+)
 _THIN = "thin: embedding and head are run by the nodes with the first and the last layers"
 
 DEFAULT_MAX_POSITIONS = 4096
@@ -86,15 +98,31 @@ def _said(head_rows: int) -> str:
     return f"head: {head_rows} rows at once, the same bits in any batch"
 
 
-def _require_room(model_id: ModelId, need_mb: int, device: torch.device) -> None:
+@contextmanager
+def taking(
+    who: str, need_mb: int, device: torch.device, caps: MemoryCaps | None, fix: str = _LESS
+) -> Iterator[None]:
+    """The block may load what takes so much there; where it raises, that is given back.
+
+    Raises NotEnoughMemory, in which `who` is "the ends need" or the like.
+    """
     have = headroom(device, ram())
     if need_mb > have.free_mb:
         raise NotEnoughMemory(
-            f"the ends of {model_id} (embedding and head) need {need_mb} MiB; {have.free_mb} MiB"
-            f" are free of {have.total_mb} MiB ({have.bound}).",
-            fix="End something else on this machine, or compute in another number format"
-            " (--dtype); it is tried again.",
+            f"{who} {need_mb} MiB; {have.free_mb} MiB are free of {have.total_mb} MiB"
+            f" ({have.bound}).",
+            fix=fix,
         )
+    budget = memory_budget(caps, device)
+    claim = budget.take(need_mb) if budget is not None else None
+    if budget is not None and claim is None:
+        raise over_cap(f"{who} {need_mb} MiB", budget.standing())
+    try:
+        yield
+    except BaseException:
+        if claim is not None:
+            claim.release()
+        raise
 
 
 def load_asker(
@@ -118,16 +146,17 @@ def load_asker(
     stored = short_dtype_name(manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
     need_mb = ends_mb(manifest, dtype.value.itemsize)
-    _require_room(model_id, need_mb, device.value)
-    progress = Progress()
-    begins(LoadNeed(model_id, need_mb, ram().free_mb), progress)
-    threads = kept_threads(options.threads, device.value, options.threads_dir)
-    torch.set_num_threads(threads.value)
-    plan = EndsPlan(
-        manifest, device.value, options.dtype, dtype, options.quant, threads.value,
-        options.cache_dir,
-    )  # fmt: skip
-    loaded = load_computed(plan, progress)
+    who = f"the ends of {model_id} (embedding and head) need"
+    with taking(who, need_mb, device.value, options.caps):
+        progress = Progress()
+        begins(LoadNeed(model_id, need_mb, ram().free_mb), progress)
+        threads = kept_threads(options.threads, device.value, options.threads_dir)
+        torch.set_num_threads(threads.value)
+        plan = EndsPlan(
+            manifest, device.value, options.dtype, dtype, options.quant, threads.value,
+            options.cache_dir,
+        )  # fmt: skip
+        loaded = load_computed(plan, progress)
     model = _model(manifest, text, loaded)
     return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]
 

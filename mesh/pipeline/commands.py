@@ -13,6 +13,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
 from mesh.health.detector import Verdict
 from mesh.pipeline.drafting import MAX_DRAFT
+from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Start
 from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, Policy, home_layers
 from mesh.types import (
@@ -103,7 +104,8 @@ class AskerOptions:
     """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto.
 
     `draft_model` is the directory of a smaller model that guesses for it, if there is one. `thin`:
-    whether to leave embedding and head to hops; ``auto`` where they are not on this disk.
+    whether to leave embedding and head to hops; ``auto`` where they are not on this disk. What is
+    loaded stays within `caps`.
     """
 
     dtype: str
@@ -114,6 +116,7 @@ class AskerOptions:
     quant: str = "none"
     draft_model: Path | None = None
     thin: Thin = "auto"
+    caps: MemoryCaps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +166,14 @@ class LiveGeneration:
 
 class StartAsker(Start, frozen=True):
     """Load the ends of the model in `directory`; route to `shards` until there are other
-    `RoutableShards`."""
+    `RoutableShards`. At niceness `nice`."""
 
     directory: Path
     model_id: ModelId
     options: AskerOptions
     settings: EngineSettings
     shards: tuple[Offer, ...] = ()
+    nice: int = 0
 
 
 class RoutableShards(ProcessMessage, frozen=True):

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mesh.errors import BadValue, MeshError, NotEnoughMemory
+from mesh.errors import BadValue, MeshError
+from mesh.models.manifest import read_manifest
 from mesh.models.progress import Progress
-from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.checkpoint import DEFAULT_MAX_POSITIONS, load_asker, taking
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import common_prefix
-from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import LoadNeed
 from mesh.shard.commands import ShardRequest
-from mesh.shard.device import choose_device, headroom
+from mesh.shard.device import choose_device
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
 from mesh.shard.runtime import StepInput
 from mesh.shard.settings import ShardSettings
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAFT_MODEL_ID = ModelId("draft")
+_SMALLER = "Take a smaller one, or none (research.distributed_inference.draft_model)."
 MAX_TEXTS = 4
 """Answers that it reads along with at the same time; others get no guesses."""
 
@@ -194,32 +195,30 @@ def load_asker_and_draft(
 def _load_draft(
     directory: Path, options: AskerOptions, model: AskerModel
 ) -> tuple[DraftModel, str]:
-    ends, _ = load_asker(directory, DRAFT_MODEL_ID, replace(options, quant="auto", thin="never"))
-    if not _same_tokens(ends.text.vocabulary(), model.text.vocabulary()):
-        raise BadValue(
-            f"the tokens of {directory} are not those of {model.model_id}.",
-            fix="Draft with a smaller model of the same family.",
-            param="draft_model",
-        )
+    manifest = read_manifest(directory, model_id=DRAFT_MODEL_ID, cache_dir=options.cache_dir)
     device = choose_device(options.device).value
     request = ShardRequest(
         directory,
         DRAFT_MODEL_ID,
-        LayerRange(0, ends.total_layers),
+        LayerRange(0, manifest.total_layers),
         options.dtype,
         quant="auto",
-        settings=ShardSettings(kv_tokens=ends.max_positions),
+        settings=ShardSettings(kv_tokens=manifest.max_positions or DEFAULT_MAX_POSITIONS),
         cache_dir=options.cache_dir,
     )
     host = HostedOn(NodeId(""), "", Endpoint(""), device, torch.get_num_threads())
     plan = plan_shard(request, host)
-    have = headroom(device, ram())
-    if plan.need.total_mb > have.free_mb:
-        raise NotEnoughMemory(
-            f"the draft model needs {plan.need.total_mb} MiB; {have.free_mb} MiB are free.",
-            fix="Take a smaller one, or none (research.distributed_inference.draft_model).",
-        )
-    shard = load_shard(plan)
+    need_mb = plan.need.total_mb + plan.ends_need.total_mb
+    with taking("the draft model needs", need_mb, device, options.caps, fix=_SMALLER):
+        own = replace(options, quant="auto", thin="never", caps=None)  # taken with the layers
+        ends, _ = load_asker(directory, DRAFT_MODEL_ID, own)
+        if not _same_tokens(ends.text.vocabulary(), model.text.vocabulary()):
+            raise BadValue(
+                f"the tokens of {directory} are not those of {model.model_id}.",
+                fix="Draft with a smaller model of the same family.",
+                param="draft_model",
+            )
+        shard = load_shard(plan)
     reason = f"draft model {directory.name}: {ends.total_layers} layers in {shard.descriptor.dtype}"
     return DraftModel(ends, shard.load(), model.vocab_size), reason
 

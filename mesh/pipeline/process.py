@@ -45,6 +45,7 @@ from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import expire_regularly
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
 from mesh.shard.memory import shed
@@ -148,6 +149,7 @@ class AskerProcess(Worker):
     # Commands
 
     async def _start(self, command: StartAsker) -> None:
+        yield_to_others(command.nice)  # before there are threads that compute
         try:
             loading = self._load(command)
             reasons = await as_mesh_error(loading, "loading the ends", self._unforeseen)

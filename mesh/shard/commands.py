@@ -11,6 +11,7 @@ from typing import Any
 
 from mesh.capacity import Measurement
 from mesh.errors import MeshError
+from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Start
 from mesh.shard.room import Memory
 from mesh.shard.settings import ShardSettings
@@ -71,7 +72,7 @@ class StartShards(Start, frozen=True):
     """Listen, at `listen_port` or, if it is 0, at a free one; choose the device.
 
     Harvests are written to `harvest_dir`, those of other members to `harvest_mb` at most; with no
-    directory none are.
+    directory none are. What is loaded stays within `caps`, and is computed with at niceness `nice`.
     """
 
     listen_host: str
@@ -83,6 +84,8 @@ class StartShards(Start, frozen=True):
     harvest_dir: Path | None = None
     harvest_mb: int = 0
     session_lease_s: float = ShardSettings().session_lease_s
+    caps: MemoryCaps | None = None
+    nice: int = 0
 
 
 class Load(ProcessMessage, frozen=True):

@@ -19,7 +19,8 @@ import transformers
 
 from mesh.errors import BadValue
 from mesh.models.gguf.container import BLOCK_TYPES
-from mesh.processes.headroom import Headroom
+from mesh.processes.headroom import Headroom, ram
+from mesh.processes.memory_budget import MemoryBudget, MemoryCaps
 from mesh.processes.processor import cpu_flags
 from mesh.shard.compiled.formats import BITS, Quant
 
@@ -192,6 +193,11 @@ def headroom(device: torch.device, main: Headroom) -> Headroom:
         )
         return min(left, main, key=lambda each: each.free_mb)
     return main
+
+
+def memory_budget(caps: MemoryCaps | None, device: torch.device) -> MemoryBudget | None:
+    """What models may take there altogether; None where nothing limits it. Blocks for a moment."""
+    return caps.budget(str(device), headroom(device, ram()).total_mb) if caps is not None else None
 
 
 def is_lost(error: BaseException) -> bool:

@@ -29,6 +29,7 @@ from mesh.errors import (
     as_mesh_error,
 )
 from mesh.processes.messages import Handlers
+from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.commands import (
     Health,
@@ -49,7 +50,7 @@ from mesh.shard.commands import (
     ends_of,
     traces_of,
 )
-from mesh.shard.device import choose_device, headroom
+from mesh.shard.device import choose_device, headroom, memory_budget
 from mesh.shard.failures import device_failed
 from mesh.shard.loading import HeldShard, HostedOn, LoadedShard, LoadPlan, load_shard, plan_shard
 from mesh.shard.memory import release_memory
@@ -193,6 +194,7 @@ class ShardProcess(Worker):
     async def _start(self, command: StartShards) -> Listening:
         if self._place is not None:
             raise BadRequest("The shard process has started already.", fix="Send start once.")
+        yield_to_others(command.nice)  # before there are threads that compute
         device = await asyncio.to_thread(choose_device, command.device)
         threads = await asyncio.to_thread(
             kept_threads, command.threads, device.value, command.threads_dir
@@ -214,9 +216,9 @@ class ShardProcess(Worker):
         )
         self._queue = Scheduler(threads.value)
         self._queue.on_lost = self.end_failed
-        self._room = Room(
-            partial(headroom, device.value), lambda: list(self._held.values()), self.say_loading
-        )
+        budget = await asyncio.to_thread(memory_budget, command.caps, device.value)
+        measure = partial(headroom, device.value)
+        self._room = Room(measure, self._held.values, self.say_loading, budget)
         if command.harvest_dir is not None:
             limit_bytes = command.harvest_mb << 20
             self._service.shelf = HarvestShelf(command.harvest_dir, limit_bytes, own)
@@ -248,9 +250,11 @@ class ShardProcess(Worker):
             scheduler=queue,
             make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
         )
+        server.weights.freed = partial(room.freed, plan.shard_id)
         if loaded.descriptor.embeds or loaded.descriptor.head:
-            room_for_ends = partial(room.loading, ends_of(plan.shard_id), plan.ends_need)
-            server.lend_ends(loaded.load_ends, room_for_ends)
+            ends = ends_of(plan.shard_id)
+            room_for_ends = partial(room.loading, ends, plan.ends_need)
+            server.lend_ends(loaded.load_ends, room_for_ends, partial(room.freed, ends))
         server.on_change(self._changed.set)
         await server.start()
         server.keep_resident(plan.shard_id in self._resident)
@@ -261,6 +265,7 @@ class ShardProcess(Worker):
         )
         room_for_traces = partial(room.loading, traces_of(plan.shard_id), plan.plain_need)
         taps = TapServer(server, loaded.load_plain, queue, settings, room_for_traces)
+        taps.weights_freed = partial(room.freed, traces_of(plan.shard_id))
         self._service.add(server, taps)
         self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
         watch = WeightWatch(taps.weights, queue, self._watchers_turn)

@@ -40,6 +40,8 @@ class ResidentWeights(Generic[T]):
         self.loaded: T | None = None
         """What computes with them, None while they are not here."""
         self.changed: Callable[[], None] = lambda: None
+        self.freed: Callable[[], None] = lambda: None
+        """Called once what was loaded takes no memory any more."""
         self.stays = False
         """Whether nobody's disuse frees them."""
 
@@ -100,10 +102,15 @@ class ResidentWeights(Generic[T]):
 
     async def _free(self, holder: list[T | None]) -> None:
         # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
+        was_loaded = holder[0] is not None
         await self._scheduler.load(lambda: _drop(holder))
+        if was_loaded:
+            self.freed()
 
     async def _load_now(self) -> T:
         try:
+            if self._evicting is not None:  # what it frees is counted until then
+                await asyncio.wait([self._evicting])
             async with self._make_room():
                 self.loaded = await self._scheduler.load(self._load)
             return self.loaded

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,6 +19,7 @@ from mesh.models.progress import Progress
 from mesh.processes.attempts import LESS
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.lifecycle import LoadNeed
+from mesh.processes.memory_budget import Claim, MemoryBudget, Standing, over_cap
 from mesh.types import ShardMemory
 
 logger = logging.getLogger(__name__)
@@ -47,31 +48,38 @@ class Occupant(Protocol):
 @dataclass(frozen=True, slots=True)
 class Memory:
     """What was free when it was last looked at: on the device, and of main memory. Of the first,
-    `promised_mb` are for the caches of shards that are loaded."""
+    `promised_mb` are for the caches of shards that are loaded; `cap` is what this node's owner
+    gives of it to all models and caches, None where that is not limited."""
 
     device: Headroom
     ram_mb: int
     promised_mb: int = 0
+    cap: Standing | None = None
 
     @property
     def free_mb(self) -> int:
         """What may be given to others."""
-        return max(0, self.device.free_mb - self.promised_mb)
+        free_mb = max(0, self.device.free_mb - self.promised_mb)
+        return free_mb if self.cap is None else min(free_mb, self.cap.left_mb)
 
 
 class Room:
     """One device's. `measure` says what is free there, given what is of main memory; `say` is told
-    what begins to load and where that is counted, and None."""
+    what begins to load and where that is counted, and None; of a `budget` all is claimed that is
+    loaded, until it is `freed`."""
 
     def __init__(
         self,
         measure: Callable[[Headroom], Headroom],
-        occupants: Callable[[], Sequence[Occupant]],
+        occupants: Callable[[], Collection[Occupant]],
         say: Callable[[LoadNeed | None, Progress | None], None],
+        budget: MemoryBudget | None = None,
     ) -> None:
         self._measure = measure
         self._occupants = occupants
         self._say = say
+        self._budget = budget
+        self._claims: dict[str, list[Claim]] = {}
         self._turn = asyncio.Lock()
         self._looked_at = float("-inf")
         self.memory: Memory | None = None
@@ -98,8 +106,16 @@ class Room:
             self._say(LoadNeed(name, need.total_mb, memory.ram_mb), progress)
             try:
                 yield
+            except BaseException:
+                self.freed(name)
+                raise
             finally:
                 self._say(None, None)
+
+    def freed(self, name: str) -> None:
+        """What was loaded first by this name takes nothing any more."""
+        if claims := self._claims.get(name):
+            claims.pop(0).release()
 
     async def relieve(self) -> bool:
         """Have the shard go that was idle longest if memory is scarce; whether one did.
@@ -119,10 +135,24 @@ class Room:
         while True:
             memory = await self.look()
             free_mb = memory.free_mb
-            if need.total_mb <= free_mb:
+            if need.total_mb <= free_mb and await self._claim(name, need.total_mb):
                 return memory
             if not await self._evict(f"{name} needs {need.total_mb} MiB, {free_mb} are free"):
-                raise _refusal(name, need, memory.device, memory.promised_mb)
+                raise _refusal(name, need, memory)
+
+    async def _claim(self, name: str, mb: int) -> bool:
+        """Whether the budget has room for it, which it takes then."""
+        if self._budget is None:
+            return True
+        taking = asyncio.ensure_future(asyncio.to_thread(self._budget.take, mb))
+        try:
+            claim = await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(_give_back)
+            raise
+        if claim is not None:
+            self._claims.setdefault(name, []).append(claim)
+        return claim is not None
 
     async def _evict(self, why: str) -> bool:
         idle = [(each.idle_s, each) for each in self._occupants()]
@@ -138,14 +168,26 @@ class Room:
 
     def _look(self) -> Memory:
         main = ram()
-        return Memory(self._measure(main), main.free_mb)
+        cap = self._budget.standing() if self._budget is not None else None
+        return Memory(self._measure(main), main.free_mb, cap=cap)
 
 
-def _refusal(name: str, need: ShardMemory, have: Headroom, promised_mb: int) -> NotEnoughMemory:
+def _give_back(taking: asyncio.Future[Claim | None]) -> None:
+    """Of who has gone meanwhile."""
+    if not taking.cancelled() and taking.exception() is None and (claim := taking.result()):
+        claim.release()
+
+
+def _refusal(name: str, need: ShardMemory, memory: Memory) -> NotEnoughMemory:
+    have, promised_mb, cap = memory.device, memory.promised_mb, memory.cap
+    needs = (
+        f"{name} needs {need.total_mb} MiB ({need.weights_mb} for weights, {need.caches_mb} for"
+        f" caches, {need.headroom_mb} to compute)"
+    )
+    if cap is not None and need.total_mb > cap.left_mb:
+        return over_cap(needs, cap)
     promised = f", {promised_mb} MiB of them promised to caches here" if promised_mb else ""
     return NotEnoughMemory(
-        f"{name} needs {need.total_mb} MiB ({need.weights_mb} for weights, {need.caches_mb} for"
-        f" caches, {need.headroom_mb} to compute); {have.free_mb} MiB are free{promised} of"
-        f" {have.total_mb} MiB ({have.bound}).",
+        f"{needs}; {have.free_mb} MiB are free{promised} of {have.total_mb} MiB ({have.bound}).",
         fix=LESS,
     )

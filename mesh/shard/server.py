@@ -74,9 +74,16 @@ class ShardServer:
         if self.ends is not None:
             self.ends.changed = changed
 
-    def lend_ends(self, load: Callable[[], LoadedEnds], make_room: MakeRoom) -> None:
-        """Run the model's ends for askers that have none, loaded as the layers are."""
+    def lend_ends(
+        self,
+        load: Callable[[], LoadedEnds],
+        make_room: MakeRoom,
+        freed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the model's ends for askers that have none, loaded as the layers are; `freed` is
+        called whenever they are here no more."""
         self.ends = ResidentWeights(load, self.settings, self.scheduler, make_room)
+        self.ends.freed = freed
 
     async def start(self) -> None:
         """Load the weights now. Raises what loading raises."""

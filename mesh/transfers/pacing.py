@@ -14,16 +14,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-
-import psutil
 
 logger = logging.getLogger(__name__)
 
 _BURST_S = 0.1
 _SHORTEST_S = 0.001
 """Shorter waits would only be rounding: a clock may not even tell them."""
-_IO_LEVEL = 7
 
 SHARE = 0.02
 """Of what all cores of this machine can compute, for weights while somebody is answered here."""
@@ -128,21 +124,3 @@ class Pace:
         await self._bytes.take(count)
         if self._share is not None:
             await self._share.take(count)
-
-
-def yield_to_others(nice: int) -> None:
-    """Have this process, at this niceness, compute and read what others leave over; 0: as they do.
-
-    Where every core computes for others, it gets 3 % of one at 15; at 19 half of that. Each process
-    of a node is a session of its own, which Linux may schedule as a group: then it is the group's
-    priority that counts.
-    """
-    if nice == 0:
-        return
-    with suppress(OSError):
-        os.nice(nice)
-    with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
-    if hasattr(psutil, "IOPRIO_CLASS_BE"):
-        with suppress(OSError, psutil.Error):
-            psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_LEVEL)

@@ -38,6 +38,7 @@ from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.heap import give_back, keep_buffers
 from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
@@ -61,7 +62,7 @@ from mesh.transfers.commands import (
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.hub import origin_of
 from mesh.transfers.outside import CLAIM_PATIENCE, HubClaims, Outside
-from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
+from mesh.transfers.pacing import CpuShare, Pace
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mesh.models.load import load_span
 from mesh.models.progress import Progress
 from mesh.processes.headroom import Headroom
 from mesh.processes.lifecycle import LoadNeed
+from mesh.processes.memory_budget import MemoryBudget
 from mesh.shard.footprint import estimate, position_bytes
 from mesh.shard.room import Room
 from mesh.shard.torch_runtime import TorchRuntime
@@ -58,18 +61,20 @@ class Guest:
     held_mb: int
     idle_s: float | None = None
     promised_mb: int = 0
+    evicted: Callable[[], None] = lambda: None
 
     async def evict(self) -> None:
         self.held_mb, self.promised_mb, self.idle_s = 0, 0, None
+        self.evicted()
 
 
 class House:
     """A device of 1000 MiB."""
 
-    def __init__(self, *guests: Guest) -> None:
+    def __init__(self, *guests: Guest, budget: MemoryBudget | None = None) -> None:
         self.guests = guests
         self.said: list[str | None] = []
-        self.room = Room(self._measure, lambda: guests, self._hear)
+        self.room = Room(self._measure, lambda: guests, self._hear, budget)
 
     def _measure(self, _: Headroom) -> Headroom:
         return Headroom(1000 - sum(guest.held_mb for guest in self.guests), 1000, "the toy")
@@ -138,3 +143,49 @@ async def test_scarce_memory_costs_the_idle_their_place(used_mb: int, goes: list
     assert await house.room.relieve() is bool(goes)
     assert house.gone == goes
     assert not await house.room.relieve(), "not again at once"
+
+
+async def test_beyond_what_the_owner_gives_nothing_is_loaded_however_much_is_free(
+    tmp_path: Path,
+) -> None:
+    budget = MemoryBudget(tmp_path, 300, "max_memory")
+    house = House(guest := Guest("new", 0), budget=budget)
+    await house.load(200)
+    guest.held_mb = 150  # what it takes in the end is less, what it may take stays its own
+    with pytest.raises(NotEnoughMemory) as refused:
+        await house.load(101)
+    assert "100 MiB are left of the 300 MiB" in str(refused.value)
+    assert "(max_memory)" in str(refused.value)
+    with pytest.raises(ValueError, match="a broken file"):
+        async with house.room.loading("other", ShardMemory(100)):
+            raise ValueError("a broken file")
+    left_mb = (await asyncio.to_thread(budget.standing)).left_mb
+    assert left_mb == 100, "a load that failed has nothing"
+    assert (await house.room.look()).free_mb == 100
+    house.room.freed("new")
+    await house.load(300)
+
+
+async def test_who_is_idle_makes_room_within_what_the_owner_gives(tmp_path: Path) -> None:
+    guest = Guest("first", 0)
+    house = House(guest, budget=MemoryBudget(tmp_path, 300, "max_memory"))
+    async with house.room.loading("first", ShardMemory(200)):
+        guest.held_mb = 200
+    assert not await house.room.relieve(), "within its bounds nobody has to go"
+    guest.idle_s, guest.evicted = 5.0, lambda: house.room.freed("first")
+    await house.load(250)
+    assert house.gone == ["first"]
+
+
+async def test_who_gives_up_while_room_is_claimed_leaves_nothing_claimed(tmp_path: Path) -> None:
+    budget = MemoryBudget(tmp_path, 300, "max_memory")
+    house = House(budget=budget)
+    for wait_s in (0.0, 0.001, 0.002, 0.004):
+        loading = asyncio.create_task(house.load(200))
+        await asyncio.sleep(wait_s)
+        loading.cancel()
+        await asyncio.wait([loading])
+        house.room.freed("new")  # where it was in time
+    async with asyncio.timeout(5):
+        while (await asyncio.to_thread(budget.standing)).taken_mb:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -13,10 +13,11 @@ from mesh.processes.messages import ProcessMessage, Start
 
 
 class StartJobs(Start, frozen=True):
-    """Be ready for jobs, within these limits."""
+    """Be ready for jobs, within these limits, at niceness `nice`."""
 
     routes: RouteLimits
     settings: RunnerSettings
+    nice: int = 0
 
 
 class RunJob(ProcessMessage, frozen=True):

@@ -32,6 +32,7 @@ from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
 from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.types import NodeId
 
@@ -66,6 +67,7 @@ class JobsProcess(Worker):
             await self._runner.close()
 
     async def _start(self, command: StartJobs) -> None:
+        yield_to_others(command.nice)  # and so does every jail, which is started from here
         try:
             tls = await self.members.open(command.tls)
         except MeshError as error:

@@ -247,6 +247,7 @@ class TapServer:
         self._make_room = make_room
         self.weights_mb = 0.0
         """What weights take that only interventions use."""
+        self.weights_freed: Callable[[], None] = lambda: None  # called once they are let go
         most, each = self.settings.max_sessions, self.settings.memory_bytes
         own = of_peer(shard.descriptor.host)
         # A job cannot move on half-way, so nobody's is ended for somebody else's: another node than
@@ -334,8 +335,7 @@ class TapServer:
     def _note_idle(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        loop = asyncio.get_running_loop()
-        self._idle = loop.call_later(self.settings.idle_s, self._forget_tree)
+        self._idle = asyncio.get_running_loop().call_later(self.settings.idle_s, self._forget_tree)
 
     async def _acquire(self) -> SpanTree:
         if self._idle is not None:
@@ -366,8 +366,9 @@ class TapServer:
     def _forget_tree(self) -> None:
         self._idle = None
         if not self._sessions:
-            self._tree = None
-            self.weights_mb = 0.0
+            if self.weights_mb:
+                self.weights_freed()
+            self._tree, self.weights_mb = None, 0.0
             if self._borrows:
                 self._borrows = False
                 self._shard.give_back()
