@@ -47,7 +47,9 @@ def config_page() -> str:
         "Defaults < TOML file < `HEARTHNET_...` environment < command-line flag.",
         "The file is `~/.config/hearthnet/config.toml` (macOS: `~/Library/Application "
         "Support/hearthnet/config.toml`), or the one that `--config` or `HEARTHNET_CONFIG` names.",
-        "`hearthnet config show --origin` prints the values in force and where each comes from.",
+        "`hearthnet config show --origin` prints the values in force and where each comes from;",
+        "`hearthnet config set KEY VALUE` checks a value and writes it, `config edit` opens the file.",
+        "A daemon reads its settings when it starts: `hearthnet restart` after a change.",
         "",
         "| key | default | meaning |",
         "|---|---|---|",

@@ -5,13 +5,13 @@ from mesh.config.settings import (
     ENV_PREFIX,
     Config,
     Settings,
-    client_host,
+    config_place,
     flatten,
     is_loopback,
     load_config,
-    terminal_features,
+    read_as,
 )
-from mesh.config.variables import heeded_variables
+from mesh.config.variables import client_host, editor, heeded_variables, terminal_features
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -19,9 +19,12 @@ __all__ = [
     "Config",
     "Settings",
     "client_host",
+    "config_place",
+    "editor",
     "flatten",
     "heeded_variables",
     "is_loopback",
     "load_config",
+    "read_as",
     "terminal_features",
 ]

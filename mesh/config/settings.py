@@ -260,11 +260,33 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
     Raises BadValue and UnknownKey, naming the key and where it came from.
     """
     path = _config_file(file)
+    return _merged(path, _read_toml(path), flags)
+
+
+def read_as(file: Path, text: str, *, alone: bool = False) -> Settings:
+    """What `load_config` would give were `text` in the file, `alone`: without the environment.
+    Raises as it does."""
+    return _merged(file, parsed(file, text), None, alone=alone)
+
+
+def config_place(file: Path | None = None) -> Path:
+    """The file that `load_config` reads, or would if it were there. Raises BadValue for a named one
+    that is not."""
+    return _config_file(file) or default_config_file()
+
+
+def _merged(
+    path: Path | None,
+    file: dict[str, Any],
+    flags: Mapping[str, Any] | None,
+    *,
+    alone: bool = False,
+) -> Settings:
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     layers: list[tuple[dict[str, Any], Callable[[str], str]]] = [
-        (_read_toml(path), lambda _key: str(path)),
-        (from_modelexpress(os.environ), alias_of),
-        (_read_environment(), _variable),
+        (file, lambda _key: str(path)),
+        ({} if alone else from_modelexpress(os.environ), alias_of),
+        ({} if alone else _read_environment(), _variable),
         (given, lambda key: "--" + key.replace("_", "-")),
     ]
     merged: dict[str, Any] = {}
@@ -277,16 +299,6 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
     except ValidationError as error:
         raise first_problem(error, origins, meanings(Config)) from None
     return Settings(config, origins, path)
-
-
-def client_host() -> str | None:
-    """HEARTHNET_HOST: the URL of the daemon that client verbs ask, when not the local one."""
-    return os.environ.get(CLIENT_VARIABLE) or None
-
-
-def terminal_features() -> tuple[bool, bool]:
-    """Whether a terminal can move its cursor (TERM), and may use colours (NO_COLOR)."""
-    return os.environ.get("TERM", "dumb") != "dumb", not os.environ.get("NO_COLOR")
 
 
 def is_loopback(host: str) -> bool:
@@ -323,11 +335,23 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadValue(
-            f"{path} cannot be read as TOML: {error}.", fix="Correct the file.", param="config"
-        ) from None
+        return parsed(path, path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def parsed(path: Path, text: str) -> dict[str, Any]:
+    """The text of that file as TOML. Raises BadValue."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> BadValue:
+    return BadValue(
+        f"{path} cannot be read as TOML: {error}.", fix="Correct the file.", param="config"
+    )
 
 
 def _read_environment() -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""What of an environment a node heeds: to start one elsewhere that is the same."""
+"""What of an environment a node heeds, to start one elsewhere that is the same; and commands."""
 
 from __future__ import annotations
 
 import os
+import shlex
 
 from mesh.config.modelexpress import NAMES
 from mesh.config.settings import CLIENT_VARIABLE, ENV_PREFIX
+from mesh.errors import BadValue
 
 _BEGIN = (
     ENV_PREFIX, "HF_", "TRANSFORMERS_", "SSL_CERT_", "CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROC",
@@ -23,6 +25,28 @@ _OTHERS = frozenset(
 def heeded_variables() -> dict[str, str]:
     """Those of this process's environment: its settings, and what libraries read."""
     return {name: value for name, value in os.environ.items() if _is_heeded(name)}
+
+
+def client_host() -> str | None:
+    """HEARTHNET_HOST: the URL of the daemon that client verbs ask, when not the local one."""
+    return os.environ.get(CLIENT_VARIABLE) or None
+
+
+def terminal_features() -> tuple[bool, bool]:
+    """Whether a terminal can move its cursor (TERM), and may use colours (NO_COLOR)."""
+    return os.environ.get("TERM", "dumb") != "dumb", not os.environ.get("NO_COLOR")
+
+
+def editor() -> list[str]:
+    """What this user edits files with (VISUAL, EDITOR), as a command; empty where nobody said.
+    Raises BadValue."""
+    named = os.environ.get("VISUAL") or os.environ.get("EDITOR") or ""
+    try:
+        return shlex.split(named)
+    except ValueError as error:
+        raise BadValue(
+            f"VISUAL or EDITOR is {named!r}, which is no command: {error}.", fix="Correct it."
+        ) from None
 
 
 def _is_heeded(name: str) -> bool:
