@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from mesh.cli.answers import Hidden, display, is_screen
+from mesh.cli.offering import StartDaemon, offer_daemon
 from mesh.cli.options import ApiPort, AskedDaemon, Host, Plain, StateDir, Verbose
 from mesh.cli.output import note, one_line, print_json_line, report
 from mesh.cli.quotes import unquoted
@@ -40,12 +41,14 @@ def chat(  # noqa: PLR0913 - flags
     state_dir: StateDir = None,
     host: Host = None,
     api_port: ApiPort = None,
+    yes: StartDaemon = False,
 ) -> None:
     """Talk to a model. Without MODEL the first that can answer is taken. /? lists its commands."""
     from mesh.cli.conversation import Conversation
 
     shown = ShownAnswers(markdown=not plain, verbose=verbose, as_json=as_json)
     daemon = AskedDaemon(state_dir, host, api_port)
+    offer_daemon(daemon, yes=yes)
     converse(daemon, model, Conversation(""), shown, keeps=not no_history)
 
 

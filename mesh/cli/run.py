@@ -13,6 +13,7 @@ from mesh.cli import chat, lens, why
 from mesh.cli.answers import Display, Hidden, ReceivedAnswer, display, receive
 from mesh.cli.bringing_up import ask_or_bring_up, bring_up
 from mesh.cli.conversation import ALTERNATIVES
+from mesh.cli.offering import StartDaemon, offer_daemon
 from mesh.cli.options import AskedDaemon, Plain, Verbose, asks
 from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
@@ -55,6 +56,7 @@ def run(  # noqa: PLR0913 - flags
     show_lens: _Lens = False,
     plain: Plain = False,
     verbose: Verbose = False,
+    yes: StartDaemon = False,
 ) -> None:
     """Ask once, or chat where there is no prompt. A model that is not up is deployed first.
 
@@ -67,9 +69,10 @@ def run(  # noqa: PLR0913 - flags
         if raw or show_why or show_lens:
             raise _no_prompt_to_look_at()
         shown_so = chat.ShownAnswers(markdown=not plain, verbose=verbose, as_json=daemon.json)
-        _converse(daemon, model, system or "", options, shown_so)
+        _converse(daemon, model, system or "", options, shown_so, yes=yes)
         return
     text = _whole_prompt(prompt)
+    offer_daemon(daemon, yes=yes)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     if show_why or show_lens:
@@ -121,9 +124,12 @@ def _converse(
     system: str,
     options: dict[str, Any],
     shown: chat.ShownAnswers,
+    *,
+    yes: bool,
 ) -> None:
     from mesh.cli.conversation import Conversation
 
+    offer_daemon(daemon, yes=yes)
     name = daemon.ask(lambda client: bring_up(client, model))
     wanted = {key: given for key, given in options.items() if given is not None}
     chat.converse(daemon, name, Conversation("", system, wanted), shown)
