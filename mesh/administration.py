@@ -85,6 +85,10 @@ class Administration(ABC):
         """`POST /mesh/v1/hearth/VERB`: promote, demote, revoke or readmit a member."""
         return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
 
+    async def leave_hearth(self) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/leave`: take the node out of its hearth."""
+        return await self._post("/mesh/v1/hearth/leave", {})
+
     async def recover(self, code: str) -> dict[str, Any]:
         """`POST /mesh/v1/hearth/recover`: make the node the only anchor."""
         return await self._post("/mesh/v1/hearth/recover", {"code": code})

@@ -47,6 +47,10 @@ class RevokeMemberBody(Strict):
     reason: str = Field(default="", max_length=200)
 
 
+class LeaveBody(Strict):
+    """The body of `POST /mesh/v1/hearth/leave`: empty."""
+
+
 class ReadmitBody(Strict):
     """The body of `POST /mesh/v1/hearth/readmit`."""
 
@@ -102,6 +106,7 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         verb("promote", ChangeLevelBody, lambda body: control.promote(body.member, body.level)),
         verb("demote", ChangeLevelBody, lambda body: control.demote(body.member, body.level)),
         verb("revoke", RevokeMemberBody, lambda body: control.revoke(body.member, body.reason)),
+        verb("leave", LeaveBody, lambda body: control.leave()),
         verb("readmit", ReadmitBody, lambda body: control.readmit(body.member)),
         verb("recover", RecoverBody, lambda body: control.recover(body.code)),
         verb("revoke_token", RevokeTokenBody, lambda body: control.revoke_token(body.token_id)),

@@ -132,6 +132,11 @@ class HearthControl(Protocol):
     async def revoke(self, who: str, reason: str) -> dict[str, Any]:
         """Put a member out: ``{"done", "action", "votes_missing", "member"}``."""
 
+    async def leave(self) -> dict[str, Any]:
+        """Take this node out, into a new hearth of its own: ``{"done", "left": the hearth's name,
+        "remain": [members], "told": [names of those that know], "founded": the new one's name,
+        "recovery_code"}``; where votes are missing as `revoke`, and it stays."""
+
     async def readmit(self, who: str) -> dict[str, Any]:
         """Let a member that signed two histories decide again; as `promote`."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mesh.cli.options import AskedDaemon, Yes, asks, require_yes
-from mesh.cli.output import one_line, print_table, say
+from mesh.cli.output import note, one_line, print_table, say
 from mesh.errors import NotFound
 
 _FORKED = (
@@ -88,6 +88,40 @@ def revoke(
         require_known(member, daemon.ask(lambda client: client.hearth())["members"])
         require_yes(f"Put {one_line(member)} out for good? Its key never comes back.")
     _change(daemon, "revoke", member, reason=reason)
+
+
+@app.command()
+@asks
+def leave(daemon: AskedDaemon, *, yes: Yes = False) -> None:
+    """Take this node out of the hearth, into a new one of its own; it can `join` another then.
+
+    Its key never comes back into the hearth that it leaves. Models on the disk, settings and API
+    keys stay. `hearthnet pause` before has running answers move first.
+    """
+    if not yes:
+        name = one_line(daemon.ask(lambda client: client.hearth())["name"])
+        require_yes(f"Take this node out of {name!r} for good? Its key never comes back there.")
+    daemon.show(daemon.ask(lambda client: client.leave_hearth()), _left)
+
+
+def _left(outcome: dict[str, Any]) -> None:
+    if not outcome["done"]:
+        say(
+            f"Your vote counts; {outcome['votes_missing']} more anchor(s) have to vote for it:"
+            f" `hearthnet members revoke {outcome['member']['name']}`. Until then it stays."
+        )
+        return
+    remain, told = [member["name"] for member in outcome["remain"]], outcome["told"]
+    say(f"This node is out of {outcome['left']!r}. In it remain: {', '.join(remain) or 'nobody'}.")
+    if told:
+        say(f"Told before it went: {', '.join(told)}; whoever was not there hears of it from them.")
+    elif remain:
+        say(
+            "None of them was there to hear of it: they list this node until one of their anchors"
+            " runs `hearthnet members revoke` for it."
+        )
+    say(f"It is in {outcome['founded']!r} now, alone; `hearthnet join CODE` takes it elsewhere.")
+    note(f"recovery code of the new hearth (shown once; write it down): {outcome['recovery_code']}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The hearth's verbs: view, invite, join, promote, demote, revoke, recover.
+"""The hearth's verbs: view, invite, join, leave, promote, demote, revoke, recover.
 
 The HTTP API's `mesh.api.services.HearthControl`; JSON-able values in and out.
 """
@@ -144,6 +144,28 @@ class Control:
         done = member.node_id in hearth.roster.cuts
         return _outcome(hearth.roster, member, "revoke", done=done)
 
+    async def leave(self) -> dict[str, Any]:
+        """Take this node out of its hearth, into a new one of its own."""
+        hearth = self._network.require_hearth()
+        roster, own = hearth.roster, hearth.key.node_id
+        member = roster.members.get(own)
+        if member is not None:
+            _require_others(roster)
+            _keep_an_anchor(roster, member)
+        gone = await self._network.leave()
+        if not gone.is_out and member is not None:
+            return {**_outcome(hearth.roster, member, "revoke", done=False), "left": roster.name}
+        remain = [m for m in roster.members.values() if m.node_id != own]
+        founded = gone.founded
+        return {
+            "done": True,
+            "left": roster.name,
+            "remain": [_member(m) for m in sorted(remain, key=lambda m: (-m.level, m.name))],
+            "told": sorted(_name(roster, node) for node in gone.told),
+            "founded": founded.record.name if founded is not None else None,
+            "recovery_code": founded.code if founded is not None else None,
+        }
+
     async def readmit(self, who: str) -> dict[str, Any]:
         """Let a member decide again that signed two histories because it was restored."""
         hearth = self._network.require_hearth()
@@ -235,6 +257,14 @@ def _keep_an_anchor(roster: Roster, member: Member) -> None:
             f"{member.name} is the only anchor; nobody could decide anything without it.",
             fix="Promote another member to anchor first.",
             param="member",
+        )
+
+
+def _require_others(roster: Roster) -> None:
+    if len(roster.members) == 1:
+        raise BadRequest(
+            f"This node is alone in {roster.name!r}: there is nobody to leave.",
+            fix="`hearthnet join CODE` takes it into another hearth as it is.",
         )
 
 

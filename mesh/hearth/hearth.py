@@ -33,7 +33,7 @@ from mesh.hearth.founding import OnReport, open_log
 from mesh.hearth.record import HearthRecord
 from mesh.hearth.revocations import Revocations
 from mesh.identity import decisions
-from mesh.identity.decisions import Acknowledged, Decision, Readmitted
+from mesh.identity.decisions import Acknowledged, Decision, Readmitted, Revoked
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import Cut, Roster, TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -42,6 +42,7 @@ from mesh.types import NodeId
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+_LEFT = "it left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +172,7 @@ class Hearth:
         Raises what `EventLog.decide` raises, UntrustedPeer when this node is no anchor, and
         LogForked when it was one until it signed two histories.
         """
-        if self.key.node_id in self._roster.forked:
-            raise LogForked(
-                "This node has signed two different histories: its log was restored from a backup,"
-                " or its key was copied.",
-                fix="If it was restored, have another anchor run `hearthnet members readmit`; with"
-                " no other anchor left, run `hearthnet members recover` with the recovery code.",
-            )
+        self._require_one_history()
         self._roster.require(self.key.node_id, TrustLevel.ANCHOR)
         await self.heard()
         kind, payload = decisions.encode(decision)
@@ -187,6 +182,20 @@ class Hearth:
             after_everything=isinstance(decision, Readmitted),
         )  # fmt: skip
         await self._apply()
+
+    async def leave(self) -> bool:
+        """Sign that this node goes, which any member may once; whether it is out then. Of three
+        anchors or more, one that goes takes the vote of another.
+
+        Raises what `EventLog.decide` raises, and LogForked.
+        """
+        self._require_one_history()
+        await self.heard()
+        own = self.key.node_id
+        kind, payload = decisions.encode(Revoked(own, self.end_of_facts(own), _LEFT))
+        await self._log.decide(kind, lambda parents, wall_ms: payload)
+        await self._apply()
+        return own in self._roster.cuts
 
     async def recover(self, code: str, name: str) -> None:
         """Make this node the only anchor by the hearth's recovery `code`."""
@@ -263,6 +272,15 @@ class Hearth:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
         await self._log.close()
+
+    def _require_one_history(self) -> None:
+        if self.key.node_id in self._roster.forked:
+            raise LogForked(
+                "This node has signed two different histories: its log was restored from a backup,"
+                " or its key was copied.",
+                fix="If it was restored, have another anchor run `hearthnet members readmit`; with"
+                " no other anchor left, run `hearthnet members recover` with the recovery code.",
+            )
 
     # Following.
 

@@ -81,7 +81,7 @@ def check_alone(hearth: Hearth) -> None:
     if own in roster.members and others:
         raise PairingRejected(
             f"This node is in {roster.name!r} already, with {others} other node(s).",
-            fix="Use another --state-dir, or revoke this node there first.",
+            fix="Take it out first (`hearthnet members leave`), or use another --state-dir.",
             param="member",
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -25,23 +25,23 @@ from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
-from mesh.discovery.sightings import PeerView
+from mesh.discovery.sightings import PeerState, PeerView
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
 from mesh.hearth.epoch import next_epoch
-from mesh.hearth.founding import found
+from mesh.hearth.founding import Founding, found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
+from mesh.hearth.news import PUT_OUT, Departure, forked, notices
 from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord, read_record, write_record
-from mesh.hearth.told import forked, named
 from mesh.identity.invitations import WindowEnding
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
-from mesh.identity.roster import Roster, TrustLevel, departed
+from mesh.identity.roster import Roster, TrustLevel
 from mesh.identity.tls import TlsMaterial
 from mesh.paths import StatePaths
 from mesh.processes.tasks import end, spawn
@@ -50,6 +50,9 @@ from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.messages import FileAsk, FilePart, Gossip
 
 logger = logging.getLogger(__name__)
+
+TOLD_S = 10.0
+"""The longest that a node that leaves waits for the others to hear of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,7 @@ class Network:
         self._alone: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._moving = asyncio.Lock()
+        self._is_leaving = False
         self._background: set[asyncio.Task[None]] = set()
         self.callbacks = CallBacks(self.link, clock)
 
@@ -135,7 +139,7 @@ class Network:
             return
         record = await asyncio.to_thread(read_record, self._paths.hearth)
         if record is None:
-            record = await self._found()
+            record = (await self._found()).record
         await self._open(record)
 
     async def stop(self) -> None:
@@ -261,28 +265,57 @@ class Network:
         """Leave a hearth in which this node is alone for the one it is invited to."""
         check_alone(self.require_hearth())
         async with self._moving:
-            # The log of the hearth that is left must be closed while it is looked at again.
-            name = self._settings.peering.name
-            joiner = JoiningNode(self._key, name, self._paths, self._clock)
-            port = self.port
+            joiner = JoiningNode(self._key, self.name, self._paths, self._clock)
             choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))
-            peering = replace(self._settings.peering, port=port)
-            await self.stop()
-            try:
+            # The log of the hearth that is left must be closed while it is looked at again.
+            async with self._closed():
                 return await join_hearth(joiner, code, peer, choices[0])
+
+    async def leave(self) -> Departure:
+        """Go out of the hearth, into a new one of this node's own, once the others have heard of it
+        or `TOLD_S` have passed. Raises what `Hearth.leave` raises."""
+        async with self._moving:
+            hearth, before = self.require_hearth(), self._linked()
+            self._is_leaving = True
+            try:
+                if hearth.roster.is_member(hearth.key.node_id) and not await hearth.leave():
+                    return Departure(is_out=False)
+                await self._until_told(before)
+                told = before - self._linked()
+                async with self._closed():
+                    return Departure(told, before - told, await self._found())
             finally:
-                self._settings = replace(self._settings, peering=peering)
-                await self.start()
-                self._hooks.on_members()
+                self._is_leaving = False
 
     # Private
 
-    async def _found(self) -> HearthRecord:
-        name = self._settings.peering.name
-        new = await found(self._key, name, self._paths.events_dir, self._clock, self._reported)
+    @contextlib.asynccontextmanager
+    async def _closed(self) -> AsyncIterator[None]:
+        """Out of any hearth meanwhile, then in the one that the record names, at the same port."""
+        peering = replace(self._settings.peering, port=self.port)
+        await self.stop()
+        try:
+            yield
+        finally:
+            self._settings = replace(self._settings, peering=peering)
+            await self.start()
+            self._hooks.on_members()
+
+    def _linked(self) -> frozenset[NodeId]:
+        return frozenset(p.node_id for p in self.peers() if p.state is PeerState.UP and p.node_id)
+
+    async def _until_told(self, others: frozenset[NodeId]) -> None:
+        """Until these have cut their links, as they do once they know, or for `TOLD_S`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOLD_S):
+                while others & self._linked():  # noqa: ASYNC110 - of several links
+                    await asyncio.sleep(0.05)
+
+    async def _found(self) -> Founding:
+        new = await found(self._key, self.name, self._paths.events_dir, self._clock, self._reported)
         await asyncio.to_thread(write_record, self._paths.hearth, new.record)
         logger.info("founded the hearth %r; distributed inference is on", new.record.name)
-        return new.record
+        return new
 
     async def _open(self, record: HearthRecord) -> None:
         hearth = self.hearth = await Hearth.open(
@@ -354,23 +387,13 @@ class Network:
             self.hearth.peer_up(node)
 
     def _members_changed(self, before: Roster, after: Roster) -> None:
-        for node in departed(before, after):
-            self._hooks.on_notice("member_left", named(before, node))
-        for node in after.members:
-            if node not in before.members:
-                self._hooks.on_notice("member_joined", named(after, node))
-            elif before.members[node].level is not after.members[node].level:
-                self._hooks.on_notice("member_changed", named(after, node))
-        if self._key.node_id in after.cuts and self._key.node_id not in before.cuts:
-            self._hooks.on_event(
-                Warned(
-                    "revoked",
-                    "This node was put out of its hearth; its key never comes back.",
-                    "Use a new --state-dir and ask an anchor for an invitation.",
-                )
-            )
+        for kind, fields in notices(before, after):
+            self._hooks.on_notice(kind, fields)
+        own = self._key.node_id
+        if own in after.cuts and own not in before.cuts and not self._is_leaving:
+            self._hooks.on_event(PUT_OUT)
         for node in after.forked - before.forked:
-            self._hooks.on_event(forked(after, node, is_own=node == self._key.node_id))
+            self._hooks.on_event(forked(after, node, is_own=node == own))
         if self._peering is not None:
             self._peering.follow_members()
         if self._publisher is not None:

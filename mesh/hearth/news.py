@@ -1,0 +1,57 @@
+"""What people are told of changes to a hearth's members, and what became of a node that goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mesh.discovery.events import Warned
+from mesh.hearth.founding import Founding
+from mesh.identity.roster import Roster, departed
+from mesh.types import NodeId
+
+PUT_OUT = Warned(
+    "revoked",
+    "This node was put out of its hearth; its key never comes back.",
+    "`hearthnet members leave` gives it a hearth of its own, from which it can join another; to"
+    " come back to that one, use a new --state-dir and ask an anchor for an invitation.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Of a node that wants to leave: unless it `is_out`, another anchor's vote is missing. These of
+    the linked nodes were `told` and these not, and it is in the hearth that it `founded` now."""
+
+    told: frozenset[NodeId] = frozenset()
+    untold: frozenset[NodeId] = frozenset()
+    founded: Founding | None = None
+    is_out: bool = True
+
+
+def notices(before: Roster, after: Roster) -> Iterator[tuple[str, dict[str, object]]]:
+    """The events, type and fields, of members that left, joined or have another level."""
+    for node in departed(before, after):
+        yield "member_left", _named(before, node)
+    for node in after.members:
+        if node not in before.members:
+            yield "member_joined", _named(after, node)
+        elif before.members[node].level is not after.members[node].level:
+            yield "member_changed", _named(after, node)
+
+
+def _named(roster: Roster, node: NodeId) -> dict[str, object]:
+    member = roster.members[node]
+    return {"node_id": node, "name": member.name, "level": member.level.label}
+
+
+def forked(roster: Roster, node: NodeId, *, is_own: bool) -> Warned:
+    """What is said of a member that has signed two histories."""
+    name = "This node" if is_own else roster.members[node].name
+    return Warned(
+        "decisions_forked",
+        f"{name} has signed two different histories: its log was restored from a backup, or its key"
+        " was copied. It decides nothing until that is settled.",
+        "If it was restored: `hearthnet members readmit` on another anchor. If not: `hearthnet"
+        " members revoke`. With no other anchor left: `hearthnet members recover` with the code.",
+    )

@@ -1,0 +1,64 @@
+"""A node that takes itself out of its hearth, and into another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, until, up_peers
+from tests.warm.daemons import command
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def let_in(inviter: LocalNode, node: LocalNode) -> None:
+    window = hearthnet("invite", node=inviter)
+    place = f"{window['host']}:{window['port']}"
+    hearthnet("join", window["code"], "--peer", place, node=node)
+    until(lambda: up_peers(node), "they link")
+    until(lambda: len(members(node)) == len(members(inviter)), "the log arrives")
+
+
+def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
+    attic, barn = run(tmp_path, "attic", "--layers", "none"), run(tmp_path, "barn")
+    with attic, barn:
+        attic.wait_up()
+        barn.wait_ready()
+        alone = command("members", "leave", "--yes", "--state-dir", str(barn.state_dir))
+        assert alone.returncode != 0
+        assert "alone" in alone.stderr
+        let_in(attic, barn)
+        until(lambda: answers(attic), "barn's layers serve attic")
+
+        # The last anchor has to name another first.
+        stays = command("members", "leave", "--yes", "--state-dir", str(attic.state_dir))
+        assert "attic is the only anchor; nobody could decide anything without it" in stays.stderr
+        unasked = command("members", "leave", "--state-dir", str(barn.state_dir))
+        assert "--yes" in unasked.stderr
+        assert members(attic) == {"attic": "anchor", "barn": "trusted"}
+
+        old = attic.get("/mesh/v1/hearth")["id"]
+        said = command("members", "leave", "--yes", "--state-dir", str(barn.state_dir))
+        assert said.returncode == 0, said.stderr
+        assert "In it remain: attic." in said.stdout
+        assert "Told before it went: attic;" in said.stdout
+        assert "recovery code of the new hearth" in said.stderr
+        assert members(attic) == {"attic": "anchor"}, "it was told before the node went"
+        assert not answers(attic), "nobody there is served any more"
+        assert members(barn) == {"barn": "anchor"}
+        assert barn.get("/mesh/v1/hearth")["id"] != old
+        assert not up_peers(barn)
+        assert answers(barn), "what it holds is still its own"
+        notices = barn.get("/mesh/v1/status")["warnings"]
+        assert not [row for row in notices if row["kind"] == "revoked"]
+
+        # Its key is out of that hearth for good; who is alone there now may come after it.
+        window = hearthnet("invite", node=attic)
+        place = f"{window['host']}:{window['port']}"
+        back = ("join", window["code"], "--peer", place, "--state-dir", str(barn.state_dir))
+        assert command(*back).returncode != 0
+        assert members(barn) == {"barn": "anchor"}
+        let_in(barn, attic)
+        assert members(attic) == {"attic": "trusted", "barn": "anchor"}
