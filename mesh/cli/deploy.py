@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import follow, pins, shown, warn_of_gaps
+from mesh.cli.deploying import Timeout, follow, pins, shown, warn_of_gaps, within
 from mesh.cli.estimate import print_plan
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import exit_code
@@ -83,6 +83,7 @@ def deploy(  # noqa: PLR0913 - flags
     streams: Streams = None,
     keep_alive: KeepAlive = None,
     wait: Wait = False,
+    timeout: Timeout = None,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
     wanted: dict[str, Any] = {
@@ -103,9 +104,15 @@ def deploy(  # noqa: PLR0913 - flags
     async def question(client: Client) -> dict[str, Any]:
         row = await client.deploy(model, **order)
         warn_of_gaps(row)
-        return await follow(client, row["deployment"]) if wait else row
+        return await _up(client, row, model, timeout) if wait else row
 
     daemon.show(daemon.ask(question), shown)
+
+
+async def _up(
+    client: Client, row: dict[str, Any], model: str, timeout_s: float | None
+) -> dict[str, Any]:
+    return await within(timeout_s, follow(client, row["deployment"]), f"{model} was not up")
 
 
 def _estimate(daemon: AskedDaemon, model: str, order: dict[str, Any]) -> None:

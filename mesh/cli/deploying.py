@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
 
 from mesh.cli.output import note, print_table, say
-from mesh.errors import BadRequest, NotEnoughMemory, NotFound, from_dict
+from mesh.errors import BadRequest, NotEnoughMemory, NotFound, NotReady, from_dict
 from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
     from mesh.client import Client
 
+_T = TypeVar("_T")
+
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        min=0,
+        max=86400,
+        metavar="S",
+        help="With --wait: so many seconds at the most; exit code 5: not in time.",
+    ),
+]
+
 POLL_S = 0.25
+UNLOADED_S = 600.0
+"""The longest that layers are waited for to go: those who use them get a while to move."""
 REPLANNED_S = 15.0
 """What finds no room on its machine is planned anew after some seconds; that is waited for."""
 
@@ -58,6 +77,78 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
                 " `hearthnet evict`.",
             )
         await asyncio.sleep(POLL_S)
+
+
+async def within(seconds: float | None, work: Coroutine[Any, Any, _T], what: str) -> _T:
+    """What the work gives; None: however long it takes. Raises NotReady when that is not in time,
+    which ends the waiting alone."""
+    import asyncio
+
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise NotReady(
+            f"{what} within {seconds:g} s.",
+            fix="It goes on by itself: see `hearthnet status`, or wait longer (--timeout).",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpan:
+    """Layers of a model on a machine, to be called so in what is said."""
+
+    node_id: str
+    node: str
+    model_id: str
+    layers: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Of all that is served anywhere, which it is."""
+        return self.node_id, self.model_id, self.layers
+
+
+def spans_of(rows: Iterable[dict[str, Any]]) -> list[LoadedSpan]:
+    """What deployments have placed."""
+    return [
+        LoadedSpan(span["node_id"], span["node"], row["model_id"], span["layers"])
+        for row in rows
+        for span in row["spans"]
+    ]
+
+
+async def until_unloaded(client: Client, spans: Collection[LoadedSpan]) -> None:
+    """Once no machine that is here serves any of these, each of which is said as it goes.
+
+    Raises NotReady after `UNLOADED_S`: layers that a machine was told to hold by hand stay there.
+    """
+    import asyncio
+
+    left, loop = list(spans), asyncio.get_running_loop()
+    until = loop.time() + UNLOADED_S
+    while True:
+        served = _served(await client.status())
+        for gone in [each for each in left if each.key not in served]:
+            left.remove(gone)
+            note(f"{gone.node}: layers {gone.layers} of {gone.model_id} are unloaded")
+        if not left:
+            return
+        if loop.time() >= until:
+            raise NotReady(
+                f"{left[0].node} still serves layers {left[0].layers} of {left[0].model_id}.",
+                fix="See `hearthnet status` there: it may have been told to hold them by hand.",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def _served(picture: dict[str, Any]) -> set[tuple[str, str, str]]:
+    own = {**picture["node"], "shards": picture["shards"]}
+    return {
+        (node["id"], shard["model_id"], shard["layers"])
+        for node in (own, *picture["peers"])
+        for shard in node["shards"]
+    }
 
 
 class _Failures:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import follow, shown, warn_of_gaps
+from mesh.cli.deploying import (
+    LoadedSpan,
+    Timeout,
+    follow,
+    shown,
+    spans_of,
+    until_unloaded,
+    warn_of_gaps,
+    within,
+)
 from mesh.cli.options import AskedDaemon, asks
 
 if TYPE_CHECKING:
@@ -20,12 +29,31 @@ def scale(
     replicas: Annotated[int, typer.Argument(min=0, max=16, help="Whole copies of it.")],
     *,
     wait: Annotated[bool, typer.Option("--wait", help="Return once it is so.")] = False,
+    timeout: Timeout = None,
 ) -> None:
     """Have so many replicas of a deployed model, more or fewer than now."""
 
     async def question(client: Client) -> dict[str, Any]:
+        before = spans_of(await client.deployments())
         row = await client.scale(model, replicas)
         warn_of_gaps(row)
-        return await follow(client, row["deployment"]) if wait and replicas else row
+        if not wait:
+            return row
+        so_many = f"{model} had not {replicas} {'replica' if replicas == 1 else 'replicas'}"
+        return await within(timeout, _so_many(client, row, replicas, before), so_many)
 
     daemon.show(daemon.ask(question), shown)
+
+
+async def _so_many(
+    client: Client, row: dict[str, Any], replicas: int, before: list[LoadedSpan]
+) -> dict[str, Any]:
+    """Its row once so many replicas are up, and what was loaded for others of it is not any more;
+    `row` is what `scale` answered, `before` what was placed until then."""
+    if replicas:
+        row = await follow(client, row["deployment"])
+    standing = spans_of([row]) if replicas else []
+    mine = [each for each in before if each.model_id == row["model_id"]]
+    await until_unloaded(client, [each for each in mine if each not in standing])
+    rows = await client.deployments()
+    return next((each for each in rows if each["deployment"] == row["deployment"]), row)

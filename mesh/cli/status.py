@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import aclosing
 from math import ceil, inf
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,19 +12,17 @@ import typer
 
 from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import note, print_json_line, print_table, route_line, say
+from mesh.cli.output import note, print_table, route_line, say
 from mesh.cli.pull import come_line, transfer_line
+from mesh.cli.watching import Draw, watch
 from mesh.units import memory_size
 
 if TYPE_CHECKING:
     from mesh.client import Client
 
 _BYTES = re.compile(r"(\w+) bytes")
-_CLEAR = "\x1b[H\x1b[2J"
 _POLL_S = 30
 """So long the daemon waits in one request."""
-_REDRAW_S = 0.5
-"""What changes faster is drawn together."""
 _LITTLE = 0.01
 """Of a limit: who holds or uses less of it is listed with all only."""
 _NOTES = 2
@@ -58,7 +54,7 @@ Timeout = Annotated[
 def status(
     daemon: AskedDaemon,
     *,
-    watch: Annotated[
+    follow: Annotated[
         bool, typer.Option("--watch", help="Go on, and show what changes until Ctrl-C.")
     ] = False,
     everything: All = False,
@@ -68,14 +64,15 @@ def status(
 ) -> None:
     """Show this node, its peers, models, deployments, shards and running generations."""
     if wait_ready is not None:
-        if watch:
+        if follow:
             raise typer.BadParameter("--watch and --wait-ready exclude each other.")
         row = daemon.ask(lambda client: _when_ready(client, wait_ready, layers, timeout))
         daemon.show(row, lambda row: print_ready(row, daemon.ask(lambda client: client.status())))
     elif layers is not None:
         raise typer.BadParameter("--layers are those of --wait-ready MODEL.")
-    elif watch:
-        daemon.ask(lambda client: _watch(client, as_json=daemon.json, everything=everything))
+    elif follow:
+        draw = _drawn(everything=everything)
+        daemon.ask(lambda client: watch(client, lambda news: news, draw, as_json=daemon.json))
     else:
         picture = daemon.ask(lambda client: client.status())
         daemon.show(picture, lambda picture: show(picture, everything=everything))
@@ -108,46 +105,15 @@ def print_ready(row: dict[str, Any], picture: dict[str, Any]) -> None:
         say(f"ready: {row['model_name']} {worker['layers']} on {name}")
 
 
-async def _watch(client: Client, *, as_json: bool, everything: bool) -> None:
-    """The picture, drawn anew when it changes; as JSON, a line for each. Ends with the daemon."""
-    import asyncio
+def _drawn(*, everything: bool) -> Draw:
+    """Prints the picture; where nothing is cleared, no note that was just there."""
+    told: list[str] = []
 
-    from mesh.config import terminal_features
+    def draw(picture: dict[str, Any], is_cleared: bool) -> None:
+        show(picture, everything=everything, told=() if is_cleared else told)
+        told[:] = _notes(picture, everything=everything)
 
-    picture: dict[str, Any] = {}
-    news = asyncio.Event()
-
-    async def hear() -> None:
-        """Never waits for what is drawn: then that would be of the past."""
-        async with aclosing(client.follow()) as updates:
-            async for update in updates:
-                if update["status"]:
-                    picture.update(update["status"])
-                    news.set()
-                    if as_json:
-                        print_json_line(picture)
-
-    async def draw() -> None:
-        clears = sys.stdout.isatty() and terminal_features()[0]
-        told: list[str] = []
-        while await news.wait():
-            news.clear()
-            if not as_json:
-                sys.stdout.write(_CLEAR if clears else "")
-                show(picture, everything=everything, told=() if clears else told)
-                told = _notes(picture, everything=everything)
-                say("" if clears else "---")
-            await asyncio.sleep(_REDRAW_S)
-
-    tasks = [asyncio.create_task(hear(), name="hear"), asyncio.create_task(draw(), name="draw")]
-    try:
-        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return draw
 
 
 @asks

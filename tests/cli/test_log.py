@@ -13,7 +13,7 @@ import pytest
 from mesh.hearth.listing import LogFilter
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
-from tests.cli.conftest import Run
+from tests.cli.conftest import COMMAND, Run
 from tests.tui.conftest import OWNER, Daemon
 
 
@@ -45,6 +45,31 @@ async def test_the_signed_log_is_a_table_or_json(hearthnet: Run, house: Daemon) 
     assert (wanted.author, wanted.kind, wanted.limit) == ("sofa", "member", 5)
     page = json.loads((await hearthnet("log", "--json")).out)
     assert [row["type"] for row in page["decisions"]] == ["member.added"]
+
+
+@pytest.mark.parametrize(("flags", "end"), [([], b"---\n"), (["--json"], b"\n")])
+async def test_the_queue_is_followed(
+    hearthnet: Run, house: Daemon, environment: dict[str, str], flags: list[str], end: bytes
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "queue", "--watch", *flags, env=environment, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            first = await process.stdout.readuntil(end)
+            assert (await hearthnet("kill", "1f" * 16)).code == 0
+            second = await process.stdout.readuntil(end)
+    finally:
+        process.kill()
+        await process.communicate()
+    assert (first.count(b"RUNNING"), second.count(b"RUNNING")) == (2, 1)
+
+
+async def test_two_ways_to_look_at_the_queue_exclude_each_other(hearthnet: Run) -> None:
+    both = await hearthnet("queue", "--watch", "--log", "1f" * 16)
+    assert (both.code, both.out) == (2, "")
+    assert "exclude each other" in both.err
 
 
 async def test_an_author_who_is_nobody_is_told_from_one_who_signed_nothing(

@@ -45,6 +45,36 @@ def test_replicas_go_where_the_estimate_put_them(house: tuple[LocalNode, LocalNo
     assert hearthnet("evict", "builtin", node=attic).returncode == 0
 
 
+def test_who_waits_is_told_how_far_it_is_and_when_it_is_so(
+    house: tuple[LocalNode, LocalNode],
+) -> None:
+    attic, study = house
+    late = hearthnet(
+        "deploy", "builtin", "--replicas", "2", "--wait", "--timeout", "0", node=attic
+    )  # fmt: skip
+    assert late.returncode == 5
+    assert "builtin was not up within 0 s" in late.stderr
+    up = hearthnet("scale", "builtin", "2", "--wait", "--timeout", "60", node=attic)
+    assert up.returncode == 0, up.stderr
+    ready(attic, replicas=2)
+    assert len(serving(attic)) == 2
+    fewer = hearthnet("scale", "builtin", "1", "--wait", node=attic)
+    assert fewer.returncode == 0, fewer.stderr
+    assert "layers 0-7 of builtin are unloaded" in fewer.stderr
+    (name,) = serving(attic)
+    gone = hearthnet("evict", "builtin", "--wait", node=study)
+    assert gone.returncode == 0, gone.stderr
+    assert f"{name}: layers 0-7 of builtin are unloaded" in gone.stderr
+    assert serving(study) == []
+
+
+def serving(node: LocalNode) -> list[str]:
+    """Who serves layers, as one node sees it."""
+    picture = node.get("/mesh/v1/status")
+    own = {**picture["node"], "shards": picture["shards"]}
+    return [each["name"] for each in (own, *picture["peers"]) if each["shards"]]
+
+
 def estimate(node: LocalNode, *flags: str) -> dict[str, Any]:
     """The plan that the command line prints."""
     asked = hearthnet("deploy", "builtin", *flags, "--json", node=node)
