@@ -133,9 +133,9 @@ class HearthControl(Protocol):
         """Put a member out: ``{"done", "action", "votes_missing", "member"}``."""
 
     async def leave(self) -> dict[str, Any]:
-        """Take this node out, into a new hearth of its own: ``{"done", "left": the hearth's name,
+        """Take this node out, into a new hearth of its own: ``{"left": the hearth's name,
         "remain": [members], "told": [names of those that know], "founded": the new one's name,
-        "recovery_code"}``; where votes are missing as `revoke`, and it stays."""
+        "recovery_code"}``."""
 
     async def readmit(self, who: str) -> dict[str, Any]:
         """Let a member that signed two histories decide again; as `promote`."""

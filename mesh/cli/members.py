@@ -105,12 +105,6 @@ def leave(daemon: AskedDaemon, *, yes: Yes = False) -> None:
 
 
 def _left(outcome: dict[str, Any]) -> None:
-    if not outcome["done"]:
-        say(
-            f"Your vote counts; {outcome['votes_missing']} more anchor(s) have to vote for it:"
-            f" `hearthnet members revoke {outcome['member']['name']}`. Until then it stays."
-        )
-        return
     remain, told = [member["name"] for member in outcome["remain"]], outcome["told"]
     say(f"This node is out of {outcome['left']!r}. In it remain: {', '.join(remain) or 'nobody'}.")
     if told:

@@ -153,17 +153,13 @@ class Control:
             _require_others(roster)
             _keep_an_anchor(roster, member)
         gone = await self._network.leave()
-        if not gone.is_out and member is not None:
-            return {**_outcome(hearth.roster, member, "revoke", done=False), "left": roster.name}
         remain = [m for m in roster.members.values() if m.node_id != own]
-        founded = gone.founded
         return {
-            "done": True,
             "left": roster.name,
             "remain": [_member(m) for m in sorted(remain, key=lambda m: (-m.level, m.name))],
             "told": sorted(_name(roster, node) for node in gone.told),
-            "founded": founded.record.name if founded is not None else None,
-            "recovery_code": founded.code if founded is not None else None,
+            "founded": gone.founded.record.name,
+            "recovery_code": gone.founded.code,
         }
 
     async def readmit(self, who: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
-from mesh.errors import BadFrame, LogForked, MeshError
+from mesh.errors import BadFrame, InternalError, LogForked, MeshError
 from mesh.events import messages
 from mesh.events.gossip import LogGossip, Send
 from mesh.events.log import EventLog, LogChange
@@ -183,11 +183,11 @@ class Hearth:
         )  # fmt: skip
         await self._apply()
 
-    async def leave(self) -> bool:
-        """Sign that this node goes, which any member may once; whether it is out then. Of three
-        anchors or more, one that goes takes the vote of another.
+    async def leave(self) -> None:
+        """Sign that this node goes, which any member may once, without anybody's vote.
 
-        Raises what `EventLog.decide` raises, and LogForked.
+        Raises what `EventLog.decide` raises, LogForked, and InternalError when it is in all the
+        same.
         """
         self._require_one_history()
         await self.heard()
@@ -195,7 +195,11 @@ class Hearth:
         kind, payload = decisions.encode(Revoked(own, self.end_of_facts(own), _LEFT))
         await self._log.decide(kind, lambda parents, wall_ms: payload)
         await self._apply()
-        return own in self._roster.cuts
+        if own in self._roster.members:
+            raise InternalError(
+                "This node has signed that it leaves, and is still a member.",
+                fix="See `hearthnet members`, and have an anchor put it out.",
+            )
 
     async def recover(self, code: str, name: str) -> None:
         """Make this node the only anchor by the hearth's recovery `code`."""

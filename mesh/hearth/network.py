@@ -278,12 +278,12 @@ class Network:
             hearth, before = self.require_hearth(), self._linked()
             self._is_leaving = True
             try:
-                if hearth.roster.is_member(hearth.key.node_id) and not await hearth.leave():
-                    return Departure(is_out=False)
+                if hearth.roster.is_member(hearth.key.node_id):
+                    await hearth.leave()
                 await self._until_told(before)
                 told = before - self._linked()
                 async with self._closed():
-                    return Departure(told, before - told, await self._found())
+                    return Departure(told, await self._found())
             finally:
                 self._is_leaving = False
 

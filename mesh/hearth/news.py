@@ -20,13 +20,10 @@ PUT_OUT = Warned(
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Of a node that wants to leave: unless it `is_out`, another anchor's vote is missing. These of
-    the linked nodes were `told` and these not, and it is in the hearth that it `founded` now."""
+    """Of a node that has left: these others know by now, and it is in what it `founded`."""
 
-    told: frozenset[NodeId] = frozenset()
-    untold: frozenset[NodeId] = frozenset()
-    founded: Founding | None = None
-    is_out: bool = True
+    told: frozenset[NodeId]
+    founded: Founding
 
 
 def notices(before: Roster, after: Roster) -> Iterator[tuple[str, dict[str, object]]]:

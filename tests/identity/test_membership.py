@@ -118,6 +118,12 @@ def test_member_may_leave_once() -> None:
     assert len(log.refused) == 1
 
 
+def test_an_anchor_of_several_may_leave_without_a_vote() -> None:
+    log = Deciding().anchors("b", "c")
+    log.revoke("a", "a")
+    assert log.who() == {"b": "anchor", "c": "anchor"}
+
+
 def test_revoked_key_never_comes_back() -> None:
     log = Deciding()
     log.add("a", "b")

@@ -62,3 +62,14 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
         assert members(barn) == {"barn": "anchor"}
         let_in(barn, attic)
         assert members(attic) == {"attic": "trusted", "barn": "anchor"}
+
+        # An anchor needs nobody's vote to go; who was put out gets away the same way, also where it
+        # has not heard of that.
+        assert hearthnet("members", "promote", "attic", "--to", "anchor", node=barn)["done"]
+        until(lambda: members(attic)["attic"] == "anchor", "it knows that it decides")
+        assert hearthnet("members", "revoke", "--yes", "attic", node=barn)["done"]
+        until(lambda: not up_peers(attic), "it is cut off")
+        left = hearthnet("members", "leave", "--yes", node=attic)
+        assert (left["left"], left["founded"]) == ("barn's hearth", "attic's hearth")
+        assert left["told"] == []
+        assert members(attic) == {"attic": "anchor"}
