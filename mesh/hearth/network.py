@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
-from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.calling_back import CallBacks
 from mesh.discovery.directory import NodeInfo, ShardStore
@@ -24,9 +22,8 @@ from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import Offering
-from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.discovery.peering import Peering
 from mesh.discovery.sightings import PeerState, PeerView
-from mesh.discovery.weights import HeldWeights
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -35,8 +32,9 @@ from mesh.hearth.founding import Founding, found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.news import PUT_OUT, Departure, forked, notices
-from mesh.hearth.publishing import Publisher, Serving
+from mesh.hearth.publishing import Publisher
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import WindowEnding
 from mesh.identity.keys import NodeKey
@@ -53,46 +51,6 @@ logger = logging.getLogger(__name__)
 
 TOLD_S = 10.0
 """The longest that a node that leaves waits for the others to hear of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkSettings:
-    """`peering` without its hearth, which is known once one is founded or joined."""
-
-    peering: PeeringSettings
-    interfaces: tuple[str, ...]
-    is_enabled: bool
-
-    @classmethod
-    def of(cls, config: Config, own: NodeId, software: str, address: str) -> Self:
-        """What the configuration says; `address` is the first interface's."""
-        peering = PeeringSettings(
-            node_id=own,
-            name=config.name,
-            hearth="",
-            software=software,
-            host=address,
-            answers_at=interfaces.Reach.of(config.interface, address),
-            port=config.port,
-            static_peers=config.peer,
-            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
-        )
-        return cls(peering, config.interface, config.is_distributed)
-
-
-@dataclass(frozen=True, slots=True)
-class NetworkHooks:
-    """Callbacks of the node around a network; all in the event loop, none may block.
-
-    `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
-    `on_notice` has an event's type and fields. `held` says what of weights is on the disk.
-    """
-
-    serving: Callable[[], Serving | None]
-    on_event: Callable[[PeerEvent], None]
-    on_members: Callable[[], None]
-    on_notice: Callable[[str, dict[str, object]], None]
-    held: Callable[[], Sequence[HeldWeights]] = tuple
 
 
 class Network:

@@ -32,7 +32,8 @@ from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
 from mesh.hearth.control import Control
-from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey

@@ -23,7 +23,8 @@ from mesh.discovery.directory import ShardStore
 from mesh.discovery.interfaces import choose
 from mesh.events.types import MODEL_PUBLISHED
 from mesh.hearth.joining import JoiningNode, join_hearth
-from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.keys import load_or_create
 from mesh.identity.roster import TrustLevel

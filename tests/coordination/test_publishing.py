@@ -22,7 +22,8 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.interfaces import Interface, Reach
 from mesh.health.eventstream import EventFeed
-from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.models.local import LocalModel, find_local_models
 from mesh.node.coordination import CoordinationHere
 from mesh.paths import StatePaths

@@ -15,7 +15,8 @@ from mesh.events.intake import Report
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting
-from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.identity.invitations import WindowEnding, parse_ticket
 from mesh.identity.roster import TrustLevel
 from mesh.paths import StatePaths

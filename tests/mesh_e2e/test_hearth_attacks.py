@@ -31,7 +31,8 @@ from mesh.discovery.mdns import Mdns
 from mesh.discovery.sightings import PeerState
 from mesh.errors import ConnectFailed, MeshError
 from mesh.hearth.control import Control
-from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.identity.roster import TrustLevel
 from mesh.paths import StatePaths
