@@ -277,7 +277,8 @@ class Steer:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
+    """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set,
+    until the ids of the other two are known: they then stand in `prompt_ids` beside them.
 
     `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
     names edits; whoever looks them up puts `edits` in its place. `begun` is what the answer to

@@ -52,9 +52,9 @@ class CheckpointText:
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
-        if request.messages is not None:
+        if request.prompt_ids is None and request.messages is not None:
             return self._tokenizer.encode_chat(request.messages, most, request.begun)
-        if request.prompt is not None:
+        if request.prompt_ids is None and request.prompt is not None:
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
         if most is not None and len(ids) > most:

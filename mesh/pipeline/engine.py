@@ -195,7 +195,7 @@ class Engine:
         ids = await self._prompts.ids(request, self.model.max_positions)
         async with self._probing:
             await self._probe()
-        yield replace(request, prompt=None, messages=None, prompt_ids=tuple(ids))
+        yield replace(request, prompt_ids=tuple(ids))
         await self._keep_envelope()
 
     async def _probe(self) -> None:
