@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import NewType
+from typing import Any, NewType
 
 NodeId = NewType("NodeId", str)
 ModelId = NewType("ModelId", str)
@@ -276,20 +276,35 @@ class Steer:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that an answer may call.
+
+    `tools` are as OpenAI has them, for the model's own chat template. With `parallel` the answer
+    may call several; without, it ends with the first call. `in_pieces`: a call is told while it is
+    written, and not only once it is whole and known to be well formed.
+    """
+
+    tools: tuple[dict[str, Any], ...]
+    parallel: bool = True
+    in_pieces: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set,
     until the ids of the other two are known: they then stand in `prompt_ids` beside them.
 
-    `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
-    names edits; whoever looks them up puts `edits` in its place. `begun` is what the answer to
-    `messages` has said already. `draft`: tokens may be guessed and checked several at a time, which
-    changes how fast the answer comes. `principal` is who asks: caches that this request leaves are
-    for its follow-ups only. `may_wake`: a model at rest may be loaded for it.
+    `messages` are OpenAI chat messages (role, content, and around calls of `tools` tool_calls and
+    tool_call_id) for the model's own chat template. `steer` names edits; whoever looks them up puts
+    `edits` in its place. `begun` is what the answer to `messages` has said already. `draft`: tokens
+    may be guessed and checked several at a time, which changes how fast the answer comes.
+    `principal` is who asks: caches that this request leaves are for its follow-ups only.
+    `may_wake`: a model at rest may be loaded for it.
     """
 
     request_id: str
     model: ModelId
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -301,6 +316,7 @@ class GenerationRequest:
     begun: str = ""
     draft: bool = True
     may_wake: bool = False
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +333,22 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """News of the answer's call number `index`: its `id` and `name` first, then what its
+    `arguments`, which are JSON, go on with."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New tokens. `text` may be empty while a character is still incomplete.
 
     The first of an answer says how many tokens the prompt has; it is 0 afterwards. `reasoning` is
-    what the model thinks aloud before its answer, which `text` does not repeat.
+    what the model thinks aloud before its answer, which `text` does not repeat, nor `tool_calls`.
     """
 
     text: str
@@ -329,6 +356,7 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_tokens: int = 0
     reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     type: str = "token_delta"
 
 
@@ -386,7 +414,7 @@ class HopTiming:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a stream. `finish_reason` is ``stop`` or ``length``.
+    """The end of a stream. `finish_reason` is ``stop``, ``length`` or ``tool_calls``.
 
     `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
     an answer ended where neither the model nor the request wanted it to. Of `drafted_tokens`, which

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from mesh.api.services import ApiSettings
@@ -26,6 +27,20 @@ _LOW_ALONE = re.compile(r"\\u[dD](?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]")
 
 NOT_SUPPORTED = "not_supported"
 """The kind of pydantic's errors for what is known and not done here."""
+
+
+def only(*accepted: object) -> BeforeValidator:
+    """A field of OpenAI's that hearthnet takes at null and at the values that change nothing."""
+
+    def check(value: object) -> None:
+        if value is None or any(
+            value == known and type(value) is type(known) for known in accepted
+        ):
+            return
+        what = f"values other than {accepted[0]!r} are" if accepted else "this field is"
+        raise PydanticCustomError(NOT_SUPPORTED, "{what} not supported", {"what": what})
+
+    return BeforeValidator(check)
 
 
 class Strict(BaseModel):

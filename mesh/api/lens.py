@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.bodies import Strict, read_body
-from mesh.api.openai.schemas import ChatMessage, Extension
+from mesh.api.openai.schemas import ChatMessage, Extension, to_template
 from mesh.api.services import ApiSettings, Generations
 from mesh.api.sse import unless_gone
 from mesh.types import GenerationRequest, ModelId, Principal, Steer
@@ -43,7 +43,7 @@ class LensBody(Strict):
 
     def to_request(self, principal: Principal) -> GenerationRequest:
         """The text to look at, as a generation of nothing."""
-        said = self.messages and tuple(message.to_template() for message in self.messages)
+        said = self.messages and to_template(self.messages)
         steer = self.hearthnet.steer if self.hearthnet is not None else []
         return GenerationRequest(
             f"lens-{secrets.token_hex(16)}",

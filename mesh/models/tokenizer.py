@@ -22,6 +22,7 @@ from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_fo
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
+from mesh.models.tool_calls import CallMarks, form_in
 
 _COMPOSING = 4
 """NFC makes text shorter: three Hangul letters of nine bytes become a syllable of three."""
@@ -29,6 +30,17 @@ _COMPOSING = 4
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 """What a tokenizer may leave out: at the ends of a text, in rows, beside special tokens."""
+
+
+_PROBE: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "tell_whether_tools_are_known",
+        "description": "Tell it.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+"""A tool that shows in what a template makes of it."""
 
 
 def longest_token_bytes(backend: Any) -> int | None:
@@ -118,11 +130,22 @@ class Tokenizer:
     def reasoning_marks(self) -> ReasoningMarks | None:
         """The marks around what the model thinks, where its template has some."""
         marks = marks_in(str(self._tokenizer.chat_template or ""))
-        if marks is None:
-            return None
-        ids = [(self._tokenizer.convert_tokens_to_ids(mark), mark) for mark in marks]
-        own = {token_id: mark for token_id, mark in ids if self._is_unseen(token_id)}
-        return ReasoningMarks(*marks, own)
+        return None if marks is None else ReasoningMarks(*marks, self._unseen(marks))
+
+    def takes_tools(self) -> bool:
+        """Whether the chat template says to the model which functions it may call."""
+        if not self.has_chat_template:
+            return False
+        try:
+            text = self._render([{"role": "user", "content": "hello"}], [_PROBE])
+        except BadRequest:
+            return False
+        return str(_PROBE["function"]["name"]) in text
+
+    def call_marks(self) -> CallMarks | None:
+        """How the model writes calls of functions, where its template's form is known."""
+        form = form_in(self._template([_PROBE]))
+        return None if form is None else CallMarks(form, self._unseen(form.marks))
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
         """The ids of a plain prompt, with the special tokens the model starts with.
@@ -133,9 +156,14 @@ class Tokenizer:
         return self._encode(prompt, most, special=True)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], most: int | None = None, begun: str = ""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most: int | None = None,
+        begun: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The ids of a conversation, ready for the assistant's answer behind what it has `begun`.
+        """The ids of a conversation, ready for the assistant's answer behind what it has `begun`,
+        which may call the `tools` where the template takes them.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
@@ -153,18 +181,7 @@ class Tokenizer:
                 )
         if not self.has_chat_template:
             return self.encode(plain_transcript(messages) + begun, most)
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True, tokenize=False,
-            )  # fmt: skip
-        except TemplateError as error:
-            raise BadRequest(
-                f"The model's chat template refuses these messages: {error}.",
-                fix="Start with the user (or one system message) and let roles alternate.",
-                param="messages",
-            ) from error
-        return self._encode(text + begun, most, special=False)
+        return self._encode(self._render(messages, tools) + begun, most, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens and without any tidying up."""
@@ -192,6 +209,34 @@ class Tokenizer:
         space that a text begins with.
         """
         return decoder_for(self._backend, self.decode, self._some_text() if continues else ())
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True, tokenize=False,
+            )  # fmt: skip
+        except (TemplateError, TypeError, AttributeError, ValueError, LookupError) as error:
+            raise BadRequest(
+                f"The model's chat template refuses these messages: {error}.",
+                fix="Start with the user (or one system message) and let roles alternate.",
+                param="messages",
+            ) from error
+        return text
+
+    def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of the template for chats with these tools; empty where there is none."""
+        if not self.has_chat_template:
+            return ""
+        return str(self._tokenizer.get_chat_template(tools=[*tools]))
+
+    def _unseen(self, marks: Sequence[str]) -> dict[int, str]:
+        """Those of the marks whose tokens decode to no text, by their ids."""
+        ids = [(self._tokenizer.convert_tokens_to_ids(mark), mark) for mark in marks]
+        return {token_id: mark for token_id, mark in ids if self._is_unseen(token_id)}
 
     def _some_text(self) -> list[int]:
         """An id that a text may begin with."""
@@ -246,7 +291,7 @@ def _too_long(what: str, most: int) -> ContextTooLong:
     )
 
 
-def plain_transcript(messages: Sequence[Mapping[str, str]]) -> str:
+def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """How a conversation is put to a model that has no chat template."""
     lines = [f"{message['role']}: {message['content']}\n\n" for message in messages]
     return "".join((*lines, "assistant:"))

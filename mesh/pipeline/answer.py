@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mesh.errors import CacheFull
 from mesh.models.reasoning import Thoughts, overlap
+from mesh.models.tool_calls import CallReader
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
-from mesh.types import GenerationRequest, TokenDelta, TokenLogprob
+from mesh.types import GenerationRequest, TokenDelta, TokenLogprob, ToolCallDelta
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 _MARK_TOKENS = 16
 """No mark, with the line ends behind it, takes more."""
 
+_Said = tuple[str, str, tuple[ToolCallDelta, ...]]
+"""Reasoning, text and calls."""
+
 
 class Answer:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
 
     `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);
-    stop strings do not stop that.
+    stop strings do not stop that. So are calls of the request's tools, which may end it as well.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Answer:
         self._decoder = text.decoder(continues=request.messages is None)
         self._stops = StopStrings(request.sampling.stop)
         self._thoughts = thoughts_of(text, request, prompt)
+        self._calls, self._unseen = _calls_of(text, request)
         self._started = started
         self._first_at = started
         self._last_at = started
@@ -79,28 +84,29 @@ class Answer:
             self._first_at = self._last_at
         self.token_ids.append(token)
         ends = token in self._text.eos_ids and not self._params.ignore_eos
-        thought, shown = ("", "") if ends else self._show(token, self._decoder.push(token))
-        if ends or self._stops.hit is not None:
+        said: _Said = ("", "", ()) if ends else self._show(token, self._decoder.push(token))
+        if ends or self._stops.hit is not None or self._has_all_calls:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._limit:
             self.finish_reason = "length"
-        if self.finish_reason and self._stops.hit is None:
-            last_thought, rest = self._flush()
-            thought, shown = thought + last_thought, shown + rest
+        if self.finish_reason:
+            said = _joined(said, self._flush())
+            self._tell_of_calls()
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._params.logprobs is not None and candidates is not None:
             rivals, bytes_of = self._params.logprobs, self._text.token_bytes
             logprobs = (logprob_of(candidates, token, rivals, bytes_of, row),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
-        return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought)
+        thought, shown, calls = said
+        return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought, calls)
 
     def end_early(self, full: CacheFull) -> TokenDelta:
         """It cannot go on: the text that was held back. Raises `full` when there is no token."""
         if not self.token_ids:
             raise full
         self.finish_reason, self.note = "length", full.message
-        thought, shown = self._flush()
-        return TokenDelta(shown, (), reasoning=thought)
+        thought, shown, calls = self._flush()
+        return TokenDelta(shown, (), reasoning=thought, tool_calls=calls)
 
     @property
     def first_token_ms(self) -> float:
@@ -113,19 +119,51 @@ class Answer:
         elapsed = self._last_at - self._first_at
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else 0.0
 
-    def _show(self, token: int | None, text: str) -> tuple[str, str]:
-        """More text, as reasoning and as answer."""
-        if self._thoughts is None:
-            return "", self._stops.push(text)
-        thought, said = self._thoughts.push(token, text)
-        return thought, self._stops.push(said)
+    @property
+    def _has_all_calls(self) -> bool:
+        return self._calls is not None and self._calls.is_full
 
-    def _flush(self) -> tuple[str, str]:
-        thought, shown = self._show(None, self._decoder.flush())
-        if self._thoughts is not None:
-            last_thought, said = self._thoughts.flush()
-            thought, shown = thought + last_thought, shown + self._stops.push(said)
-        return thought, shown + self._stops.flush()
+    def _tell_of_calls(self) -> None:
+        if self.finish_reason == "stop" and self._calls is not None and self._calls.count:
+            self.finish_reason = "tool_calls"
+
+    def _show(self, token: int | None, text: str) -> _Said:
+        if token in self._unseen:
+            text = self._unseen[token] + text
+        if self._thoughts is None:
+            return "", *self._split(self._stops.push(text))
+        thought, said = self._thoughts.push(token, text)
+        return thought, *self._split(self._stops.push(said))
+
+    def _split(self, shown: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        return (shown, ()) if self._calls is None else self._calls.push(shown)
+
+    def _flush(self) -> _Said:
+        """What was held back. Behind a stop string that is only what may have been a call."""
+        said: _Said = "", "", ()
+        if self._stops.hit is None:
+            said = self._show(None, self._decoder.flush())
+            if self._thoughts is not None:
+                thought, rest = self._thoughts.flush()
+                said = _joined(said, (thought, *self._split(self._stops.push(rest))))
+            said = _joined(said, ("", *self._split(self._stops.flush())))
+        if self._calls is not None:
+            said = _joined(said, ("", *self._calls.flush()))
+        return said
+
+
+def _joined(first: _Said, second: _Said) -> _Said:
+    return first[0] + second[0], first[1] + second[1], first[2] + second[2]
+
+
+def _calls_of(
+    text: Text, request: GenerationRequest
+) -> tuple[CallReader | None, Mapping[int | None, str]]:
+    """What keeps calls apart, where the request has tools, and the marks that make no text."""
+    marks = text.call_marks if request.tools is not None else None
+    if marks is None or request.tools is None:
+        return None, {}
+    return CallReader(marks.form, request.tools), dict(marks.unseen.items())
 
 
 def thoughts_of(text: Text, request: GenerationRequest, prompt: Sequence[int]) -> Thoughts | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
+from mesh.models.tool_calls import CallMarks
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
@@ -53,7 +55,8 @@ class CheckpointText:
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
         if request.prompt_ids is None and request.messages is not None:
-            return self._tokenizer.encode_chat(request.messages, most, request.begun)
+            tools = self._tools(request)
+            return self._tokenizer.encode_chat(request.messages, most, request.begun, tools)
         if request.prompt_ids is None and request.prompt is not None:
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
@@ -74,6 +77,11 @@ class CheckpointText:
             )
         return ids
 
+    @cached_property
+    def call_marks(self) -> CallMarks | None:
+        """How the model writes calls of functions; None when it knows none, or in no known form."""
+        return self._tokenizer.call_marks() if self._takes_tools else None
+
     def decoder(self, *, continues: bool) -> TextDecoder:
         """A fresh decoder for one answer, which `continues` a text or is one."""
         return self._tokenizer.decoder(continues=continues)
@@ -85,6 +93,31 @@ class CheckpointText:
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""
         return self._tokenizer.vocabulary()
+
+    @cached_property
+    def _takes_tools(self) -> bool:
+        return self._tokenizer.takes_tools()
+
+    def _tools(self, request: GenerationRequest) -> tuple[dict[str, Any], ...]:
+        """Those for the template. Raises BadRequest where the model was taught none."""
+        messages = request.messages or ()
+        speaks = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if request.tools is None and not speaks:
+            return ()
+        param = "messages" if request.tools is None else "tools"
+        if not self._takes_tools:
+            raise BadRequest(
+                f"{request.model} knows no tools: its chat template has no place for them.",
+                fix="Ask a model that was taught to call functions, or send none.",
+                param=param,
+            )
+        if self.call_marks is None:
+            raise BadRequest(
+                f"the form in which {request.model} writes calls is not known here.",
+                fix="Ask a model that writes them as Hermes, Qwen, Llama 3, Mistral or Phi 4 do.",
+                param=param,
+            )
+        return () if request.tools is None else request.tools.tools
 
 
 def _is_routed(config: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from mesh.errors import WeightsMissing
 from mesh.models.candidates import CANDIDATES
 from mesh.models.reasoning import ReasoningMarks
+from mesh.models.tool_calls import CallMarks
 from mesh.pipeline.remote_ends import RemoteEnds
 from mesh.types import GenerationRequest, ModelId
 
@@ -36,6 +37,13 @@ class Text(Protocol):
     @property
     def reasoning_marks(self) -> ReasoningMarks | None:
         """How the model's thinking begins and ends in a chat; None when it has no way to say."""
+
+    @property
+    def call_marks(self) -> CallMarks | None:
+        """How the model writes calls of functions; None when it knows none, or in no known form.
+
+        Renders the template when it is read first, which `prompt_ids` does for a chat with tools.
+        """
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids a request stands for. Raises BadRequest, ContextTooLong beyond `most`.

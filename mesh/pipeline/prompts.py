@@ -11,6 +11,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.pipeline.model import Text
@@ -63,8 +64,15 @@ class Prompts:
 
 
 def _chars(request: GenerationRequest) -> int:
-    if request.messages is not None:
-        return sum(len(text) for message in request.messages for text in message.values()) + len(
-            request.begun
-        )
-    return len(request.prompt or "")
+    if request.messages is None:
+        return len(request.prompt or "")
+    tools = () if request.tools is None else request.tools.tools
+    return _chars_in([*request.messages, *tools]) + len(request.begun)
+
+
+def _chars_in(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(len(key) + _chars_in(each) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_chars_in, value))
+    return len(value) if isinstance(value, str) else 1

@@ -25,6 +25,17 @@ def _message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}, fields]}
 
 
+def _tools(*names: str, **function: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, **function}} for name in names]
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    return {"a": _nested(depth - 1)} if depth else {}
+
+
+DEEP = _nested(40)
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+UNREADABLE = {"name": "look", "arguments": "{'a': 1}"}
 TEXT = {"type": "text", "text": ""}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
@@ -34,8 +45,15 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
     [
         ({"temprature": 1}, "temprature", "Unknown field: temprature."),
         ({"\u0000x": 1}, "\u0000x", "Unknown field"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type", "'function'"),
+        ({"tools": _tools("a b")}, "tools.0.function.name", "match pattern"),
+        ({"tools": _tools("a", "a")}, None, "two of them are called a"),
+        ({"tools": _tools("a") * 129}, "tools", "at most 128"),
+        ({"tools": _tools("a", parameters=DEEP)}, "tools.0.function.parameters", "nested more"),
+        ({"tools": _tools("a", parameters="{}")}, "tools.0.function.parameters", "dictionary"),
+        ({"tool_choice": "sometimes"}, "tool_choice", "'none'"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"n": 2}, "n", "other than 1"),
         ({"n": True}, "n", "other than 1"),
@@ -65,7 +83,20 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"wire_dtype": "int8"}, "wire_dtype", "'fp16', 'bf16' or 'fp32'"),
         ({"model": 3}, "model", "valid string"),
         ({"messages": []}, "messages", "at least 1"),
-        (_message(role="tool", content="x"), "messages.1.role", "'user'"),
+        (_message(role="stranger", content="x"), "messages.1.role", "'user'"),
+        (_message(role="tool", content="x"), "messages.1", "tool_call_id"),
+        (_message(role="user", content="x", tool_call_id="c"), "messages.1", "role tool"),
+        (_message(role="user", tool_calls=[CALL]), "messages.1", "the assistant's"),
+        (
+            _message(role="tool", content="x", tool_call_id="c1"),
+            "messages.1.tool_call_id",
+            "no call before it has the id 'c1'",
+        ),
+        (
+            _message(role="assistant", tool_calls=[CALL | {"function": UNREADABLE}]),
+            "messages.1.tool_calls.0.function.arguments",
+            "the text of a JSON object",
+        ),
         (_message(role="user", content=[IMAGE]), "messages.1.content.0.type", "'text'"),
         (_message(role="assistant"), "messages.1", "content is missing"),
         (_message(role="user", content="x", nmae="y"), "messages.1.nmae", "Unknown field"),

@@ -22,11 +22,14 @@ from mesh.types import (
     Site,
     TokenDelta,
     TokenLogprob,
+    ToolCallDelta,
+    ToolUse,
     WireDtype,
 )
 
 FRAMES = [
     TokenDelta("a", (1, 2), (TokenLogprob(1, b"a", -0.5, ((2, b"\xf0\x9f", -1.0),)),), 3),
+    TokenDelta("", (), tool_calls=(ToolCallDelta(0, "", "c", "look"), ToolCallDelta(0, "{"))),
     ShardStatus(ShardId("m:0-3"), "attic", "degraded", "it is slow"),
     ShardFailover(ShardId("m:0-3"), (ShardId("m:0-1"), ShardId("m:2-3")), 7),
     PipelineAborted("nobody is left"),
@@ -53,6 +56,14 @@ def test_a_request_comes_back_as_it_was() -> None:
         principal=Principal(PrincipalKind.KEY, "0a1b2c3d"),
     )
     assert passed_on(Generate(request)) == Generate(request)
+    called = {"id": "c", "function": {"name": "look", "arguments": {"a": [1, None, 0.5]}}}
+    chat = GenerationRequest(
+        "chatcmpl-1",
+        ModelId("m"),
+        messages=({"role": "assistant", "content": "", "tool_calls": [called]},),
+        tools=ToolUse(({"type": "function", "function": {"name": "look"}},), in_pieces=False),
+    )
+    assert passed_on(Generate(chat)) == Generate(chat)
 
 
 @pytest.mark.parametrize("frame", FRAMES)

@@ -368,6 +368,7 @@ class ToyText:
 
     eos_ids = frozenset({0})
     reasoning_marks = None
+    call_marks = None
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         return list(request.prompt_ids or ())

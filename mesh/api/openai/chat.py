@@ -15,6 +15,7 @@ from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, chat_logprobs
 from mesh.api.openai.schemas import ChatBody
 from mesh.api.openai.streaming import events, streamed, whole
+from mesh.api.openai.tools import call_chunks, whole_calls
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import TokenDelta, TokenLogprob
@@ -50,14 +51,18 @@ class _ChatStyle:
         return self._delta({"role": "assistant", "content": ""})
 
     def piece(self, delta: TokenDelta) -> dict[str, Any]:
-        said = {"content": delta.text} if delta.text or not delta.reasoning else {}
-        return self._delta(_reasoning(delta) | said, delta.logprobs)
+        calls = {"tool_calls": call_chunks(delta.tool_calls)} if delta.tool_calls else {}
+        is_text = delta.text or not (delta.reasoning or calls)
+        said = {"content": delta.text} if is_text else {}
+        return self._delta(_reasoning(delta) | said | calls, delta.logprobs)
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         return self._delta({}) | {"finish_reason": finish_reason}
 
     def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        calls = {"tool_calls": whole_calls(answer.tool_calls)} if answer.tool_calls else {}
+        text = answer.text if answer.text or not calls else None
+        message = {"role": "assistant", "content": text, "refusal": None, **calls}
         return {
             "index": 0,
             "message": message | _reasoning(answer),
@@ -66,7 +71,7 @@ class _ChatStyle:
         }
 
     def _delta(
-        self, delta: dict[str, str], logprobs: tuple[TokenLogprob, ...] = ()
+        self, delta: dict[str, Any], logprobs: tuple[TokenLogprob, ...] = ()
     ) -> dict[str, Any]:
         shown = chat_logprobs(logprobs) if self._with_logprobs and logprobs else None
         return {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": None}

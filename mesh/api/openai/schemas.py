@@ -7,6 +7,8 @@ cannot change the answer (`user`, `metadata`, cache and safety keys).
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -17,11 +19,19 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from mesh.api.bodies import NOT_SUPPORTED, Strict
+from mesh.api.bodies import Strict, only
+from mesh.api.openai.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
 from mesh.errors import BadRequest
-from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
+from mesh.types import (
+    GenerationRequest,
+    ModelId,
+    Principal,
+    SamplingParams,
+    Steer,
+    ToolUse,
+    WireDtype,
+)
 
 MAX_EDITS = 16
 """Steering edits of one request."""
@@ -35,21 +45,7 @@ _MAX_PROMPT_IDS = 2**20
 _INT32 = 2**31
 
 
-def _only(*accepted: object) -> BeforeValidator:
-    """A field of OpenAI's that hearthnet takes at null and at the values that change nothing."""
-
-    def check(value: object) -> None:
-        if value is None or any(
-            value == known and type(value) is type(known) for known in accepted
-        ):
-            return
-        what = f"values other than {accepted[0]!r} are" if accepted else "this field is"
-        raise PydanticCustomError(NOT_SUPPORTED, "{what} not supported", {"what": what})
-
-    return BeforeValidator(check)
-
-
-Refused = Annotated[None, _only()]
+Refused = Annotated[None, only()]
 Hint = Any
 
 
@@ -57,7 +53,7 @@ class StreamOptions(Strict):
     """The options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[None, _only(False)] = None
+    include_obfuscation: Annotated[None, only(False)] = None
 
 
 class SteerChoice(Strict):
@@ -96,11 +92,11 @@ class _SamplingBody(Strict):
     fallback_to_local: bool | None = None
     hearthnet: Extension | None = None
     # OpenAI's, not here
-    n: Annotated[None, _only(1)] = None
-    logit_bias: Annotated[None, _only({})] = None
-    presence_penalty: Annotated[None, _only(0, 0.0)] = None
-    frequency_penalty: Annotated[None, _only(0, 0.0)] = None
-    service_tier: Annotated[None, _only("auto", "default")] = None
+    n: Annotated[None, only(1)] = None
+    logit_bias: Annotated[None, only({})] = None
+    presence_penalty: Annotated[None, only(0, 0.0)] = None
+    frequency_penalty: Annotated[None, only(0, 0.0)] = None
+    service_tier: Annotated[None, only("auto", "default")] = None
     # hints
     user: Hint = None
     metadata: Hint = None
@@ -154,9 +150,10 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. What OpenAI's own answers carry besides the text is taken while it is empty."""
+    """One turn. What OpenAI's own answers carry besides text and calls is taken while it is
+    empty."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None
     ) = None
@@ -164,22 +161,55 @@ class ChatMessage(Strict):
     reasoning_content: Hint = None  # of an earlier answer; templates leave it out
     refusal: Refused = None
     audio: Refused = None
-    annotations: Annotated[None, _only([])] = None
-    tool_calls: Annotated[None, _only([])] = None
+    annotations: Annotated[None, only([])] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: CallId | None = None
     function_call: Refused = None
 
     @model_validator(mode="after")
-    def _has_text(self) -> Self:
-        if self.content is None:
+    def _is_whole(self) -> Self:
+        if self.content is None and not self.tool_calls:
             raise ValueError("content is missing; only text messages are supported")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls are the assistant's, not of the role {self.role}")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to the messages of the role tool, and to each")
         return self
 
-    def to_template(self) -> dict[str, str]:
-        """The role and text that a chat template knows."""
+    def to_template(self) -> dict[str, Any]:
+        """The role, text and calls that a chat template knows."""
         content = self.content
         # A question and a file come as two parts: as other servers do, apart from each other.
         text = content if isinstance(content, str) else "\n".join(p.text for p in content or ())
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        shown: dict[str, Any] = {"role": role, "content": text}
+        if self.tool_calls:
+            shown["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            shown["tool_call_id"] = self.tool_call_id
+        return shown
+
+
+def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """A conversation as a chat template knows it: results of calls have the function's name too.
+
+    Raises BadRequest for a result of no call before it.
+    """
+    shown = tuple(message.to_template() for message in messages)
+    names: dict[str, str] = {}
+    for number, message in enumerate(shown):
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        call_id = message.get("tool_call_id")
+        if call_id is not None and call_id not in names:
+            raise BadRequest(
+                f"messages.{number}.tool_call_id: no call before it has the id {call_id[:64]!r}.",
+                fix="Send the assistant's message with its tool_calls before their results.",
+                param=f"messages.{number}.tool_call_id",
+            )
+        if call_id is not None:
+            message["name"] = names[call_id]
+    return shown
 
 
 class ChatBody(_SamplingBody):
@@ -191,21 +221,21 @@ class ChatBody(_SamplingBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
     # OpenAI's, not here
-    tools: Annotated[None, _only([])] = None
-    tool_choice: Annotated[None, _only("none", "auto")] = None
-    functions: Annotated[None, _only([])] = None
-    function_call: Annotated[None, _only("none", "auto")] = None
-    response_format: Annotated[None, _only({"type": "text"})] = None
-    modalities: Annotated[None, _only(["text"])] = None
+    functions: Annotated[None, only([])] = None
+    function_call: Annotated[None, only("none", "auto")] = None
+    response_format: Annotated[None, only({"type": "text"})] = None
+    modalities: Annotated[None, only(["text"])] = None
     audio: Refused = None
     prediction: Refused = None
     reasoning_effort: Refused = None
     verbosity: Refused = None
     web_search_options: Refused = None
-    store: Annotated[None, _only(False)] = None
+    store: Annotated[None, only(False)] = None
     # hints
-    parallel_tool_calls: Hint = None
     prompt_cache_retention: Hint = None
     prompt_cache_options: Hint = None
 
@@ -213,6 +243,9 @@ class ChatBody(_SamplingBody):
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
+        names = Counter(tool.function.name for tool in self.tools or ())
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"tools: two of them are called {twice[0]}")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
@@ -224,13 +257,23 @@ class ChatBody(_SamplingBody):
         return GenerationRequest(
             request_id=request_id,
             model=ModelId(self.model),
-            messages=tuple(message.to_template() for message in self.messages),
+            messages=to_template(self.messages),
             sampling=self._sampling(self.max_completion_tokens or self.max_tokens, logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
             draft=self._draft(),
             steer=self._steer(),
             principal=principal,
+            tools=self._tool_use(),
+        )
+
+    def _tool_use(self) -> ToolUse | None:
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return ToolUse(
+            tuple(tool.to_template() for tool in self.tools),
+            parallel=self.parallel_tool_calls is not False,
+            in_pieces=bool(self.stream),
         )
 
 
@@ -274,8 +317,8 @@ class CompletionBody(_SamplingBody):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # OpenAI's, not here
-    best_of: Annotated[None, _only(1)] = None
-    echo: Annotated[None, _only(False)] = None
+    best_of: Annotated[None, only(1)] = None
+    echo: Annotated[None, only(False)] = None
     suffix: Refused = None
 
     def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:

@@ -20,7 +20,7 @@ from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
 from mesh.api.sse import DONE, EventStream, encode, unless_gone
 from mesh.errors import InternalError
-from mesh.types import Done, StreamFrame, TokenDelta, TokenLogprob
+from mesh.types import Done, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
 
 Frames = AsyncGenerator[StreamFrame, None]
 _NOTHING = TokenDelta("", ())
@@ -33,7 +33,7 @@ class Style(Protocol):
         """The first choice of a stream, before any text."""
 
     def piece(self, delta: TokenDelta) -> dict[str, Any]:
-        """A choice with more text, or reasoning."""
+        """A choice with more text, reasoning or calls."""
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         """The last choice of a stream."""
@@ -88,7 +88,7 @@ async def events(
                 done = frame
                 break
             if isinstance(frame, TokenDelta):
-                if frame.text or frame.reasoning or frame.logprobs:
+                if frame.text or frame.reasoning or frame.tool_calls or frame.logprobs:
                     yield encode(head.whole([style.piece(frame)]) | pending)
             else:
                 body = head.whole([style.piece(_NOTHING)]) | pending
@@ -108,6 +108,7 @@ async def _collect(frames: Frames, caller: Caller) -> tuple[TokenDelta, Done]:
     texts: list[str] = []
     thoughts: list[str] = []
     logprobs: list[TokenLogprob] = []
+    calls: list[ToolCallDelta] = []
     async with aclosing(frames):
         async for frame in frames:
             _charge(caller, frame)
@@ -115,9 +116,11 @@ async def _collect(frames: Frames, caller: Caller) -> tuple[TokenDelta, Done]:
                 texts.append(frame.text)
                 thoughts.append(frame.reasoning)
                 logprobs += frame.logprobs
+                calls += frame.tool_calls
             elif isinstance(frame, Done):
-                said = "".join(texts)
-                return TokenDelta(said, (), tuple(logprobs), reasoning="".join(thoughts)), frame
+                said, thought = "".join(texts), "".join(thoughts)
+                whole = TokenDelta(said, (), tuple(logprobs), 0, thought, tuple(calls))
+                return whole, frame
     raise _unfinished()
 
 

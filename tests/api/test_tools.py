@@ -1,0 +1,224 @@
+"""Functions that a chat's answer may call, with OpenAI's own client over a real socket.
+
+Real are the server, the asker, tokenizers and chat templates; what the model says is scripted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from mesh.api.app import create_app
+from mesh.api.server import serve_api
+from tests.api.conftest import SETTINGS
+from tests.fakes import ScriptedView
+from tests.pipeline.scripted_asker import ScriptedAsker, tokenizer_with
+
+MESSAGES = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m.tool_calls %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.tool_call_id %}({{ m.name }} {{ m.tool_call_id }}){% endif %}\n{% endfor %}"
+    "<|turn|>assistant: "
+)
+HERMES = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + MESSAGES
+THINKS = HERMES + "{# <think></think> #}"
+LLAMA = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages[-1]['content'] }}<|python_tag|>"
+MISTRAL = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m['content'] }}"
+    "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids of 9') }}"
+    "{% endif %}[TOOL_CALLS]{% endfor %}{% endfor %}"
+)
+UNKNOWN = "{{ tools }}{{ messages[-1]['content'] }}"
+
+ASK: list[Any] = [{"role": "user", "content": "How warm is it?"}]
+LOOK: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks it up.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def asking(
+    template: str, says: str, special: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedAsker]]:
+    """A client of a model with this template that answers so."""
+    asker = ScriptedAsker(tokenizer_with(template, special=special))
+    asker.says(says)
+    server = await serve_api(create_app(asker, ScriptedView(), SETTINGS), "127.0.0.1", 0, None)
+    client = openai.AsyncOpenAI(base_url=f"{server.url()}/v1", api_key="none", max_retries=0)
+    try:
+        yield client, asker
+    finally:
+        await client.close()
+        await server.close()
+        await asker.close()
+
+
+async def whole(client: openai.AsyncOpenAI, **more: Any) -> Any:
+    asked = {"messages": ASK, "tools": [LOOK], "temperature": 0, **more}
+    answer = await client.chat.completions.create(model="toy", **asked)
+    return answer.choices[0]
+
+
+async def streamed(client: openai.AsyncOpenAI, **more: Any) -> tuple[str, list[list[str]], str]:
+    """The text, what each call's news said (name and id first), and why it ended."""
+    asked = {"messages": ASK, "tools": [LOOK], "temperature": 0, **more}
+    stream = await client.chat.completions.create(model="toy", stream=True, **asked)
+    text, calls, reason = "", list[list[str]](), ""
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for news in choice.delta.tool_calls or ():
+            assert news.function is not None
+            if news.id:
+                assert (news.type, news.index) == ("function", len(calls))
+                calls.append([news.id, news.function.name or ""])
+            calls[news.index].append(news.function.arguments or "")
+    return text, calls, reason
+
+
+async def test_a_call_and_its_result_go_round_through_the_template() -> None:
+    async with asking(HERMES, f"I look.\n{CALL}") as (client, asker):
+        choice = await whole(client)
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "look")
+        assert json.loads(call.function.arguments) == {"city": "Köln"}
+        assert asker.prompt().startswith('[{"type": "function", "function": {"name": "look",')
+        asker.says("It is 21 degrees.")
+        again = [*ASK, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21"}]
+        choice = await whole(client, messages=again)
+        assert (choice.finish_reason, choice.message.content) == ("stop", "It is 21 degrees.")
+        assert choice.message.tool_calls is None
+        assert (
+            'I look.<tool_call>{"name": "look", "arguments": {"city": "Köln"}}</tool_call>'
+            f"<|turn|>tool: 21(look {call.id})<|turn|>assistant: "
+        ) in asker.prompt()
+
+
+async def test_a_stream_tells_of_a_call_by_its_name_and_then_its_arguments() -> None:
+    async with asking(HERMES, f"I look.\n{CALL}\n{CALL}") as (client, _):
+        text, calls, reason = await streamed(client)
+        assert (text, reason) == ("I look.", "tool_calls")
+        assert [name for _, name, *_ in calls] == ["look", "look"]
+        assert calls[0][0] != calls[1][0]
+        for _, _, first, *pieces in calls:
+            assert first == ""
+            assert len(pieces) > 2
+            assert json.loads("".join(pieces)) == {"city": "Köln"}
+
+
+async def test_a_call_alone_has_no_content_and_calls_need_not_be_parallel() -> None:
+    async with asking(HERMES, f"{CALL}\n{CALL} and on it goes") as (client, _):
+        choice = await whole(client, parallel_tool_calls=False)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert len(choice.message.tool_calls) == 1
+        assert len((await whole(client)).message.tool_calls) == 2
+
+
+async def test_without_tools_or_with_the_choice_none_a_call_is_text() -> None:
+    async with asking(HERMES, CALL) as (client, asker):
+        for more in ({"tools": openai.omit}, {"tools": []}, {"tool_choice": "none"}):
+            choice = await whole(client, **more)
+            assert (choice.finish_reason, choice.message.content) == ("stop", CALL)
+            assert "Looks it up." not in asker.prompt()
+
+
+async def test_what_is_no_call_is_text() -> None:
+    broken = '<tool_call>{"name": "look", "arguments": {"city": Köln}}</tool_call>'
+    async with asking(HERMES, broken) as (client, _):
+        choice = await whole(client)
+        assert (choice.finish_reason, choice.message.content) == ("stop", broken)
+
+
+async def test_an_answer_that_is_cut_in_a_call_says_so() -> None:
+    async with asking(HERMES, CALL) as (client, _):
+        choice = await whole(client, max_tokens=45)
+        assert choice.finish_reason == "length"
+        assert CALL.startswith(choice.message.content)
+        text, ((_, name, *pieces),), reason = await streamed(client, max_tokens=45)
+        assert (text, name, reason) == ("", "look", "length")
+        assert '{"city": "Köln"'.startswith("".join(pieces))
+        choice = await whole(client, max_tokens=60)  # inside of the closing mark
+        assert (choice.finish_reason, choice.message.content) == ("length", None)
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Köln"}
+
+
+async def test_reasoning_stands_before_calls() -> None:
+    async with asking(THINKS, f"<think>\nhow?</think>\n\n{CALL}") as (client, _):
+        message = (await whole(client)).message
+        assert (message.reasoning_content, message.content) == ("how?", None)
+        assert message.tool_calls[0].function.name == "look"
+
+
+@pytest.mark.parametrize("special", [(), ("<|python_tag|>",)])
+async def test_llamas_calls_are_json_alone_or_behind_a_tag(special: tuple[str, ...]) -> None:
+    said = '{"name": "look", "parameters": {"city": "Köln"}}'
+    for text in (said, f"<|python_tag|>{said}"):
+        async with asking(LLAMA, text, special) as (client, _):
+            (call,) = (await whole(client)).message.tool_calls
+            assert json.loads(call.function.arguments) == {"city": "Köln"}
+            assert (await streamed(client))[1][0][1] == "look"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '[TOOL_CALLS] [{"name": "look", "arguments": {"city": "Köln"}, "id": "abcdefghi"}]',
+        '[TOOL_CALLS]look[ARGS]{"city": "Köln"}',
+    ],
+)
+@pytest.mark.parametrize("special", [(), ("[TOOL_CALLS]", "[ARGS]")])
+async def test_mistrals_calls_have_ids_that_its_template_takes(
+    said: str, special: tuple[str, ...]
+) -> None:
+    async with asking(MISTRAL, said, special) as (client, asker):
+        message = (await whole(client)).message
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Köln"}
+        asker.says("Done.")
+        result = {"role": "tool", "tool_call_id": call.id, "content": "21"}
+        assert (await whole(client, messages=[*ASK, message, result])).message.content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[-1]['content'] }}", "knows no tools"),
+        ("{{ messages[-1]['content'] }}<tool_call>", "knows no tools"),
+        ("", "knows no tools"),
+        (UNKNOWN, "the form in which toy writes calls is not known"),
+    ],
+)
+async def test_a_model_that_was_taught_no_tools_refuses_them(template: str, said: str) -> None:
+    async with asking(template, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await whole(client)
+        assert refused.value.param == "tools"
+        assert "toy" in refused.value.message
+        with pytest.raises(openai.BadRequestError, match=said):
+            await streamed(client)
+        called = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        history: list[Any] = [*ASK, {"role": "assistant", "tool_calls": [called]}]
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await whole(client, messages=history, tools=[])
+        assert refused.value.param == "messages"
+
+
+async def test_a_template_that_trips_over_the_messages_says_so() -> None:
+    template = HERMES + "{{ 'x' + messages[-1].tool_calls }}"
+    async with asking(template, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="refuses these messages"):
+            await whole(client, tools=[])

@@ -1,0 +1,190 @@
+"""Calls in an answer are told apart from its text, however it is cut into tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.models.tool_calls import HERMES, LLAMA, MISTRAL, PHI, CallForm, CallReader, form_in
+from mesh.types import ToolUse
+
+NAMES = ("look", "add", "plain-name")
+TOOLS = tuple({"type": "function", "function": {"name": name}} for name in NAMES)
+Call = tuple[str, str]
+
+CITY = '{"city": "Köln", "deep": {"brace": "}{ \\" </tool_call>"}}'
+
+
+def read(
+    form: CallForm, pieces: list[str], *, in_pieces: bool = True, parallel: bool = True
+) -> tuple[str, list[Call], CallReader]:
+    reader = CallReader(form, ToolUse(TOOLS, parallel=parallel, in_pieces=in_pieces))
+    said, names, arguments, ids = "", dict[int, str](), dict[int, str](), set[str]()
+    for text, told in [*map(reader.push, pieces), reader.flush()]:
+        said += text
+        for news in told:
+            if news.name:
+                assert news.index == len(names)
+                assert not news.arguments
+                names[news.index] = news.name
+                ids.add(news.id)
+            arguments[news.index] = arguments.get(news.index, "") + news.arguments
+    assert len(ids) == len(names) == reader.count
+    return said, [(names[index], arguments[index]) for index in names], reader
+
+
+CASES: list[tuple[CallForm, str, str, list[Call]]] = [
+    (HERMES, "just text < and <tool", "just text < and <tool", []),
+    (
+        HERMES,
+        f'I look.\n<tool_call>\n{{"name": "look", "arguments": {CITY}}}\n</tool_call>',
+        "I look.",
+        [("look", CITY)],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name":"look","arguments":{}}</tool_call>\n'
+        '<tool_call>{"name":"add","arguments":{"a":[1,{"b":2}]}}</tool_call>\nso it is \n',
+        "so it is \n",
+        [("look", "{}"), ("add", '{"a":[1,{"b":2}]}')],
+    ),
+    # Arguments first, as Hermes' own schema has them; and as a text.
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}', "", [("add", '{"a": 1}')]),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (HERMES, '<tool_call>{"name": "look"}</tool_call>', "", [("look", "{}")]),
+    # A function that there is not is for whoever calls it to refuse.
+    (HERMES, '<tool_call>{"name":"x","arguments":{}}</tool_call>', "", [("x", "{}")]),
+    # A missing brace loses nothing; a line end in a string is made JSON.
+    (
+        HERMES,
+        '<tool_call>{"name":"add","arguments":{"a":"1\n2"}</tool_call> then',
+        "then",
+        [("add", '{"a":"1\\n2"}')],
+    ),
+    # What is no call stays as it was.
+    (HERMES, "a <tool_call>no</tool_call> b", "a <tool_call>no</tool_call> b", []),
+    (HERMES, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+    (HERMES, "a \n<tool_call></tool_call>", "a \n<tool_call></tool_call>", []),
+    (HERMES, ' <tool_call> {"name": ', ' <tool_call> {"name": ', []),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}}', "", [("add", '{"a": 1}')]),
+    (
+        LLAMA,
+        '\n<|python_tag|>{"name":"add","parameters":{}}; {"name":"look","parameters":{"a":1}}',
+        "",
+        [("add", "{}"), ("look", '{"a":1}')],
+    ),
+    (LLAMA, '{"type": "function", "name": "add", "parameters": {}}', "", [("add", "{}")]),
+    (LLAMA, '{"name": "Anna", "parameters": {}}', '{"name": "Anna", "parameters": {}}', []),
+    (LLAMA, '{"name": "add"}', '{"name": "add"}', []),
+    (LLAMA, '<|python_tag|>look.call(q="x")', '<|python_tag|>look.call(q="x")', []),
+    (LLAMA, 'So: {"name": "add", "parameters": {}}', 'So: {"name": "add", "parameters": {}}', []),
+    (
+        MISTRAL,
+        'On it.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, '
+        '{"name": "look", "arguments": {}}]',
+        "On it.",
+        [("add", '{"a": 1}'), ("look", "{}")],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]plain-name[ARGS]{"a": "["}[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{}',
+        "",
+        [("plain-name", '{"a": "["}'), ("look", "{}")],
+    ),
+    (MISTRAL, "[TOOL_CALLS] are marks", "[TOOL_CALLS] are marks", []),
+    (
+        PHI,
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (PHI, '<|tool_call|>[{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "said", "calls"), CASES)
+@given(data=st.data())
+def test_what_is_read_does_not_depend_on_where_the_text_is_cut(
+    form: CallForm, text: str, said: str, calls: list[Call], data: st.DataObject
+) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    for in_pieces in (False, True):
+        assert read(form, pieces, in_pieces=in_pieces)[:2] == (said, calls)
+    assert read(form, list(text))[:2] == (said, calls)
+
+
+def test_arguments_are_told_while_they_are_written_or_once_they_are_whole() -> None:
+    pieces = ['<tool_call>{"name": "add", ', '"arguments": {"a', '": ', "1}", "}</tool_call>"]
+    told = {}
+    for in_pieces in (True, False):
+        reader = CallReader(HERMES, ToolUse(TOOLS, in_pieces=in_pieces))
+        told[in_pieces] = [[news.arguments for news in reader.push(p)[1]] for p in pieces]
+    assert told[True] == [[], ["", '{"a'], ['": '], ["1}"], []]
+    assert told[False] == [[], [], [], [], ["", '{"a": 1}']]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        '<tool_call>{"name": "add", "arguments": {"a": None}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "never closed}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a',
+    ],
+)
+def test_broken_arguments_are_text_unless_they_were_told_already(broken: str) -> None:
+    assert read(HERMES, [broken], in_pieces=False)[:2] == (broken, [])
+    said, ((name, arguments),), _ = read(HERMES, [broken])
+    assert (said, name) == ("", "add")
+    assert arguments.startswith('{"a')
+
+
+def test_an_answer_without_parallel_calls_ends_with_the_first() -> None:
+    call = '<tool_call>{"name":"add","arguments":{}}</tool_call>'
+    said, calls, reader = read(HERMES, [call, "\n", call, "more"], parallel=False)
+    assert (said, calls, reader.is_full) == ("", [("add", "{}")], True)
+    assert not read(HERMES, [call], parallel=False)[2].is_full
+
+
+def test_ids_have_the_length_that_mistrals_templates_want() -> None:
+    def id_of(form: CallForm, text: str) -> str:
+        return CallReader(form, ToolUse(TOOLS)).push(text)[1][0].id
+
+    assert id_of(HERMES, '<tool_call>{"name":"add","arguments":{}}').startswith("call_")
+    call_id = id_of(MISTRAL, '[TOOL_CALLS][{"name":"add","arguments":{}}]')
+    assert len(call_id) == 9
+    assert call_id.isalnum()
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{% if tools %}<tool_call>{{ t | tojson }}</tool_call>{% endif %}", HERMES),
+        ("<tool_call><function=name><parameter=p>", None),
+        ("<tool_call>name<arg_key>k</arg_key>", None),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", MISTRAL),
+        ("respond with <|tool_call|>", PHI),
+        ("<|python_tag|>", LLAMA),
+        ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_form_is_known_by_the_template(template: str, form: CallForm | None) -> None:
+    assert form_in(template) == form
+
+
+def test_arguments_are_what_json_reads() -> None:
+    value: dict[str, Any] = {"text": 'ß\n"quoted" \\ {x}', "list": [1.5, None, True]}
+    said = json.dumps({"name": "add", "arguments": value})
+    ((_, arguments),) = read(HERMES, list(f"<tool_call>{said}</tool_call>"))[1]
+    assert json.loads(arguments) == value
