@@ -281,12 +281,17 @@ class ToolUse:
 
     `tools` are as OpenAI has them, for the model's own chat template. With `parallel` the answer
     may call several; without, it ends with the first call. `in_pieces`: a call is told while it is
-    written, and not only once it is whole and known to be well formed.
+    written, and not only once it is whole and known to be well formed. `required`: the answer must
+    be a call, of the `named` function if there is one. Calls of the functions in `strict` have
+    arguments as their schemas say.
     """
 
     tools: tuple[dict[str, Any], ...]
     parallel: bool = True
     in_pieces: bool = True
+    required: bool = False
+    named: str = ""
+    strict: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +304,7 @@ class GenerationRequest:
     `edits` in its place. `begun` is what the answer to `messages` has said already. `draft`: tokens
     may be guessed and checked several at a time, which changes how fast the answer comes.
     `principal` is who asks: caches that this request leaves are for its follow-ups only.
-    `may_wake`: a model at rest may be loaded for it.
+    `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer.
     """
 
     request_id: str
@@ -317,6 +322,7 @@ class GenerationRequest:
     draft: bool = True
     may_wake: bool = False
     tools: ToolUse | None = None
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

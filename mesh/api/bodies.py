@@ -7,7 +7,7 @@ import difflib
 import gc
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from mesh.api.services import ApiSettings
 from mesh.errors import BadRequest, BodyTooLarge
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_Any = TypeVar("_Any")
 _SHOWN_CHARS = 100
 _HIGH_ALONE = re.compile(r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 _LOW_ALONE = re.compile(r"\\u[dD](?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]")
@@ -43,6 +44,25 @@ def only(*accepted: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_MAX_DEPTH = 64
+
+
+def require_flat(value: _Any) -> _Any:
+    """A value of JSON as it came; ValueError for one nested more deeply than people write."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 class Strict(BaseModel):
     """A request body: known fields only, of their own types, finite numbers."""
 
@@ -54,8 +74,9 @@ class Strict(BaseModel):
         """Without the unknown fields after the first: each would become an error of its own."""
         if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
             return fields
-        first = next(name for name in fields if name not in cls.model_fields)
-        known = {name: fields[name] for name in cls.model_fields if name in fields}
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in fields if name not in names)
+        known = {name: fields[name] for name in names if name in fields}
         return {**known, first: fields[first]}
 
 

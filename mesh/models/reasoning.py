@@ -51,6 +51,11 @@ class Thoughts:
         self._is_open: bool | None = True if open_already else None
         self._trims = open_already
 
+    @property
+    def is_open(self) -> bool | None:
+        """Whether what comes now is reasoning; None while that is not known."""
+        return self._is_open
+
     def push(self, token_id: int | None, text: str) -> tuple[str, str]:
         """One token with the text it completes: what is certain now to be reasoning, and answer."""
         unseen = "" if token_id is None else self._marks.unseen.get(token_id, "")

@@ -18,6 +18,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
+from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
@@ -146,6 +147,15 @@ class Tokenizer:
         """How the model writes calls of functions, where its template's form is known."""
         form = form_in(self._template([_PROBE]))
         return None if form is None else CallMarks(form, self._unseen(form.marks))
+
+    def grammars(self, vocab_size: int) -> Grammars:
+        """What binds answers of a model with logits for so many tokens to grammars."""
+        return Grammars(self._backend, vocab_size, self.eos_ids)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token, by its spelling; None where there is none."""
+        found: int | None = self._tokenizer.convert_tokens_to_ids(token)
+        return None if found == self._tokenizer.unk_token_id else found
 
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
         """The ids of a plain prompt, with the special tokens the model starts with.

@@ -43,6 +43,7 @@ class CallForm:
     arguments: str = "arguments"
     is_bare: bool = False
     is_named: bool = False
+    is_list: bool = False
     id_chars: int = 0
 
     @property
@@ -56,10 +57,14 @@ HERMES = CallForm("<tool_call>", "</tool_call>")
 """Hermes 2 and its followers: Qwen 2.5 and 3, SmolLM 3, Granite 4."""
 LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
 """Llama 3.1 to 3.3."""
-MISTRAL = CallForm("[TOOL_CALLS]", is_named=True, id_chars=9)
-"""Mistral: a list of calls, from its eleventh tokenizer on name and arguments."""
+MISTRAL = CallForm("[TOOL_CALLS]", is_named=True, is_list=True, id_chars=9)
+"""Mistral up to its seventh tokenizer."""
+MISTRAL_NAMED = CallForm("[TOOL_CALLS]", is_named=True, id_chars=9)
+"""Mistral from its eleventh tokenizer on."""
 PHI = CallForm("<|tool_call|>", "<|/tool_call|>")
-"""Phi 4 mini, and Granite 3 without the closing mark."""
+"""Phi 4 mini."""
+GRANITE = CallForm("<|tool_call|>", is_list=True)
+"""Granite 3."""
 
 
 def form_in(template: str) -> CallForm | None:
@@ -69,9 +74,9 @@ def form_in(template: str) -> CallForm | None:
         is_other = any(mark in template for mark in ("<function=", "<arg_key>"))
         return None if is_other else HERMES
     if MISTRAL.opening in template:
-        return MISTRAL
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
     if PHI.opening in template:
-        return PHI
+        return PHI if PHI.closing in template else GRANITE
     if LLAMA.opening in template or ('"name":' in template and '"parameters":' in template):
         return LLAMA
     return None

@@ -14,9 +14,12 @@ from mesh.pipeline.sampler import logprob_of
 from mesh.types import GenerationRequest, TokenDelta, TokenLogprob, ToolCallDelta
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from mesh.models.candidates import Candidates
+    from mesh.models.constraint import Constraint
 
 _MARK_TOKENS = 16
 """No mark, with the line ends behind it, takes more."""
@@ -30,6 +33,7 @@ class Answer:
 
     `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);
     stop strings do not stop that. So are calls of the request's tools, which may end it as well.
+    A `constraint` binds what is not reasoning, and ends it when all is said.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Answer:
         prompt: Sequence[int],
         limit: int,
         started: float,
+        constraint: Constraint | None = None,
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = ""
@@ -52,6 +57,7 @@ class Answer:
         self._stops = StopStrings(request.sampling.stop)
         self._thoughts = thoughts_of(text, request, prompt)
         self._calls, self._unseen = _calls_of(text, request)
+        self._constraint = constraint
         self._started = started
         self._first_at = started
         self._last_at = started
@@ -71,6 +77,17 @@ class Answer:
         """Whether the request asks how likely its tokens were."""
         return self._params.logprobs is not None
 
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """(tokens,) what the next token may be; None where it may be any. Raises as
+        `Constraint.allowed`."""
+        constraint = self._constraint
+        if constraint is None or self._is_thinking:
+            return None
+        allowed = constraint.allowed()
+        if not self.token_ids and self._thoughts is not None and constraint.thinks_with is not None:
+            allowed[constraint.thinks_with] = True
+        return allowed
+
     def take(
         self, token: int, candidates: Candidates | None = None, row: torch.Tensor | None = None
     ) -> TokenDelta:
@@ -82,10 +99,11 @@ class Answer:
         self._last_at = time.monotonic()
         if not self.token_ids:
             self._first_at = self._last_at
+        self._heed(token)
         self.token_ids.append(token)
         ends = token in self._text.eos_ids and not self._params.ignore_eos
         said: _Said = ("", "", ()) if ends else self._show(token, self._decoder.push(token))
-        if ends or self._stops.hit is not None or self._has_all_calls:
+        if ends or self._stops.hit is not None or self._is_said:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._limit:
             self.finish_reason = "length"
@@ -120,8 +138,21 @@ class Answer:
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else 0.0
 
     @property
-    def _has_all_calls(self) -> bool:
-        return self._calls is not None and self._calls.is_full
+    def _is_thinking(self) -> bool:
+        return self._thoughts is not None and bool(self._thoughts.is_open)
+
+    def _heed(self, token: int) -> None:
+        constraint = self._constraint
+        if constraint is None or self._is_thinking:
+            return
+        if self.token_ids or self._thoughts is None or token != constraint.thinks_with:
+            constraint.take(token)
+
+    @property
+    def _is_said(self) -> bool:
+        """Whether nothing can follow that is wanted."""
+        has_all_calls = self._calls is not None and self._calls.is_full
+        return has_all_calls or (self._constraint is not None and self._constraint.is_over)
 
     def _tell_of_calls(self) -> None:
         if self.finish_reason == "stop" and self._calls is not None and self._calls.count:

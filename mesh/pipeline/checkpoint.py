@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
+from mesh.models.constraint import Constraint
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
@@ -51,6 +52,7 @@ class CheckpointText:
         self._vocab_size = vocab_size
         self.eos_ids = tokenizer.eos_ids
         self.reasoning_marks = tokenizer.reasoning_marks()
+        self._grammars = tokenizer.grammars(vocab_size)
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
@@ -81,6 +83,12 @@ class CheckpointText:
     def call_marks(self) -> CallMarks | None:
         """How the model writes calls of functions; None when it knows none, or in no known form."""
         return self._tokenizer.call_marks() if self._takes_tools else None
+
+    def constraint(self, request: GenerationRequest) -> Constraint | None:
+        """What the answer to a request is bound to, if to anything. Raises BadRequest."""
+        marks, thinks = self.call_marks if request.tools is not None else None, self.reasoning_marks
+        thinks_with = None if thinks is None else self._tokenizer.id_of(thinks.opening)
+        return self._grammars.constraint(request, marks, thinks_with)
 
     def decoder(self, *, continues: bool) -> TextDecoder:
         """A fresh decoder for one answer, which `continues` a text or is one."""

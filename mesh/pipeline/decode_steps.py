@@ -126,11 +126,14 @@ class DecodeSteps:
         """The token behind `position`, of all logits or of the strongest; what happened while those
         that are not here were asked for joins the `notices`."""
         sampler, answer = self._sampler, self.answer
+        allowed = answer.allowed()
         if not isinstance(said, Candidates):
             candidates = candidates_of(said) if answer.tells_logprobs else None
-            return answer.take(sampler.choose(said, candidates), candidates, said)
-        token = sampler.choose_among(said)
+            return answer.take(sampler.choose(said, candidates, allowed), candidates, said)
+        token = sampler.choose_among(said, allowed)
         if token is not None:
             return answer.take(token, said)
         row = await self._feed.row(position, notices)
+        if allowed is not None:
+            return answer.take(sampler.choose(row, None, allowed), said, row)
         return answer.take(sampler.choose_from(row), said, row)

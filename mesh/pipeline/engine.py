@@ -21,7 +21,7 @@ from mesh.errors import MeshError
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop
 from mesh.pipeline.failover import FailoverSettings, LocalModel
-from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
+from mesh.pipeline.generation import Asked, LoopSettings, PipelineOrchestrator
 from mesh.pipeline.harvest import harvest
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.known_shards import KnownShards
@@ -190,12 +190,13 @@ class Engine:
             session.route.distrust(key_of(liar), error)
 
     @asynccontextmanager
-    async def _prepared(self, request: GenerationRequest) -> AsyncIterator[GenerationRequest]:
+    async def _prepared(self, request: GenerationRequest) -> AsyncIterator[Asked]:
         """The request in token ids; what activations look like is known before, and kept behind."""
         ids = await self._prompts.ids(request, self.model.max_positions)
+        constraint = await self._prompts.constraint(request)
         async with self._probing:
             await self._probe()
-        yield replace(request, prompt_ids=tuple(ids))
+        yield Asked(replace(request, prompt_ids=tuple(ids)), constraint)
         await self._keep_envelope()
 
     async def _probe(self) -> None:

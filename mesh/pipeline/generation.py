@@ -25,6 +25,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
+from mesh.models.constraint import Constraint
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.decode_steps import DecodeSteps
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
@@ -49,7 +50,15 @@ from mesh.types import (
 
 logger = logging.getLogger(__name__)
 
-Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[GenerationRequest]]
+
+class Asked(NamedTuple):
+    """A request as it is here, and what its answer is bound to."""
+
+    request: GenerationRequest
+    constraint: Constraint | None = None
+
+
+Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[Asked]]
 """What is done around one generation."""
 
 
@@ -91,11 +100,12 @@ class PipelineOrchestrator:
         self.wire_dtype = wire_dtype
 
     async def chat(
-        self, request: GenerationRequest, prepared: Prepared = nullcontext
+        self, request: GenerationRequest, prepared: Prepared | None = None
     ) -> AsyncGenerator[StreamFrame, None]:
         """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
 
-        `prepared` makes the request what it is here, and is left when the generation has ended.
+        `prepared` makes the request what it is here, and is left when the generation has ended;
+        without, that takes the time of this loop.
 
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
@@ -105,7 +115,7 @@ class PipelineOrchestrator:
                 ends there, with a `note` that says so.
         """
         started = time.monotonic()
-        async with prepared(request) as asked:
+        async with (prepared or self._unprepared)(request) as (asked, constraint):
             prompt = self._model.text.prompt_ids(asked, self._model.max_positions)
             terms = self._terms(asked, prompt)
             home = self._local_model if asked.fallback_to_local is not False else None
@@ -116,7 +126,8 @@ class PipelineOrchestrator:
                     else:
                         session, notices = place
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
-            answer = Answer(self._model.text, asked, prompt, terms.limit - len(prompt), started)
+            limit = terms.limit - len(prompt)
+            answer = Answer(self._model.text, asked, prompt, limit, started, constraint)
             finished, reader = False, self._reader(asked, prompt)
             try:
                 for notice in notices:
@@ -138,6 +149,9 @@ class PipelineOrchestrator:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, steps)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
+
+    def _unprepared(self, request: GenerationRequest) -> AbstractAsyncContextManager[Asked]:
+        return nullcontext(Asked(request, self._model.text.constraint(request)))
 
     @property
     def _most_drafted(self) -> int:

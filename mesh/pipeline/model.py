@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mesh.errors import WeightsMissing
 from mesh.models.candidates import CANDIDATES
+from mesh.models.constraint import Constraint
 from mesh.models.reasoning import ReasoningMarks
 from mesh.models.tool_calls import CallMarks
 from mesh.pipeline.remote_ends import RemoteEnds
@@ -49,6 +50,12 @@ class Text(Protocol):
         """The token ids a request stands for. Raises BadRequest, ContextTooLong beyond `most`.
 
         A long text takes seconds of a processor.
+        """
+
+    def constraint(self, request: GenerationRequest) -> Constraint | None:
+        """What the answer to a request is bound to; None where it may say anything.
+
+        Takes up to seconds of a processor. Raises BadRequest where it cannot be bound so.
         """
 
     def decoder(self, *, continues: bool) -> TextDecoder:

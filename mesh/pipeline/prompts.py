@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh.accounts.ledger import Resource, ResourceLedger
+from mesh.models.constraint import Constraint
+from mesh.models.grammar import is_bound
 from mesh.pipeline.model import Text
 from mesh.types import GenerationRequest
+
+T = TypeVar("T")
 
 _SHORT_CHARS = 16 << 10
 """A text of so many characters takes some 10 ms; one of the longest that are taken, seconds."""
@@ -29,6 +34,7 @@ class Prompts:
         self._accounts = accounts
         self._short = ThreadPoolExecutor(1, thread_name_prefix="prompts-short")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="prompts-long")
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     async def ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids a request stands for.
@@ -38,29 +44,44 @@ class Prompts:
         """
         if request.prompt_ids is not None:
             return self._text.prompt_ids(request, most)
+        threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
+        return await self._charged(request, threads, lambda: self._text.prompt_ids(request, most))
+
+    async def constraint(self, request: GenerationRequest) -> Constraint | None:
+        """What the answer to a request is bound to; None where it may say anything.
+
+        Raises BadRequest, and LimitReached as `ids`.
+        """
+        if not is_bound(request):
+            return None
+        return await self._charged(request, self._grammars, lambda: self._text.constraint(request))
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        for threads in (self._short, self._long, self._grammars):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _charged(
+        self, request: GenerationRequest, threads: ThreadPoolExecutor, work: Callable[[], T]
+    ) -> T:
+        """What `work` gives on one of the `threads`; who asks pays for its time."""
         account = request.principal.account
         self._accounts.require(account, Resource.CPU_SECONDS_PER_MINUTE)
-        threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
         loop = asyncio.get_running_loop()
 
         def charge(spent_s: float) -> None:
             self._accounts.charge(account, Resource.CPU_SECONDS_PER_MINUTE, spent_s)
 
-        def work() -> list[int]:
+        def timed() -> T:
             began = time.thread_time()
             try:
-                return self._text.prompt_ids(request, most)
+                return work()
             finally:
                 # From here, as who asked may have hung up; the ledger is for the loop's thread.
                 with suppress(RuntimeError):  # the loop has ended, and the ledger with it
                     loop.call_soon_threadsafe(charge, time.thread_time() - began)
 
-        return await loop.run_in_executor(threads, work)
-
-    def close(self) -> None:
-        """What waits is not done any more."""
-        for threads in (self._short, self._long):
-            threads.shutdown(wait=False, cancel_futures=True)
+        return await loop.run_in_executor(threads, timed)
 
 
 def _chars(request: GenerationRequest) -> int:

@@ -10,7 +10,8 @@ token is the same whether it was or not.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,11 @@ from transformers import (
 from mesh.models.candidates import Candidates, candidates_of, strongest_of
 from mesh.pipeline.shortlist import Shortlist, not_finite, shortlist_of
 from mesh.types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Allowed = NDArray[np.bool_]
 
 _MIN_TEMPERATURE = 1e-5
 """Below, decoding is greedy, as in vLLM: only the most likely token has a chance left, and logits
@@ -57,40 +63,67 @@ class Sampler:
         """Whether the strongest token is always the one."""
         return self._is_greedy and self._seen is None
 
-    def choose(self, row: torch.Tensor, candidates: Candidates | None = None) -> int:
+    def choose(
+        self,
+        row: torch.Tensor,
+        candidates: Candidates | None = None,
+        allowed: Allowed | None = None,
+    ) -> int:
         """The next token id for `row` (vocab,), any float dtype, whose `candidates` may be known.
+        Where not all are `allowed` (of the vocabulary, or more), the others have no chance.
 
         Raises InternalError for a row to draw from that is not finite.
         """
+        if allowed is not None:
+            return self._chosen(self._one_of(row, allowed[: len(row)]))
         if self.is_plain:
             return strongest_of(row)
         token = self.choose_among(candidates_of(row) if candidates is None else candidates)
         return self.choose_from(row) if token is None else token
 
-    def choose_among(self, candidates: Candidates) -> int | None:
-        """The next token id; None where only the whole row tells, which is for `choose_from`.
+    def choose_among(self, candidates: Candidates, allowed: Allowed | None = None) -> int | None:
+        """The next token id; None where only the whole row tells, which is for `choose_from`, or
+        for `choose` where not all are `allowed`.
 
         Raises InternalError for a row to draw from that was not finite.
         """
         if self.is_plain:
-            return int(candidates.ids[0])
-        shortlist = shortlist_of(
-            candidates, self._params, self._seen or (), is_greedy=self._is_greedy
-        )
-        if shortlist is None:
-            return None
-        token = shortlist.strongest if self._is_greedy else shortlist.at(self._uniform())
+            ids = candidates.ids if allowed is None else candidates.ids[allowed[candidates.ids]]
+            return int(ids[0]) if len(ids) else None
+        token = None if allowed is not None else self._among(candidates, self._seen or ())
         return None if token is None else self._chosen(token)
 
     def choose_from(self, row: torch.Tensor) -> int:
         """The next token id for the whole row (vocab,), where `choose_among` has not told it."""
+        return self._chosen(self._from(row, self._seen or ()))
+
+    def _one_of(self, row: torch.Tensor, allowed: Allowed) -> int:
+        """Of the allowed tokens alone, as if the row had no others."""
+        if self.is_plain and allowed[strongest := strongest_of(row)]:
+            return strongest
+        ids = np.flatnonzero(allowed)
+        # By numpy: torch takes far longer to pick that many.
+        inner = torch.from_numpy(row.detach().float().cpu().numpy()[ids])
+        if self.is_plain:
+            return int(ids[strongest_of(inner)])
+        seen = np.flatnonzero(np.isin(ids, list(self._seen or ()))).tolist()
+        place = self._among(candidates_of(inner), seen)
+        return int(ids[self._from(inner, seen) if place is None else place])
+
+    def _among(self, candidates: Candidates, seen: Collection[int]) -> int | None:
+        shortlist = shortlist_of(candidates, self._params, seen, is_greedy=self._is_greedy)
+        if shortlist is None:
+            return None
+        return shortlist.strongest if self._is_greedy else shortlist.at(self._uniform())
+
+    def _from(self, row: torch.Tensor, seen: Collection[int]) -> int:
         scores = row.float().unsqueeze(0)  # (1, vocab), as the processors expect
-        ids = torch.tensor([sorted(self._seen or ())], dtype=torch.long, device=row.device)
+        ids = torch.tensor([sorted(seen)], dtype=torch.long, device=row.device)
         for rule in self._rules:
             scores = rule(ids, scores)
         if self._is_greedy:
-            return self._chosen(strongest_of(scores[0]))
-        return self._chosen(_token_at(self._uniform(), scores[0]))
+            return strongest_of(scores[0])
+        return _token_at(self._uniform(), scores[0])
 
     def _uniform(self) -> float:
         """The next token's number in [0, 1), the same until the token is chosen."""

@@ -29,11 +29,15 @@ def _tools(*names: str, **function: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, **function}} for name in names]
 
 
+def _schema(**fields: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": fields}}
+
+
 def _nested(depth: int) -> dict[str, Any]:
     return {"a": _nested(depth - 1)} if depth else {}
 
 
-DEEP = _nested(40)
+DEEP = _nested(70)
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 UNREADABLE = {"name": "look", "arguments": "{'a': 1}"}
 TEXT = {"type": "text", "text": ""}
@@ -54,7 +58,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tools": _tools("a", parameters="{}")}, "tools.0.function.parameters", "dictionary"),
         ({"tool_choice": "sometimes"}, "tool_choice", "'none'"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"tool_choice": "required"}, None, "tool_choice: there are no tools"),
+        ({"tools": _tools("a"), "tool_choice": _tools("b")[0]}, None, "there is no tool 'b'"),
+        ({"response_format": {"type": "grammar"}}, "response_format", "'json_schema'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (_schema(name="a"), "response_format.json_schema.schema", "missing"),
+        (_schema(name="a b", schema={}), "response_format.json_schema.name", "match pattern"),
+        (_schema(name="a", schema=DEEP), "response_format.json_schema.schema", "nested more"),
         ({"n": 2}, "n", "other than 1"),
         ({"n": True}, "n", "other than 1"),
         ({"audio": {"voice": "x"}}, "audio", "not supported"),

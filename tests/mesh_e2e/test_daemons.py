@@ -146,6 +146,23 @@ class TestAnswering:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens > 10
 
+    def test_an_answer_follows_a_schema(self, sofa: LocalNode) -> None:
+        schema = {
+            "type": "object", "properties": {"place": {"enum": ["attic", "hearth"]}},
+            "required": ["place"], "additionalProperties": False,
+        }  # fmt: skip
+        wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+        (choice,) = ask(sofa, response_format=wanted)["choices"]
+        assert json.loads(choice["message"]["content"])["place"] in ("attic", "hearth")
+        assert choice["finish_reason"] == "stop"
+
+    def test_a_model_without_tools_says_its_name(self, sofa: LocalNode) -> None:
+        tool = {"type": "function", "function": {"name": "look"}}
+        body = {"model": "builtin", "messages": QUESTION, "tools": [tool]}
+        error = refused(sofa, "/v1/chat/completions", body)
+        assert (error["status"], error["param"]) == (400, "tools")
+        assert error["message"].startswith("builtin knows no tools")
+
     def test_a_second_turn_prefills_only_what_is_new(self, sofa: LocalNode) -> None:
         first = ask(sofa)
         messages = [

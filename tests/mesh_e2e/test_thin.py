@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -95,3 +97,35 @@ async def test_a_seed_gives_the_same_tokens_whoever_holds_the_ends(
             await mesh.use(spans)
             said.append((await mesh.generate(request, wire)).token_ids)
         assert said[0] == said[1]
+
+
+async def test_a_schema_is_followed_whoever_holds_the_ends(pairs: dict[str, Pair]) -> None:
+    """Where the strongest candidates of a hop are not allowed, or chance decides, it gives all
+    logits; guesses that the schema does not allow are not taken."""
+    _, layers, thick, thin = pairs["builtin"]
+    words = {"type": "array", "items": {"enum": ["hearth", "kettle"]}, "minItems": 6, "maxItems": 6}
+    for sampling in (
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.3, logprobs=2),
+        SamplingParams(temperature=0.9, top_p=0.9, seed=4),
+    ):
+        request = replace(
+            greedy([40 + i for i in range(24)], 1),
+            sampling=replace(sampling, max_tokens=200),
+            schema={
+                "type": "object",
+                "properties": {"words": words},
+                "required": ["words"],
+                "additionalProperties": False,
+            },
+        )
+        said = []
+        for mesh, worth in itertools.product((thick, thin), (0.0, 99.0)):
+            mesh.draft_worth = worth
+            await mesh.use(split(layers, 3))
+            done = await mesh.generate(request)
+            assert done.finish_reason == "stop"
+            said.append(done.token_ids)
+        assert len(set(said)) == 1
+        found = json.loads(b"".join(map(thick.model.text.token_bytes, said[0])))
+        assert len(found["words"]) == 6

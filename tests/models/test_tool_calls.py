@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.models.tool_calls import HERMES, LLAMA, MISTRAL, PHI, CallForm, CallReader, form_in
+from mesh.models.tool_calls import (
+    GRANITE,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    PHI,
+    CallForm,
+    CallReader,
+    form_in,
+)
 from mesh.types import ToolUse
 
 NAMES = ("look", "add", "plain-name")
@@ -172,8 +182,10 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
         ("{% if tools %}<tool_call>{{ t | tojson }}</tool_call>{% endif %}", HERMES),
         ("<tool_call><function=name><parameter=p>", None),
         ("<tool_call>name<arg_key>k</arg_key>", None),
-        ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", MISTRAL),
-        ("respond with <|tool_call|>", PHI),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS]", MISTRAL),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", MISTRAL_NAMED),
+        ("respond with <|tool_call|>{}<|/tool_call|>", PHI),
+        ("respond with <|tool_call|>", GRANITE),
         ("<|python_tag|>", LLAMA),
         ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
         ("{{ messages }}", None),

@@ -71,7 +71,8 @@ class Script(ToyEnds):
 
 
 class ScriptedAsker:
-    """An engine to ask, as `mesh.api.services.Generations`. Call `close` at the end."""
+    """An engine to ask over two hosts, as `mesh.api.services.Generations`. Call `close` at the
+    end."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -79,20 +80,38 @@ class ScriptedAsker:
         self.script = Script(len(tokenizer))
         self.requests: list[GenerationRequest] = []
         network = ToyNetwork()
-        shard = network.add(f"0-{TOTAL_LAYERS - 1}")
-        shard.answer = _as_it_came
+        self.shards = [network.add(f"0-{TOTAL_LAYERS - 1}") for _ in range(2)]
+        for shard in self.shards:
+            shard.answer = _as_it_came
         model = AskerModel(
             MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, self.script.vocab, 4096, self.script, self.text,
             head_rows=8,
         )  # fmt: skip
         settings = EngineSettings(RouteLimits(16, False), 30.0, "fp32", "", False, 99)
         self.engine = Engine(model, NodeId("asker"), settings, _nobody, _no_judge, network.dial)
-        health = ShardHealth(shard.descriptor.shard_id, True, datetime.now(UTC), 1.0, 1.0, 0, 0)
-        self.engine.shards.replace([Offer(Advertisement(shard.descriptor, health))])
+        now, offers = datetime.now(UTC), []
+        for shard in self.shards:
+            health = ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0)
+            offers.append(Offer(Advertisement(shard.descriptor, health)))
+        self.engine.shards.replace(offers)
 
     def says(self, said: str) -> None:
         """From now on the model answers so; special tokens are written as their text."""
         self.script.ids = self._tokenizer(said, add_special_tokens=False)["input_ids"]
+
+    def dies_after(self, steps: int) -> None:
+        """Whichever host answers is gone after so many more steps, once."""
+        left = [steps]
+
+        def before(step: Step) -> bool:
+            left[0] -= 1
+            if left[0] == 0:
+                using = next(shard for shard in self.shards if shard.open_streams())
+                using.kill()
+            return bool(left[0])
+
+        for shard in self.shards:
+            shard.before_step = before
 
     def prompt(self) -> str:
         """What the last request put to the model, special tokens included."""

@@ -61,7 +61,10 @@ def test_a_request_comes_back_as_it_was() -> None:
         "chatcmpl-1",
         ModelId("m"),
         messages=({"role": "assistant", "content": "", "tool_calls": [called]},),
-        tools=ToolUse(({"type": "function", "function": {"name": "look"}},), in_pieces=False),
+        tools=ToolUse(
+            ({"type": "function", "function": {"name": "look"}},), in_pieces=False, strict=("look",)
+        ),
+        schema={"type": "object", "properties": {"a": {"enum": [1, None, "x"]}}},
     )
     assert passed_on(Generate(chat)) == Generate(chat)
 

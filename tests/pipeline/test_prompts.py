@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.clock import LoopClock
 from mesh.errors import BadRequest, ContextTooLong, LimitReached
+from mesh.models.constraint import Constraint
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
 from mesh.pipeline.prompts import Prompts
@@ -99,6 +101,24 @@ async def test_processor_time_is_on_the_account_of_who_asks(accounts: ResourceLe
     assert await prompts.ids(asked("good", BOB), 9) == [1]
     used = {row["name"]: row["resources"] for row in accounts.snapshot()}
     assert 1.2 <= used["ann"]["cpu_seconds_per_minute"]["used"] < 3
+    prompts.close()
+
+
+async def test_the_time_that_a_grammar_takes_is_as_well(accounts: ResourceLedger) -> None:
+    class Busy(ToyText):
+        def constraint(self, request: GenerationRequest) -> Constraint | None:
+            assert threading.current_thread() is not threading.main_thread()
+            end = time.thread_time() + 1.1
+            while time.thread_time() < end:
+                pass
+            return None
+
+    prompts = Prompts(Busy(), accounts)
+    free = asked("free")
+    assert await prompts.constraint(free) is None  # nothing is done for it
+    await prompts.constraint(replace(free, schema={}))
+    with pytest.raises(LimitReached, match="key:ann may use 1 cpu seconds"):
+        await prompts.constraint(replace(free, schema={}))
     prompts.close()
 
 

@@ -171,6 +171,35 @@ def test_the_strongest_nearly_always_tell_where_few_tokens_are_likely(
     assert told >= 34, told
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.4),
+        SamplingParams(temperature=0.8, repetition_penalty=0.7, top_k=7, seed=0),
+        SamplingParams(temperature=1.3, top_p=0.8, seed=0),
+        SamplingParams(temperature=0.9, top_k=500, min_p=0.02, seed=0),
+    ],
+)
+@pytest.mark.parametrize("few", [1, 3, 40, 300])
+def test_what_is_not_allowed_has_no_chance(params: SamplingParams, few: int) -> None:
+    """As if its logits were minus infinity, which they are for Hugging Face's processors."""
+    generator = torch.Generator().manual_seed(few)
+    prompt, said = list(range(0, 400, 7)), set[int]()
+    bounded, masked = Sampler(params, prompt), Sampler(params, prompt)
+    for _ in range(60):
+        row = torch.randn(400, generator=generator) * 3
+        allowed = torch.zeros(448, dtype=torch.bool)  # a tokenizer may have more than the model
+        allowed[torch.randperm(400, generator=generator)[:few]] = True
+        token = bounded.choose(row, None, allowed.numpy())
+        assert token == masked.choose(row.masked_fill(~allowed[:400], -math.inf))
+        assert allowed[token]
+        said.add(token)
+        kept = Sampler(params, prompt).choose_among(candidates_of(row), allowed.numpy())
+        assert kept is None or allowed[kept]
+    assert len(said) > 1
+
+
 def test_a_row_that_is_not_finite_is_an_error() -> None:
     for value in (math.inf, math.nan):
         row = torch.zeros(1000)

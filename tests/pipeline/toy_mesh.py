@@ -23,6 +23,7 @@ from mesh.errors import (
     MeshError,
     SessionGone,
 )
+from mesh.models.constraint import Constraint
 from mesh.pipeline.failover import FailoverSettings
 from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
@@ -372,6 +373,9 @@ class ToyText:
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         return list(request.prompt_ids or ())
+
+    def constraint(self, request: GenerationRequest) -> Constraint | None:
+        return None
 
     def decoder(self, *, continues: bool) -> ToyText:
         return self

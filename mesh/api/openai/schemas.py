@@ -7,7 +7,6 @@ cannot change the answer (`user`, `metadata`, cache and safety keys).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +20,8 @@ from pydantic import (
 )
 
 from mesh.api.bodies import Strict, only
-from mesh.api.openai.tools import MAX_CALLS, MAX_TOOLS, CallId, Tool, ToolCall
+from mesh.api.openai.formats import ResponseFormat, schema_of
+from mesh.api.openai.tools import MAX_CALLS, CallId, ToolCall, ToolsBody
 from mesh.errors import BadRequest
 from mesh.types import (
     GenerationRequest,
@@ -29,7 +29,6 @@ from mesh.types import (
     Principal,
     SamplingParams,
     Steer,
-    ToolUse,
     WireDtype,
 )
 
@@ -212,7 +211,7 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
     return shown
 
 
-class ChatBody(_SamplingBody):
+class ChatBody(_SamplingBody, ToolsBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[
@@ -221,13 +220,10 @@ class ChatBody(_SamplingBody):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     # OpenAI's, not here
     functions: Annotated[None, only([])] = None
     function_call: Annotated[None, only("none", "auto")] = None
-    response_format: Annotated[None, only({"type": "text"})] = None
     modalities: Annotated[None, only(["text"])] = None
     audio: Refused = None
     prediction: Refused = None
@@ -243,9 +239,6 @@ class ChatBody(_SamplingBody):
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
-        names = Counter(tool.function.name for tool in self.tools or ())
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"tools: two of them are called {twice[0]}")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
@@ -264,16 +257,8 @@ class ChatBody(_SamplingBody):
             draft=self._draft(),
             steer=self._steer(),
             principal=principal,
-            tools=self._tool_use(),
-        )
-
-    def _tool_use(self) -> ToolUse | None:
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return ToolUse(
-            tuple(tool.to_template() for tool in self.tools),
-            parallel=self.parallel_tool_calls is not False,
-            in_pieces=bool(self.stream),
+            tools=self.tool_use(),
+            schema=schema_of(self.response_format),
         )
 
 

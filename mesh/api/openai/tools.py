@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from mesh.api.bodies import Strict, only
-from mesh.types import ToolCallDelta
+from mesh.api.bodies import Strict, require_flat
+from mesh.types import ToolCallDelta, ToolUse
 
 MAX_TOOLS = 128
 MAX_CALLS = 128
 """Calls in one message."""
-_MAX_DEPTH = 32
 _MAX_ID = 256
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -27,13 +27,9 @@ class FunctionSpec(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[None, only(False)] = None
+    strict: bool | None = None
 
-    @field_validator("parameters")
-    @classmethod
-    def _flat_enough(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        require_flat(value)
-        return value
+    _flat_enough = field_validator("parameters")(require_flat)
 
 
 class Tool(Strict):
@@ -80,6 +76,57 @@ class ToolCall(Strict):
         return {"id": self.id, "type": "function", "function": function}
 
 
+class _Named(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    function: _Named
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ToolsBody(Strict):
+    """The fields of a chat that are about calls."""
+
+    stream: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _chooses_what_is_there(self) -> Self:
+        names = Counter(tool.function.name for tool in self.tools or ())
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"tools: two of them are called {twice[0]}")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice: there are no tools to call")
+        if self._named and self._named not in names:
+            raise ValueError(f"tool_choice: there is no tool {self._named[:_MAX_ID]!r}")
+        return self
+
+    @property
+    def _named(self) -> str:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
+
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None where that is nothing."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return ToolUse(
+            tuple(tool.to_template() for tool in self.tools),
+            parallel=self.parallel_tool_calls is not False and not self._named,
+            in_pieces=bool(self.stream),
+            required=self.tool_choice == "required" or bool(self._named),
+            named=self._named,
+            strict=tuple(tool.function.name for tool in self.tools if tool.function.strict),
+        )
+
+
 def call_chunks(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
     """The `tool_calls` of a delta."""
     return [
@@ -103,22 +150,6 @@ def whole_calls(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
 
 def _function(news: ToolCallDelta) -> dict[str, str]:
     return {"name": news.name, "arguments": news.arguments}
-
-
-def require_flat(value: Any) -> None:
-    """Raise ValueError for what is nested more deeply than any schema that somebody wrote."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return
-    raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _parsed(text: str) -> dict[str, Any] | None:

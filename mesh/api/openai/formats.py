@@ -1,0 +1,52 @@
+"""What an answer must look like, as OpenAI's `response_format` has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from mesh.api.bodies import Strict, require_flat
+from mesh.api.openai.tools import FunctionName
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema. It is always followed: `strict` changes nothing, nor do the other fields."""
+
+    name: FunctionName
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+    _flat_enough = field_validator("schema_")(require_flat)
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+def schema_of(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The JSON schema of an answer; None for any text."""
+    if isinstance(wanted, JsonSchemaFormat):
+        return wanted.json_schema.schema_
+    return {"type": "object"} if isinstance(wanted, JsonObjectFormat) else None

@@ -1,0 +1,146 @@
+"""What an answer must look like, as the text of a grammar: by a JSON schema, as calls, or both.
+
+The grammar is in the Lark dialect of the library llguidance; nothing here loads it. Of a model it
+knows the form and the special tokens of its calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mesh.errors import BadRequest
+from mesh.models.tool_calls import CallForm, CallMarks
+from mesh.types import GenerationRequest, ToolUse
+
+Objection = Callable[[Mapping[str, Any]], str]
+"""Why a JSON schema cannot be followed; empty where it can."""
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_SPACES = r"( |\n[ \t]{0,20})?"
+"""Between the parts of JSON. A bound: some models write white space without end."""
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def is_bound(request: GenerationRequest) -> bool:
+    """Whether a request says what its answer must look like."""
+    tools = request.tools
+    return request.schema is not None or (
+        tools is not None and bool(tools.required or tools.strict)
+    )
+
+
+def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: Objection) -> str:
+    """The grammar of a request that `is_bound`; `marks` are those of calls, where it has tools.
+
+    Raises BadRequest for a schema that cannot be followed. The arguments of functions that are not
+    `strict` are any object there.
+    """
+    schema, tools = request.schema, request.tools
+    rules: list[str] = []
+    if schema is not None:
+        _require(schema, "response_format.json_schema.schema", objection)
+        rules.append(f"answer: {_json(schema)}")
+    if tools is None or marks is None:
+        return "\n".join(["start: answer", *rules])
+    calls = _Calls(marks, tools, objection)
+    if tools.required or schema is not None:
+        start = "calls" if tools.required else "answer | calls"
+        rules = [] if tools.required else rules
+        return "\n".join([f"start: {start}", *rules, *calls.alone()])
+    return "\n".join(calls.in_text())
+
+
+class _Calls:
+    """The rules of the calls that may be made."""
+
+    def __init__(self, marks: CallMarks, tools: ToolUse, objection: Objection) -> None:
+        self._form: CallForm = marks.form
+        self._ids = {mark: token_id for token_id, mark in marks.unseen.items()}
+        self._tools = tools
+        self._objection = objection
+
+    def alone(self) -> list[str]:
+        """Rules for `calls`: nothing but calls."""
+        form = self._form
+        one = "body" if form.is_bare else f"{self._mark(form.opening)} body"
+        many = r'call ("\n"? call)*' if self._may_repeat else "call"
+        return [f"calls: {many}", f"call: {one}", *self._body()]
+
+    def in_text(self) -> list[str]:
+        """Rules for `start`: text in which calls may stand."""
+        form = self._form
+        if form.is_bare:
+            # What begins with a brace, or behind the mark, is a call.
+            plain = r"PLAIN: /[^{\s](.|\n)*/"
+            return [
+                f"start: {self._mark(form.opening)}? body | PLAIN?", plain, *self._body(),
+            ]  # fmt: skip
+        often = "*" if self._tools.parallel else "?"
+        if form.opening in self._ids:
+            head = [f"head: TEXT {self._mark(form.opening)}"]
+        else:
+            head = [f"head[lazy]: TEXT {_literal(form.opening)}"]
+        return [f"start: (head body){often} TEXT", *head, *self._body(), _TEXT]
+
+    @property
+    def _may_repeat(self) -> bool:
+        return self._tools.parallel and not (self._form.is_list or self._form.is_bare)
+
+    def _body(self) -> list[str]:
+        """What stands behind the opening mark."""
+        form = self._form
+        functions = [
+            (number, tool["function"])
+            for number, tool in enumerate(self._tools.tools)
+            if self._tools.named in ("", tool["function"]["name"])
+        ]
+        objects = [
+            self._function(function["name"], self._arguments(number, function))
+            for number, function in functions
+        ]
+        closing = self._mark(form.closing) if form.closing else ""
+        if form.is_list:
+            more = '("," " "? object)*' if self._tools.parallel else ""
+            body = f'" "? "[" object {more} "]" {closing}'
+        elif form.closing:
+            body = rf'"\n"? object "\n"? {closing}'
+        else:
+            body = "object"
+        return [f"body: {body}", f"object: {' | '.join(objects)}"]
+
+    def _function(self, name: str, arguments: str) -> str:
+        if self._form.is_named and not self._form.is_list:
+            return f"{_literal(name)} {self._mark('[ARGS]')} {arguments}"
+        begun = f'{{"name": {json.dumps(name)}, "{self._form.arguments}": '
+        return f'{_literal(begun)} {arguments} "}}"'
+
+    def _arguments(self, number: int, function: Mapping[str, Any]) -> str:
+        schema: Mapping[str, Any] = function["parameters"]
+        if function["name"] in self._tools.strict:
+            _require(schema, f"tools.{number}.function.parameters", self._objection)
+        elif self._objection(schema):
+            schema = _ANY_OBJECT
+        return _json(schema)
+
+    def _mark(self, mark: str) -> str:
+        return f"<[{self._ids[mark]}]>" if mark in self._ids else _literal(mark)
+
+
+def _require(schema: Mapping[str, Any], param: str, objection: Objection) -> None:
+    if why := objection(schema):
+        raise BadRequest(
+            f"{param}: this JSON schema cannot be followed: {why}.",
+            fix="Leave out what is not supported, and check the answer yourself.",
+            param=param,
+        )
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    bounded = {**schema, "x-guidance": {"whitespace_pattern": _SPACES}}
+    return f"%json {json.dumps(bounded)}"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,200 @@
+"""Answers that must look like something, with OpenAI's own client over a real socket.
+
+The model is scripted, and would say something else; what it must say it says.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import openai
+import pytest
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.api.test_tools import ASK, HERMES, LLAMA, LOOK, MISTRAL, THINKS, asking, whole
+
+NOISE = torch.Generator().manual_seed(1)
+
+
+class Weather(BaseModel):
+    """What is wanted: every path through it is short."""
+
+    model_config = ConfigDict(extra="forbid")
+    sky: Literal["clear", "grey", "dark"]
+    degrees: list[Literal[10, 20, 30]] = Field(min_length=2, max_length=3)
+
+
+SCHEMA = {"name": "weather", "schema": Weather.model_json_schema(), "strict": True}
+FORMAT: Any = {"type": "json_schema", "json_schema": SCHEMA}
+PLAIN: dict[str, Any] = {"tools": openai.omit}
+STRICT: Any = {
+    "type": "function",
+    "function": {
+        "name": "set",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"sky": {"enum": ["clear", "grey"]}},
+            "required": ["sky"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def test_a_schema_is_followed_and_openais_client_reads_it() -> None:
+    async with asking(HERMES, "Well, I think it is fine.") as (client, asker):
+        answer = await client.chat.completions.parse(
+            model="toy", messages=ASK, temperature=0, response_format=Weather
+        )
+        assert isinstance(answer.choices[0].message.parsed, Weather)
+        assert answer.choices[0].finish_reason == "stop"
+        # What is allowed is said as it would be said anyway.
+        said = '{"sky": "grey", "degrees": [30, 10]}'
+        asker.says(said)
+        choice = await whole(client, **PLAIN, response_format=FORMAT)
+        assert choice.message.content == said
+
+
+async def test_a_seed_gives_the_same_answer_with_guesses_and_when_a_host_is_lost() -> None:
+    async with asking(HERMES, "Well.") as (client, asker):
+        asker.script.rivals = torch.randn(asker.script.vocab, generator=NOISE) * 2
+        answers = {}
+        for seed in range(6):
+            more: Any = {"temperature": 1.0, "seed": seed, "response_format": FORMAT, **PLAIN}
+            told = []
+            for draft in (True, False):
+                choice = await whole(client, **more, extra_body={"hearthnet": {"draft": draft}})
+                told.append(choice.message.content)
+            assert told[0] == told[1]
+            Weather.model_validate_json(told[0])
+            answers[seed] = more, told[0]
+        assert len({said for _, said in answers.values()}) > 2
+        more, said = answers[0]
+        asker.dies_after(4)
+        again = await client.chat.completions.create(model="toy", messages=ASK, **more)
+        assert again.model_extra is not None
+        assert again.model_extra["hearthnet"]["failovers"] == 1
+        assert again.choices[0].message.content == said
+
+
+async def test_any_object_will_do_for_json_object() -> None:
+    async with asking(HERMES, '[1] {"a": "b"}') as (client, _):
+        choice = await whole(client, **PLAIN, response_format={"type": "json_object"}, max_tokens=9)
+        assert choice.message.content.startswith("{")
+        text = await whole(client, **PLAIN, response_format={"type": "text"})
+        assert text.message.content == '[1] {"a": "b"}'
+
+
+async def test_a_model_may_think_before_it_follows_a_schema() -> None:
+    said = '{"sky": "dark", "degrees": [10, 20]}'
+    special = ("<think>", "</think>")
+    async with asking(THINKS, f"<think>Dark?</think>{said}", special) as (client, asker):
+        message = (await whole(client, **PLAIN, response_format=FORMAT)).message
+        assert (message.reasoning_content, message.content) == ("Dark?", said)
+        asker.says(f"Yes <think>Dark?</think>{said}")  # it has to begin with it
+        message = (await whole(client, **PLAIN, response_format=FORMAT)).message
+        assert not hasattr(message, "reasoning_content")
+        Weather.model_validate_json(message.content)
+
+
+async def test_a_template_that_opens_the_reasoning_leaves_it_free() -> None:
+    said = '{"sky": "dark", "degrees": [10, 20]}'
+    async with asking(THINKS + "<think>\n", f"Dark {{?\n</think>{said}") as (client, _):
+        message = (await whole(client, **PLAIN, response_format=FORMAT)).message
+        assert (message.reasoning_content, message.content) == ("Dark {?\n", said)
+
+
+@pytest.mark.parametrize(
+    ("template", "special"),
+    [
+        (HERMES, ()),
+        (HERMES, ("<tool_call>", "</tool_call>")),
+        (LLAMA, ("<|python_tag|>",)),
+        (MISTRAL, ("[TOOL_CALLS]",)),
+        (MISTRAL + "[ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
+        ("{{ tools | tojson }}<|tool_call|>", ("<|tool_call|>",)),
+        ("{{ tools | tojson }}<|tool_call|><|/tool_call|>", ()),
+    ],
+)
+async def test_a_call_that_is_required_comes_in_every_form(
+    template: str, special: tuple[str, ...]
+) -> None:
+    async with asking(template, "No.", special) as (client, _):
+        once: Any = {"tools": [LOOK, STRICT], "parallel_tool_calls": False}
+        named = {"type": "function", "function": {"name": "set"}}
+        choice = await whole(client, **{**once, "tools": [STRICT]}, tool_choice="required")
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert choice.message.tool_calls[0].function.name == "set"
+        choice = await whole(client, **once, tool_choice=named)
+        (call,) = choice.message.tool_calls
+        assert call.function.name == "set"
+        assert json.loads(call.function.arguments)["sky"] in ("clear", "grey")
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>")])
+async def test_strict_functions_bind_arguments_and_no_text(special: tuple[str, ...]) -> None:
+    begun = 'So be it. <tool_call>{"name": "set", "arguments": {"sky": '
+    async with asking(HERMES, f'{begun}"pink"}}}}</tool_call>', special) as (client, asker):
+        choice = await whole(client, tools=[STRICT])
+        assert choice.message.content.startswith("So be it.")
+        assert json.loads(choice.message.tool_calls[0].function.arguments)["sky"] != "pink"
+        asker.says("Nothing is to be set { here.")
+        choice = await whole(client, tools=[STRICT])
+        assert choice.message.content == "Nothing is to be set { here."
+
+
+async def test_an_answer_may_be_a_call_or_follow_the_schema() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
+    async with asking(HERMES, call) as (client, asker):
+        choice = await whole(client, response_format=FORMAT, parallel_tool_calls=False)
+        assert choice.message.tool_calls[0].function.arguments == '{"city": "Rome"}'
+        asker.says('{"sky": "dark", "degrees": [10, 20]}')
+        choice = await whole(client, response_format=FORMAT)
+        assert choice.message.content == '{"sky": "dark", "degrees": [10, 20]}'
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "said"),
+    [
+        (
+            {"response_format": {"schema": {"type": "strin"}}},
+            "response_format.json_schema.schema",
+            "Invalid type: strin",
+        ),
+        (
+            {"response_format": {"schema": {"not": {"type": "string"}}}},
+            "response_format.json_schema.schema",
+            "Unimplemented keys",
+        ),
+        (
+            {"response_format": {"schema": {"$ref": "http://127.0.0.1:1/x"}}},
+            "response_format.json_schema.schema",
+            "not present",
+        ),
+        (
+            {"tools": [{**STRICT, "function": {**STRICT["function"], "parameters": {"not": {}}}}]},
+            "tools.0.function.parameters",
+            "Unimplemented keys",
+        ),
+    ],
+)
+async def test_a_schema_that_cannot_be_followed_is_refused(
+    more: dict[str, Any], param: str, said: str
+) -> None:
+    if "response_format" in more:
+        inner = {"name": "x", **more["response_format"]}
+        more = {**PLAIN, "response_format": {"type": "json_schema", "json_schema": inner}}
+    async with asking(HERMES, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            await whole(client, **more)
+        assert refused.value.param == param
+
+
+async def test_a_schema_that_cannot_be_followed_binds_no_function_that_is_not_strict() -> None:
+    odd: Any = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
+    async with asking(HERMES, "hi") as (client, _):
+        choice = await whole(client, tools=[odd], tool_choice="required", max_tokens=60)
+        assert choice.finish_reason in ("length", "tool_calls")
