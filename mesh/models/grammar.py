@@ -44,6 +44,12 @@ def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: O
         rules.append(f"answer: {_json(schema)}")
     if tools is None or marks is None:
         return "\n".join(["start: answer", *rules])
+    if marks.form.is_tagged:
+        raise BadRequest(
+            "this model writes calls between tags, not as JSON; they cannot be bound.",
+            fix="Ask with tool_choice auto, without strict functions and response_format.",
+            param="tools",
+        )
     calls = _Calls(marks, tools, objection)
     if tools.required or schema is not None:
         start = "calls" if tools.required else "answer | calls"

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh.models.reasoning import overlap
+from mesh.models.written_calls import JsonCall, TaggedCall, WrittenCall, object_in
 from mesh.types import ToolCallDelta, ToolUse
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
-"""A call up to the brace that opens its arguments."""
-
 _NAMED_HEAD = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAMED_HEAD_BEGUN = re.compile(r"\s*[\w.-]{0,256}(?:\[[^{]*)?\s*")
 _BETWEEN, _BETWEEN_BARE = ",;[]", ";"
@@ -35,7 +33,7 @@ class CallForm:
     Behind one `opening` there may be several, or a list of them. `is_bare`: an answer that begins
     with a brace may be a call without `opening`. `is_named`: the name may stand before a brace that
     opens the arguments. Ids of calls are `id_chars` letters and digits where the template wants
-    that.
+    that. `is_tagged`: no JSON, but ``<function=NAME>`` and ``<parameter=KEY>``.
     """
 
     opening: str
@@ -44,17 +42,21 @@ class CallForm:
     is_bare: bool = False
     is_named: bool = False
     is_list: bool = False
+    is_tagged: bool = False
     id_chars: int = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
         """The texts of the form that a tokenizer may have special tokens for."""
         named = ("[ARGS]", "[CALL_ID]") if self.is_named else ()
-        return tuple(mark for mark in (self.opening, self.closing, *named) if mark)
+        tagged = ("<function=",) if self.is_tagged else ()
+        return tuple(mark for mark in (self.opening, self.closing, *named, *tagged) if mark)
 
 
 HERMES = CallForm("<tool_call>", "</tool_call>")
 """Hermes 2 and its followers: Qwen 2.5 and 3, SmolLM 3, Granite 4."""
+QWEN_TAGS = CallForm("<tool_call>", "</tool_call>", is_tagged=True)
+"""Qwen 3 Coder, and Qwen from 3.5 on."""
 LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
 """Llama 3.1 to 3.3."""
 MISTRAL = CallForm("[TOOL_CALLS]", is_named=True, is_list=True, id_chars=9)
@@ -66,18 +68,21 @@ PHI = CallForm("<|tool_call|>", "<|/tool_call|>")
 GRANITE = CallForm("<|tool_call|>", is_list=True)
 """Granite 3."""
 
+_LLAMA_SAYS = '{"name": function name, "parameters":'
+"""What the templates without the mark tell the model."""
+
 
 def form_in(template: str) -> CallForm | None:
     """The form that a chat template teaches; None where it is none of those known here."""
     if HERMES.opening in template:
-        # The same marks around something else than JSON.
-        is_other = any(mark in template for mark in ("<function=", "<arg_key>"))
-        return None if is_other else HERMES
+        if "<function=" in template:
+            return QWEN_TAGS
+        return None if "<arg_key>" in template else HERMES  # GLM's marks are around neither
     if MISTRAL.opening in template:
         return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
     if PHI.opening in template:
         return PHI if PHI.closing in template else GRANITE
-    if LLAMA.opening in template or ('"name":' in template and '"parameters":' in template):
+    if LLAMA.opening in template or _LLAMA_SAYS in template:
         return LLAMA
     return None
 
@@ -103,10 +108,11 @@ class CallReader:
         self.is_full = False
         self._form = form
         self._tools = tools
-        self._known = {tool["function"]["name"] for tool in tools.tools}
+        functions = [tool["function"] for tool in tools.tools]
+        self._schemas = {each["name"]: each.get("parameters", {}) for each in functions}
         self._held = ""
         self._raw = ""
-        self._call: _Call | None = None
+        self._call: WrittenCall | None = None
         self._has_called = False
         self._trims = False
         self._read: Callable[[bool], bool] = self._begin if form.is_bare else self._text
@@ -166,8 +172,8 @@ class CallReader:
         if form.closing and held.startswith(form.closing):
             self._skip(len(form.closing))
             return self._end()
-        if held.startswith("{") or (form.is_named and _NAMED_HEAD.match(held)):
-            return self._open()
+        if (call := self._begun()) is not None:
+            return self._open(call)
         if not is_over and self._may_become(held):
             return False
         if held and held[0] in (_BETWEEN_BARE if form.is_bare else _BETWEEN):
@@ -176,6 +182,20 @@ class CallReader:
         if self._has_called and any(mark.startswith(held) for mark in form.marks):
             self._skip(len(held))  # the answer was cut inside of a mark
         return self._end()
+
+    def _begun(self) -> WrittenCall | None:
+        """The call that what is held begins."""
+        held, form = self._held, self._form
+        if form.is_tagged:
+            is_call = held.startswith("<function=")
+            return TaggedCall(self._schemas, form.closing) if is_call else None
+        if held.startswith("{"):
+            return JsonCall("", form.opening[0])
+        named = _NAMED_HEAD.match(held) if form.is_named else None
+        if named is None:
+            return None
+        self._skip(named.end())
+        return JsonCall(named[1], "")
 
     def _may_become(self, held: str) -> bool:
         """Whether more text may make a mark or a call of what begins so."""
@@ -195,13 +215,11 @@ class CallReader:
         self._raw, self._read = "", self._text
         return True
 
-    def _open(self) -> bool:
+    def _open(self, call: WrittenCall) -> bool:
         if self.count and not self._tools.parallel:
             self.is_full = True
             return False
-        named = None if self._held.startswith("{") else _NAMED_HEAD.match(self._held)
-        self._call = _Call("" if named is None else named[1], self._form.opening[0])
-        self._skip(0 if named is None else named.end())
+        self._call = call
         self._read = self._arguments
         return True
 
@@ -224,28 +242,30 @@ class CallReader:
             self._end()
         return True
 
-    def _found(self, call: _Call) -> tuple[str, str] | None:
+    def _found(self, call: WrittenCall) -> tuple[str, str] | None:
         """Name and arguments of a call that has ended, if it is one."""
         name: Any
         if call.has_arguments:  # that a brace is missing behind them loses nothing
             name, arguments = call.name, call.arguments
+        elif self._form.is_tagged:
+            return None
         else:
-            said = _object(call.text) or {}
+            said = object_in(call.text) or {}
             name = said.get("name")
             given = said.get("arguments", said.get("parameters"))
             if given is None and not self._form.is_bare:
                 given = {}
             # Some write them as OpenAI's own API does, as a text.
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        if not isinstance(name, str) or not self._is_wanted(name) or _object(arguments) is None:
+        if not isinstance(name, str) or not self._is_wanted(name) or object_in(arguments) is None:
             return None
         return name, arguments
 
     def _is_wanted(self, name: str) -> bool:
         """JSON alone is a call only of a function that there is."""
-        return bool(name) and (name in self._known or not self._form.is_bare)
+        return bool(name) and (name in self._schemas or not self._form.is_bare)
 
-    def _tell(self, call: _Call, name: str, arguments: str) -> None:
+    def _tell(self, call: WrittenCall, name: str, arguments: str) -> None:
         if not call.is_told:
             call.is_told = True
             self._told.append(ToolCallDelta(self.count, "", self._new_id(), name))
@@ -265,76 +285,3 @@ class CallReader:
             self._trims = not text
         if text:
             self._said.append(text)
-
-
-class _Call:
-    """One JSON object as it is written: a call, or with a `name` its arguments.
-
-    `arguments` is what is certain of them; line ends inside of strings, which JSON forbids and
-    small models write, are escaped there. It has ended with its last brace, or where something
-    begins as a `mark` does that is no JSON.
-    """
-
-    def __init__(self, name: str, mark: str) -> None:
-        self.name = name
-        self.text = ""
-        self.arguments = ""
-        self.is_ended = self.is_told = False
-        self._mark = mark if mark == "<" else ""
-        self.told_chars = 0
-        self._depth = 0
-        self._outside = 0
-        """How deep the object lies that the arguments are."""
-        self._is_inside = bool(name)
-        self._in_string = self._is_escaped = False
-
-    def take(self, text: str) -> str:
-        """Read on; what of `text` stands behind the object."""
-        arguments: list[str] = []
-        end = len(text)
-        for place, sign in enumerate(text):
-            if sign == self._mark and not self._in_string:
-                self.is_ended, end = True, place
-                break
-            if sign == "{" and self._depth == 1 and not (self.name or self._in_string):
-                self._look_for_name(self.text + text[:place])
-            self._step(sign)
-            if self._is_inside:
-                is_raw = self._in_string and sign < " "
-                arguments.append(json.dumps(sign)[1:-1] if is_raw else sign)
-                self._is_inside = self._depth > self._outside
-            if not self._depth:
-                self.is_ended, end = True, place + 1
-                break
-        self.text += text[:end]
-        self.arguments += "".join(arguments)
-        return text[end:]
-
-    @property
-    def has_arguments(self) -> bool:
-        """Whether `arguments` are all there."""
-        return bool(self.arguments) and not self._is_inside
-
-    def _look_for_name(self, begun: str) -> None:
-        head = _HEAD.fullmatch(begun)
-        if head is not None:
-            self.name, self._outside, self._is_inside = head[1], 1, True
-
-    def _step(self, sign: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif sign == '"':
-            self._in_string = not self._in_string
-        elif self._in_string:
-            self._is_escaped = sign == "\\"
-        elif sign in "{}":
-            self._depth += 1 if sign == "{" else -1
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none."""
-    try:
-        found = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

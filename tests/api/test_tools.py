@@ -193,6 +193,23 @@ async def test_mistrals_calls_have_ids_that_its_template_takes(
         assert (await whole(client, messages=[*ASK, message, result])).message.content == "Done."
 
 
+async def test_qwens_calls_between_tags_are_json_for_the_client() -> None:
+    template = HERMES + "{# <function=name> #}"
+    said = (
+        "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
+    async with asking(template, said) as (client, _):
+        (call,) = (await whole(client)).message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Köln"}
+        text, ((_, name, *pieces),), reason = await streamed(client)
+        assert (text, name, reason) == ("", "look", "tool_calls")
+        assert json.loads("".join(pieces)) == {"city": "Köln"}
+        with pytest.raises(openai.BadRequestError, match="between tags") as refused:
+            await whole(client, tool_choice="required")
+        assert refused.value.param == "tools"
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [

@@ -17,6 +17,7 @@ from mesh.models.tool_calls import (
     MISTRAL,
     MISTRAL_NAMED,
     PHI,
+    QWEN_TAGS,
     CallForm,
     CallReader,
     form_in,
@@ -24,7 +25,18 @@ from mesh.models.tool_calls import (
 from mesh.types import ToolUse
 
 NAMES = ("look", "add", "plain-name")
-TOOLS = tuple({"type": "function", "function": {"name": name}} for name in NAMES)
+ARGUMENTS = {
+    "properties": {
+        "a": {"type": "integer"},
+        "city": {"type": "string"},
+        "any": {},
+        "flag": {"type": ["boolean", "null"]},
+        "kind": {"enum": ["1", "2"]},
+    }
+}
+TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": ARGUMENTS}} for name in NAMES
+)
 Call = tuple[str, str]
 
 CITY = '{"city": "Köln", "deep": {"brace": "}{ \\" </tool_call>"}}'
@@ -119,6 +131,34 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         [("add", '{"a": 1}')],
     ),
     (PHI, '<|tool_call|>[{"name": "add", "arguments": {}}]', "", [("add", "{}")]),
+    # Between tags a value is what its schema says.
+    (
+        QWEN_TAGS,
+        "I look.\n<tool_call>\n<function=look>\n<parameter=city>\n 12 <b>\nKöln\n</parameter>\n"
+        "<parameter=a>\n12\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [("look", '{"city": " 12 <b>\\nKöln", "a": 12}')],
+    ),
+    (
+        QWEN_TAGS,
+        "<tool_call><function=add><parameter=any>[1, 2]</parameter><parameter=any>x</parameter>"
+        "<parameter=flag>True</parameter><parameter=kind>1</parameter>"
+        "<parameter=new>2</parameter></function></tool_call>\n"
+        "<tool_call><function=look></function></tool_call> so",
+        "so",
+        [
+            ("add", '{"any": [1, 2], "any": "x", "flag": true, "kind": "1", "new": "2"}'),
+            ("look", "{}"),
+        ],
+    ),
+    (
+        QWEN_TAGS,
+        "<tool_call><function=add><parameter=a>1</parameter></tool_call> then <tool_call>",
+        "then <tool_call>",
+        [("add", '{"a": 1}')],
+    ),
+    (QWEN_TAGS, "<tool_call>\n<function=>x", "<tool_call>\n<function=>x", []),
+    (QWEN_TAGS, '<tool_call>{"name": "add"}', '<tool_call>{"name": "add"}', []),
 ]
 
 
@@ -159,6 +199,12 @@ def test_broken_arguments_are_text_unless_they_were_told_already(broken: str) ->
     assert arguments.startswith('{"a')
 
 
+def test_a_parameter_that_is_cut_off_is_text_unless_its_call_was_told() -> None:
+    cut = "<tool_call><function=add><parameter=a>1</parameter><parameter=city>Kö"
+    assert read(QWEN_TAGS, [cut], in_pieces=False)[:2] == (cut, [])
+    assert read(QWEN_TAGS, list(cut))[:2] == ("", [("add", '{"a": 1')])
+
+
 def test_an_answer_without_parallel_calls_ends_with_the_first() -> None:
     call = '<tool_call>{"name":"add","arguments":{}}</tool_call>'
     said, calls, reader = read(HERMES, [call, "\n", call, "more"], parallel=False)
@@ -180,14 +226,15 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
     ("template", "form"),
     [
         ("{% if tools %}<tool_call>{{ t | tojson }}</tool_call>{% endif %}", HERMES),
-        ("<tool_call><function=name><parameter=p>", None),
+        ("<tool_call><function=name><parameter=p>", QWEN_TAGS),
         ("<tool_call>name<arg_key>k</arg_key>", None),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", MISTRAL),
         ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", MISTRAL_NAMED),
         ("respond with <|tool_call|>{}<|/tool_call|>", PHI),
         ("respond with <|tool_call|>", GRANITE),
         ("<|python_tag|>", LLAMA),
-        ("""{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""", LLAMA),
+        ('in the format {"name": function name, "parameters": dictionary of', LLAMA),
+        ("""{{- '{"name": "' + tool.name + '", ' }}{{- '"parameters": ' }}""", None),
         ("{{ messages }}", None),
     ],
 )
