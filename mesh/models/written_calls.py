@@ -163,7 +163,8 @@ class TaggedCall:
         return rest
 
     def _value(self, key: str, text: str) -> str:
-        schema = self._functions.get(self.name, {}).get("properties", {}).get(key)
+        properties = self._functions.get(self.name, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
         kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
         if kinds == {"string"}:
             return json.dumps(text, ensure_ascii=False)
@@ -179,11 +180,13 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
     """The types that a value may have, as far as the schema itself says; none: any."""
-    kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else {kind for kind in kinds if isinstance(kind, str)}
-    if not found and all(isinstance(each, str) for each in schema.get("enum", [0])):
-        return {"string"}
-    return found
+    kinds, values = schema.get("type"), schema.get("enum")
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    if isinstance(kinds, str):
+        return {kinds}
+    is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
+    return {"string"} if is_text else set()
 
 
 def object_in(text: str) -> dict[str, Any] | None:

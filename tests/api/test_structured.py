@@ -80,6 +80,30 @@ async def test_a_seed_gives_the_same_answer_with_guesses_and_when_a_host_is_lost
         assert again.choices[0].message.content == said
 
 
+async def test_openais_helpers_read_calls_and_schemas_that_are_streamed() -> None:
+    class Look(BaseModel):
+        """Looks it up."""
+
+        city: str
+
+    tool = openai.pydantic_function_tool(Look)  # strict
+    call = 'So. <tool_call>\n{"name": "Look", "arguments": {"city": "Köln"}}\n</tool_call>'
+    async with asking(HERMES, call) as (client, asker):
+        asked: Any = {"model": "toy", "messages": ASK, "temperature": 0}
+        async with client.chat.completions.stream(**asked, tools=[tool]) as stream:
+            kinds = [event.type async for event in stream]
+        assert "tool_calls.function.arguments.done" in kinds
+        message = (await stream.get_final_completion()).choices[0].message
+        assert message.content == "So."
+        assert message.tool_calls is not None
+        assert message.tool_calls[0].function.parsed_arguments == Look(city="Köln")
+        asker.says("nothing of the kind")
+        async with client.chat.completions.stream(**asked, response_format=Weather) as stream:
+            assert [event.type async for event in stream][-1] == "content.done"
+        parsed = (await stream.get_final_completion()).choices[0].message.parsed
+        assert isinstance(parsed, Weather)
+
+
 async def test_any_object_will_do_for_json_object() -> None:
     async with asking(HERMES, '[1] {"a": "b"}') as (client, _):
         choice = await whole(client, **PLAIN, response_format={"type": "json_object"}, max_tokens=9)

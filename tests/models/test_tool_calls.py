@@ -32,6 +32,7 @@ ARGUMENTS = {
         "any": {},
         "flag": {"type": ["boolean", "null"]},
         "kind": {"enum": ["1", "2"]},
+        "odd": {"type": 5, "enum": None},
     }
 }
 TOOLS = tuple(
@@ -143,11 +144,14 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         QWEN_TAGS,
         "<tool_call><function=add><parameter=any>[1, 2]</parameter><parameter=any>x</parameter>"
         "<parameter=flag>True</parameter><parameter=kind>1</parameter>"
-        "<parameter=new>2</parameter></function></tool_call>\n"
+        "<parameter=new>2</parameter><parameter=odd>{}</parameter></function></tool_call>\n"
         "<tool_call><function=look></function></tool_call> so",
         "so",
         [
-            ("add", '{"any": [1, 2], "any": "x", "flag": true, "kind": "1", "new": "2"}'),
+            (
+                "add",
+                '{"any": [1, 2], "any": "x", "flag": true, "kind": "1", "new": "2", "odd": {}}',
+            ),
             ("look", "{}"),
         ],
     ),
