@@ -44,6 +44,10 @@ class Constraint:
         self._require_well()
         return np.unpackbits(bits, bitorder="little").view(np.bool_)
 
+    def certain(self) -> list[int]:
+        """The tokens that must be next, as far as there is no choice."""
+        return self._matcher.compute_ff_tokens()
+
     def take(self, token: int) -> None:
         """`token` is next, which must be allowed."""
         self._matcher.consume_token(token)

@@ -88,6 +88,10 @@ class Answer:
             allowed[constraint.thinks_with] = True
         return allowed
 
+    def certain(self) -> Sequence[int]:
+        """The tokens that must be next, as far as there is no choice."""
+        return () if self._constraint is None or self._is_thinking else self._constraint.certain()
+
     def take(
         self, token: int, candidates: Candidates | None = None, row: torch.Tensor | None = None
     ) -> TokenDelta:

@@ -104,10 +104,12 @@ class DecodeSteps:
     # Private
 
     async def _draft(self) -> list[int]:
-        """What to send behind the last token, guessed from what the text said before or by the
-        draft model."""
+        """What to send behind the last token: what has to follow it, or what is guessed from what
+        the text said before or by the draft model."""
         drafter, answer = self.drafter, self.answer
-        draft = drafter.propose(room := answer.left - 1)
+        if certain := drafter.insist(answer.certain(), room := answer.left - 1):
+            return certain
+        draft = drafter.propose(room)
         if not draft and self._reader is not None and (count := drafter.wanted(room)):
             draft = await self._reader.guess([*answer.prompt, *answer.token_ids], count)
             if draft:

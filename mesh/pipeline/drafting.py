@@ -34,7 +34,10 @@ _MATCHES = (3, 2)
 _MODEL = 0
 """Stands for the draft model where the length of a match stands for a lookup."""
 
-_PRIOR, _GAIN = {3: 0.3, 2: 0.3, _MODEL: 0.7}, 1 / 8
+_GRAMMAR = 1
+"""Stands for what a grammar leaves no choice in."""
+
+_PRIOR, _GAIN = {3: 0.3, 2: 0.3, _MODEL: 0.7, _GRAMMAR: 1.0}, 1 / 8
 """Of guesses thought right before any was seen, and the weight of a new one."""
 
 _EXTRA = 0.1
@@ -66,7 +69,8 @@ class Drafter:
     For each step, the first of which is the prompt's, `propose`, then `took`, then `add` with the
     tokens that the text really got. A guess is compared also where it was not sent, so that prose
     pays nothing to find out that it does not repeat itself. Where nothing is proposed, a draft
-    model may guess as many tokens as `wanted` says; `adopt` has them sent. Behind a draft that is
+    model may guess as many tokens as `wanted` says; `adopt` has them sent. Where the answer has to
+    look like something, `insist` is asked first. Behind a draft that is
     under way goes what `follow` says; if all of that draft was right, and the first token behind
     it, the next step has been proposed by that.
     """
@@ -80,7 +84,8 @@ class Drafter:
         self._ids: list[int] = []
         self._follows: dict[tuple[int, ...], int] = {}
         self._right = dict(_PRIOR)
-        self._paces = {count: pace for pace in [_Pace(worth)] for count in _MATCHES}
+        # What a grammar says costs next to nothing to find, as what the text said does.
+        self._paces = {by: pace for pace in [_Pace(worth)] for by in (*_MATCHES, _GRAMMAR)}
         self._paces[_MODEL] = _Pace(worth)
         self._by = _MATCHES[0]
         self._start = self._period = self._next = 0
@@ -104,9 +109,19 @@ class Drafter:
         self._sent = self._size = sent
         return list(self._guessed)[:sent]
 
+    def insist(self, certain: Sequence[int], room: int) -> list[int]:
+        """Of the tokens that will follow the last one in any case, those to send, at most `room`;
+        none where that does not pay."""
+        most = min(self._most, room, len(certain))
+        sent = self._best(_GRAMMAR, most) if most > 0 and self._ids else 0
+        if sent:
+            self._guessed, self._by = deque(certain[:sent]), _GRAMMAR
+            self._sent = self._size = sent
+        return [*certain[:sent]]
+
     def follow(self, room: int) -> list[int]:
         """The tokens to send behind a draft that is under way, at most `room`, where that pays."""
-        if room < 1 or not self._sent or self._by == _MODEL:
+        if room < 1 or not self._sent or self._by in (_MODEL, _GRAMMAR):
             return []
         rows = 1 + self._size
         holds = self._right[self._by] ** (1 + self._sent)

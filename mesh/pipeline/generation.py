@@ -16,16 +16,18 @@ This module knows nothing of sockets, HTTP or processes.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.models.constraint import Constraint
+from mesh.models.grammar import is_bound
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.decode_steps import DecodeSteps
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
@@ -105,7 +107,7 @@ class PipelineOrchestrator:
         """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
 
         `prepared` makes the request what it is here, and is left when the generation has ended;
-        without, that takes the time of this loop.
+        without, its text becomes tokens on this loop.
 
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
@@ -150,8 +152,11 @@ class PipelineOrchestrator:
             done = _done(session, opened, steps)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
 
-    def _unprepared(self, request: GenerationRequest) -> AbstractAsyncContextManager[Asked]:
-        return nullcontext(Asked(request, self._model.text.constraint(request)))
+    @asynccontextmanager
+    async def _unprepared(self, request: GenerationRequest) -> AsyncIterator[Asked]:
+        bound = is_bound(request)
+        constrain = self._model.text.constraint
+        yield Asked(request, await asyncio.to_thread(constrain, request) if bound else None)
 
     @property
     def _most_drafted(self) -> int:

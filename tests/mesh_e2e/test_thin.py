@@ -129,3 +129,20 @@ async def test_a_schema_is_followed_whoever_holds_the_ends(pairs: dict[str, Pair
         assert len(set(said)) == 1
         found = json.loads(b"".join(map(thick.model.text.token_bytes, said[0])))
         assert len(found["words"]) == 6
+
+
+async def test_what_a_schema_leaves_no_choice_in_goes_through_the_hops_together(
+    pairs: dict[str, Pair],
+) -> None:
+    """Nothing of it was said before, so nothing else guesses it."""
+    _, layers, *both = pairs["builtin"]
+    schema = {"const": "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."}
+    request = replace(greedy([40 + i for i in range(24)], 200), schema=schema)
+    request = replace(request, sampling=SamplingParams(max_tokens=200))
+    for mesh in both:
+        mesh.draft_worth = 0.0
+        await mesh.use(split(layers, 3))
+        done = await mesh.generate(request)
+        text = b"".join(map(mesh.model.text.token_bytes, done.token_ids)).decode()
+        assert json.loads(text) == schema["const"]
+        assert done.accepted_tokens == done.drafted_tokens > done.completion_tokens / 2

@@ -220,3 +220,25 @@ def test_a_draft_model_is_not_asked_for_what_follows() -> None:
     assert drafter.wanted(20)
     drafter.adopt([5, 6])
     assert drafter.follow(20) == []
+
+
+@pytest.mark.parametrize(("cost", "sent"), [(flat, 7), (by_row, 0)])
+def test_what_has_to_follow_is_sent_as_far_as_that_pays(cost: Cost, sent: int) -> None:
+    certain = list(range(50, 61))
+    drafter = Drafter([1, 2, 3], MAX_DRAFT)
+    assert drafter.insist(certain, 99) == []  # behind the prompt
+    drafter.took(1, 1.0)
+    drafter.add([4])
+    drafts = []
+    for _ in range(14):
+        draft = drafter.insist(certain, 99)
+        assert draft == certain[: len(draft)]
+        assert drafter.follow(99) == []
+        drafter.took(1 + len(draft), cost(1 + len(draft)))
+        drafter.add(certain[: 1 + len(draft)])
+        drafts.append(len(draft))
+    assert drafts[:2] == [0, 0]  # what a single row takes has to be known
+    assert drafts[-1] == sent
+    assert drafter.accepted == drafter.drafted == sum(drafts)
+    assert drafter.insist(certain[:2], 99) == certain[: min(sent, 1)]
+    assert drafter.insist(certain, 0) == []
