@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -18,7 +19,7 @@ from mesh.errors import BadCheckpoint, ModelNotFound, UnsupportedFamily
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer, load_tokenizer
-from mesh.types import LayerRange
+from mesh.types import GenerationRequest, LayerRange, ModelId
 from tests.checkpoints import CHAT_TEMPLATE
 from tests.gguf_files import write_gguf
 from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
@@ -176,7 +177,20 @@ def test_the_tokenizer_is_that_of_the_checkpoint(
             messages, chat_template=CHAT_TEMPLATE, add_generation_prompt=True, tokenize=False
         )
         assert tokenizer.encode_chat(messages) == expected(chat, add_special_tokens=False).input_ids
+        assert _bound_to("Grüße", tokenizer, manifest.vocab_size) == '"Grüße"'
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
+
+
+def _bound_to(text: str, tokenizer: Tokenizer, vocab_size: int) -> str:
+    """What an answer says that can say nothing but this text of JSON."""
+    request = GenerationRequest("r", ModelId("m"), schema={"const": text})
+    constraint = tokenizer.grammars(vocab_size).constraint(request, None, None)
+    assert constraint is not None
+    ids: list[int] = []
+    while not constraint.is_over:
+        ids.append(int(np.flatnonzero(constraint.allowed())[-1]))
+        constraint.take(ids[-1])
+    return tokenizer.decode(ids)
 
 
 def test_texts_begin_with_the_token_that_the_file_says(
