@@ -305,6 +305,8 @@ class GenerationRequest:
     may be guessed and checked several at a time, which changes how fast the answer comes.
     `principal` is who asks: caches that this request leaves are for its follow-ups only.
     `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer.
+    `echo`: the prompt is given back first, in `PromptPiece`s, with its log-probabilities where
+    `sampling` asks for any.
     """
 
     request_id: str
@@ -323,18 +325,25 @@ class GenerationRequest:
     may_wake: bool = False
     tools: ToolUse | None = None
     schema: dict[str, Any] | None = None
+    echo: bool = False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of the prompt's own tokens are wanted."""
+        return self.echo and self.sampling.logprobs is not None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One chosen token with the natural-log probability it had and its strongest alternatives.
+    """One token with the natural-log probability it had and its strongest alternatives.
 
-    Tokens are UTF-8 as in the middle of a text, and may be half a character.
+    Tokens are UTF-8 as in the middle of a text, and may be half a character. The first token of a
+    prompt has none: None.
     """
 
     token_id: int
     token: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, bytes, float], ...] = ()
 
 
@@ -353,8 +362,9 @@ class ToolCallDelta:
 class TokenDelta:
     """New tokens. `text` may be empty while a character is still incomplete.
 
-    The first of an answer says how many tokens the prompt has; it is 0 afterwards. `reasoning` is
-    what the model thinks aloud before its answer, which `text` does not repeat, nor `tool_calls`.
+    The first of an answer says how many tokens the prompt has, unless `PromptPiece`s did; it is 0
+    afterwards. `reasoning` is what the model thinks aloud before its answer, which `text` does not
+    repeat, nor `tool_calls`.
     """
 
     text: str
@@ -364,6 +374,21 @@ class TokenDelta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     type: str = "token_delta"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPiece:
+    """More of a prompt that is given back. The first piece has all of its `text`.
+
+    Where log-probabilities are wanted, `logprobs` and `offsets` are those of `token_ids`: where in
+    the whole text each begins, in characters.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()
+    type: str = "prompt_piece"
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +490,13 @@ class BringingUp:
 
 
 StreamFrame = (
-    TokenDelta | Queued | BringingUp | ShardStatus | ShardFailover | PipelineAborted | Done
+    TokenDelta
+    | PromptPiece
+    | Queued
+    | BringingUp
+    | ShardStatus
+    | ShardFailover
+    | PipelineAborted
+    | Done
 )
 """What a running generation emits, in order; `Done` is always the last."""

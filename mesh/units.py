@@ -1,4 +1,4 @@
-"""Sizes and durations for people, in the units that they are counted in elsewhere.
+"""Sizes for people, in the units that they are counted in elsewhere, and characters of UTF-8.
 
 What lies on disks and goes over networks counts in powers of ten, as disks and links are sold;
 memory in powers of two, as it is, and with the names for that (IEC 80000-13).
@@ -55,3 +55,9 @@ def memory_limit_mb(text: str, total_mb: int) -> int | None:
     if unit == "%":
         return int(total_mb * value / 100)
     return max(1, int(value * (1024 if unit == "GiB" else 1)))
+
+
+def characters(text: bytes) -> int:
+    """How many characters begin in these bytes of UTF-8; what is left of one that began before
+    them counts nothing."""
+    return sum(byte & 0xC0 != 0x80 for byte in text)

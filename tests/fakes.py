@@ -21,6 +21,7 @@ from mesh.errors import (
     NotEnoughMemory,
     PipelineStalled,
 )
+from mesh.pipeline.entrance import Entrance
 from mesh.types import (
     Done,
     Endpoint,
@@ -30,6 +31,7 @@ from mesh.types import (
     ModelId,
     NodeId,
     PipelineAborted,
+    PromptPiece,
     RouteHop,
     ShardDescriptor,
     ShardFailover,
@@ -107,6 +109,12 @@ class ScriptedGenerations:
         self.started = asyncio.Event()
         self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.proceed = asyncio.Event()
+        self.entrance: Entrance | None = None
+        self.under_way = self.most_under_way = 0
+        self.idle = asyncio.Event()
+        """Set when the last that was under way has ended."""
+        self.repeated = 1
+        """How often `echo` takes the words."""
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         self.requests.append(request)
@@ -125,6 +133,12 @@ class ScriptedGenerations:
         return {"prompt_tokens": PROMPT_TOKENS, "layers": layers}
 
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        if self.entrance is not None:
+            async for queued in self.entrance.enter(request.request_id, request.principal):
+                yield queued
+        self.under_way += 1
+        self.idle.clear()
+        self.most_under_way = max(self.most_under_way, self.under_way)
         try:
             prompt_tokens = PROMPT_TOKENS
             async for frame in self._script(request):
@@ -135,6 +149,11 @@ class ScriptedGenerations:
                 else:
                     yield frame
         finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self.idle.set()
+            if self.entrance is not None:
+                self.entrance.leave(request.request_id)
             self.ended[request.model].set()
 
     def _script(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
@@ -158,7 +177,12 @@ class ScriptedGenerations:
         text = request.prompt or " ".join(map(str, request.prompt_ids or ()))
         if request.messages:
             text = request.messages[-1]["content"]
-        words = text.split(" ")
+        words = text.split(" ") * self.repeated
+        if request.echo:
+            yield self._given_back(text, words, scored=request.scores_prompt)
+        if request.sampling.max_tokens == 0:
+            yield done((), prompt_tokens=len(words))
+            return
         for number, word in enumerate(words):
             token = word if number == 0 else f" {word}"
             logprobs: tuple[TokenLogprob, ...] = ()
@@ -168,6 +192,19 @@ class ScriptedGenerations:
                 logprobs = (TokenLogprob(number, own, -0.5, top[: request.sampling.logprobs]),)
             yield TokenDelta(token, (number,), logprobs)
         yield done(tuple(range(len(words))))
+
+    def _given_back(self, text: str, words: list[str], *, scored: bool) -> PromptPiece:
+        """The words of a prompt, the space between them in front of each."""
+        logprobs, offsets = [], [0]
+        for number, word in enumerate(words):
+            own = f" {word}".encode() if number else word.encode()
+            top = ((number, own, -0.25),) if number else ()
+            logprobs.append(TokenLogprob(number, own, -0.25 if number else None, top))
+            offsets.append(offsets[-1] + len(own))
+        ids = tuple(range(len(words)))
+        if not scored:
+            return PromptPiece(text, ids)
+        return PromptPiece(text, ids, tuple(logprobs), tuple(offsets[:-1]))
 
     async def _halves(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         first, second = "🐈".encode()[:2], "🐈".encode()[2:]

@@ -46,13 +46,13 @@ class Answer:
         constraint: Constraint | None = None,
     ) -> None:
         self.token_ids: list[int] = []
-        self.finish_reason = ""
+        self.finish_reason = "" if limit else "length"
         self.note = ""
         self._text = text
         self._params = request.sampling
         self._limit = limit
         self.prompt = prompt
-        self._prompt_tokens = len(prompt)
+        self._prompt_tokens = 0 if request.echo else len(prompt)  # what is given back says it
         self._decoder = text.decoder(continues=request.messages is None)
         self._stops = StopStrings(request.sampling.stop)
         self._thoughts = thoughts_of(text, request, prompt)

@@ -23,6 +23,7 @@ from mesh.types import (
     ModelId,
     NodeId,
     PipelineAborted,
+    PromptPiece,
     Queued,
     RouteHop,
     ShardFailover,
@@ -234,6 +235,7 @@ class GenerationFrame(ProcessMessage, frozen=True):
 
     id: str
     token_delta: TokenDelta | None = None
+    prompt_piece: PromptPiece | None = None
     queued: Queued | None = None
     shard_status: ShardStatus | None = None
     shard_failover: ShardFailover | None = None
@@ -251,6 +253,7 @@ class GenerationFrame(ProcessMessage, frozen=True):
         """The frame; None when the process left it out."""
         return (
             self.token_delta
+            or self.prompt_piece
             or self.queued
             or self.shard_status
             or self.shard_failover

@@ -51,7 +51,7 @@ class DecodeSteps:
     ) -> None:
         """`reader` is the draft model, if there is one for this answer."""
         self.drafter = drafter
-        self._feed = feed
+        self.feed = feed
         self._head = head
         self._reader = reader
         self._sampler = sampler
@@ -63,7 +63,7 @@ class DecodeSteps:
         """Feed `ids`, which are the prompt or the last token, unless they were already, and what is
         guessed to follow; until what was fed first is back. Yields and raises as `TokenFeed`."""
         self._begun_s = loop_time()
-        feed, under_way = self._feed, self._under_way
+        feed, under_way = self.feed, self._under_way
         if not under_way:
             draft = await self._draft()
             async for notice in feed.feed([*ids, *draft]):
@@ -79,7 +79,7 @@ class DecodeSteps:
     async def take(self) -> list[StreamFrame]:
         """What the answer gains: a token, and one more after each guess that the sampler chooses as
         well. The session forgets the others."""
-        feed, answer, first = self._feed, self.answer, self.answer.end - 1
+        feed, answer, first = self.feed, self.answer, self.answer.end - 1
         fed = self._under_way.popleft()
         if feed.length < fed.stop:  # there was no room for guesses
             self.drafter.had_no_room()
@@ -118,9 +118,9 @@ class DecodeSteps:
 
     def _following(self) -> list[int]:
         """What to send behind the draft that is under way."""
-        if self._feed.has_candidates:
+        if self.feed.has_candidates:
             return []  # a hop gives all logits of a row of what it answered last
-        return self.drafter.follow(self.answer.end + self.answer.left - 1 - self._feed.length)
+        return self.drafter.follow(self.answer.end + self.answer.left - 1 - self.feed.length)
 
     async def _chosen(
         self, said: torch.Tensor | Candidates, position: int, notices: list[StreamFrame]
@@ -135,7 +135,7 @@ class DecodeSteps:
         token = sampler.choose_among(said, allowed)
         if token is not None:
             return answer.take(token, said)
-        row = await self._feed.row(position, notices)
+        row = await self.feed.row(position, notices)
         if allowed is not None:
             return answer.take(sampler.choose(row, None, allowed), said, row)
         return answer.take(sampler.choose_from(row), said, row)

@@ -38,6 +38,7 @@ from mesh.pipeline.model import AskerModel, TextReader
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.route import HopLost
 from mesh.pipeline.sampler import Sampler
+from mesh.pipeline.scoring import given_back
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
 from mesh.routing.router import UNSERVED, ShardRouter
@@ -132,10 +133,10 @@ class PipelineOrchestrator:
             answer = Answer(self._model.text, asked, prompt, limit, started, constraint)
             finished, reader = False, self._reader(asked, prompt)
             try:
-                for notice in notices:
-                    yield notice
                 steps = self._steps(session, home, asked, answer, reader)
-                ids: Sequence[int] = prompt[opened.cached :]
+                async for said in self._said_before(notices, steps, request):
+                    yield said
+                ids: Sequence[int] = prompt[len(session.token_ids) :]
                 while not answer.finish_reason:
                     try:
                         async for notice in steps.advance(ids):
@@ -146,11 +147,21 @@ class PipelineOrchestrator:
                     for frame in await steps.take():
                         yield frame
                     ids = answer.token_ids[-1:]
-                finished = not answer.note
+                finished = not (answer.note or asked.scores_prompt)  # another text follows that
             finally:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, steps)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
+
+    async def _said_before(
+        self, notices: Sequence[StreamFrame], steps: DecodeSteps, request: GenerationRequest
+    ) -> AsyncGenerator[StreamFrame, None]:
+        """Before the first token: the notices, and the prompt where that is given back."""
+        for notice in notices:
+            yield notice
+        prompt = steps.answer.prompt
+        async for piece in given_back(self._model, steps.feed, request, prompt):
+            yield piece
 
     @asynccontextmanager
     async def _unprepared(self, request: GenerationRequest) -> AsyncIterator[Asked]:
@@ -204,7 +215,9 @@ class PipelineOrchestrator:
         """A session for the request as `_begin` gives it, behind those who wait for one."""
 
         async def begin(home: LocalModel | None) -> Started:
-            session, notices = await self._begin(prompt, terms, home)
+            # What a cache holds has no rows any more.
+            known = () if asked.scores_prompt else prompt
+            session, notices = await self._begin(known, terms, home)
             session.request_id = asked.request_id
             return session, notices
 
@@ -235,15 +248,18 @@ class PipelineOrchestrator:
     def _terms(self, request: GenerationRequest, prompt: Sequence[int]) -> SessionTerms:
         """What hops are asked for the prompt and at most as many new tokens as it may get."""
         fed, limit = len(prompt), self._token_limit(prompt, request.sampling.max_tokens)
+        rows, since = self._most_drafted + 1, fed - 1
+        if request.scores_prompt:
+            rows, since = chunk_rows(self._model.hidden_size), 0
         return SessionTerms(
             self._model.model_id,
             self._model.weights_sha256,
             fed + min(limit, FIRST_ANSWER),
-            request.wire_dtype or self.wire_dtype,
+            request.wire_dtype or (WireDtype.FP32 if request.scores_prompt else self.wire_dtype),
             request.edits,
             limit=fed + limit,
             principal=request.principal,
-            remote_ends=self._model.remote_ends(rows=self._most_drafted + 1, since=fed - 1),
+            remote_ends=self._model.remote_ends(rows=rows, since=since),
         )
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
@@ -252,9 +268,10 @@ class PipelineOrchestrator:
         room = self._model.max_positions - len(prompt)
         if not prompt:
             raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
-        if room < 1 or (wanted is not None and wanted > room):
+        least = 1 if wanted is None else wanted
+        if least > room:
             raise ContextTooLong(
-                f"the prompt has {len(prompt)} tokens and {wanted or 1} more are wanted; this"
+                f"the prompt has {len(prompt)} tokens and {least} more are wanted; this"
                 f" model's maximum context length is {self._model.max_positions} tokens.",
                 fix="Shorten the prompt or lower max_tokens.",
                 param="max_tokens" if room >= 1 else "prompt",

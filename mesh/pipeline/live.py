@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh.clock import Clock
-from mesh.types import GenerationRequest, StreamFrame, TokenDelta, shown_id
+from mesh.types import GenerationRequest, PromptPiece, StreamFrame, TokenDelta, shown_id
 
 RATE_TOKENS = 64
 """The rate that is shown is that of so many of the latest tokens."""
@@ -72,6 +72,8 @@ class LiveCounts:
         def seen(frame: StreamFrame) -> None:
             if isinstance(frame, TokenDelta):
                 counts.take(frame, self._clock.monotonic())
+            elif isinstance(frame, PromptPiece):
+                counts.prompt_tokens += len(frame.token_ids)
             self._on_change()
 
         self._on_change()

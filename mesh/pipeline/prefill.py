@@ -9,6 +9,7 @@ the prompt out of it; what that costs and what it does not hide is in docs/expla
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from mesh.models.candidates import Candidates
 from mesh.pipeline.failover import NO_ROOM, Failover
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.route import HopLost
+from mesh.pipeline.route import READABLE, HopLost
 from mesh.pipeline.sessions import GenerationSession
 from mesh.types import StreamFrame
 from mesh.wire.activations import to_torch, to_wire
@@ -150,6 +151,25 @@ class TokenFeed:
             if start + rows < len(ids) and self.length > behind:
                 async for notice in self.reach(self.length - behind):
                     yield notice
+
+    async def read(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame | range, None]:
+        """Feed `ids` for who reads all their rows: beside notices, the positions of each chunk once
+        its rows, or candidates, are here, until the next is asked for. Raises as `advance`."""
+        if self._failover is not None:
+            async for notice in self._failover.leave_draining_hops():
+                yield notice
+        chunks = deque(list(ids[at : at + self._rows]) for at in range(0, len(ids), self._rows))
+        under_way: deque[range] = deque()
+        while chunks or under_way:
+            # A hop that runs the head gives all logits of a row of what it answered last.
+            most = 1 if self.has_candidates else len(self._session.route.hops) + 1
+            while chunks and len(under_way) < min(most, READABLE):
+                first = self.length
+                self.follow(chunks.popleft())
+                under_way.append(range(first, self.length))
+            async for notice in self.reach(under_way[0].stop):
+                yield notice
+            yield under_way.popleft()
 
     def follow(self, ids: list[int]) -> None:
         """Feed so few that they are one chunk, whatever is under way."""

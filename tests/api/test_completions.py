@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.conftest import SHARED_LOOP, Shared
+from mesh.api.openai.schemas import MAX_LOGPROBS
+from mesh.api.openai.several import AT_ONCE
+from mesh.pipeline.entrance import Entrance
+from tests.api.conftest import SHARED_LOOP, Served, Shared
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,9 @@ async def test_prompt_forms(
     }
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", "b"], [1, "a"], [-1], [True], [2**31], 3])
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], ["a", ""], ["a"] * 129, [1, "a"], [-1], [True], [2**31], 3]
+)
 @SHARED_LOOP
 async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) -> None:
     response = await shared[1].post("/v1/completions", json={"model": "echo", "prompt": prompt})
@@ -49,12 +55,12 @@ async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) ->
     [
         ([1, "a"], "prompt.1", "prompt.1: Input should be a valid integer."),
         ([[1, -1]], "prompt.0.1", "prompt.0.1: Input should be greater than or equal to 0."),
-        ({"text": "a"}, "prompt", "prompt: Input should be a text or a list of token ids."),
         (
-            ["a", "b"],
+            {"text": "a"},
             "prompt",
-            "prompt: 2 prompts in one request are not supported; send one in each.",
+            "prompt: Input should be a text, a list of token ids, or a list of either.",
         ),
+        ([[1], []], "prompt.1", "prompt.1: it is empty."),
     ],
 )
 @SHARED_LOOP
@@ -102,3 +108,149 @@ async def test_stream_has_no_opening(http: httpx.AsyncClient) -> None:
     first = json.loads(response.text.partition("\n\n")[0][6:])
     assert first["object"] == "text_completion"
     assert first["choices"][0]["text"] == "ab"
+
+
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    *events, end = [e[6:] for e in response.text.split("\n\n") if e.startswith("data: ")]
+    assert end == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+@pytest.mark.parametrize("prompts", [["ab", "c d", "e f g"], [[1], [2, 3], [4, 5, 6]]])
+@SHARED_LOOP
+async def test_each_prompt_has_a_choice(shared: Shared, prompts: list[Any]) -> None:
+    api, http = shared
+    body = {"model": "echo", "prompt": prompts, "hearthnet": {"draft": False}, "seed": 5}
+    answer = (await http.post("/v1/completions", json=body)).json()
+    texts = [each if isinstance(each, str) else " ".join(map(str, each)) for each in prompts]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert answer["usage"]["completion_tokens"] == 1 + 2 + 3
+    assert answer["usage"]["total_tokens"] == 3 * 5 + 6
+    assert [len(each["token_ids"]) for each in answer["hearthnet"]["choices"]] == [1, 2, 3]
+    asked = api.generations.requests[-3:]
+    assert len({request.request_id for request in asked}) == 3
+    assert all(request.sampling.seed == 5 and not request.draft for request in asked)
+
+
+@SHARED_LOOP
+async def test_the_choices_of_a_stream_are_told_apart(shared: Shared) -> None:
+    prompts = [f"{word} {word}" for word in "abcdefg"]
+    body = {
+        "model": "echo", "prompt": prompts, "stream": True, "logprobs": 1, "echo": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    *events, end = events_of(await shared[1].post("/v1/completions", json=body))
+    assert (end["choices"], end["usage"]["completion_tokens"]) == ([], 14)
+    texts, ends, offsets = [""] * 7, [""] * 7, [list[int]() for _ in prompts]
+    for (choice,) in (event["choices"] for event in events):
+        assert not ends[choice["index"]]
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]] = choice["finish_reason"] or ""
+        offsets[choice["index"]] += (choice["logprobs"] or {}).get("text_offset", [])
+    assert texts == [2 * prompt for prompt in prompts]
+    assert ends == ["stop"] * 7
+    assert offsets == [[0, 1, 3, 4]] * 7
+
+
+@SHARED_LOOP
+async def test_a_prompt_is_given_back_with_its_log_probabilities(shared: Shared) -> None:
+    body = {"model": "echo", "prompt": "ab cd", "echo": True, "logprobs": 1}
+    whole = (await shared[1].post("/v1/completions", json=body)).json()["choices"][0]
+    assert whole["text"] == "ab cdab cd"
+    assert whole["logprobs"] == {
+        "tokens": ["ab", " cd", "ab", " cd"],
+        "token_logprobs": [None, -0.25, -0.5, -0.5],
+        "top_logprobs": [None, {" cd": -0.25}, {"ab": -0.5}, {" cd": -0.5}],
+        "text_offset": [0, 2, 5, 7],
+    }
+    plain = {"model": "echo", "prompt": "ab cd", "echo": True}
+    (choice,) = (await shared[1].post("/v1/completions", json=plain)).json()["choices"]
+    assert (choice["text"], choice["logprobs"]) == ("ab cdab cd", None)
+
+
+@SHARED_LOOP
+async def test_only_what_is_given_back_may_end_at_once(shared: Shared) -> None:
+    body = {"model": "echo", "prompt": "ab cd", "max_tokens": 0}
+    refused = await shared[1].post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert "echo" in refused.json()["error"]["message"]
+    body |= {"echo": True, "logprobs": 1}
+    answer = (await shared[1].post("/v1/completions", json=body)).json()
+    assert answer["choices"][0]["text"] == "ab cd"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.25]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@SHARED_LOOP
+async def test_halves_of_characters_are_no_key_of_each_other(shared: Shared) -> None:
+    body = {"model": "halves", "prompt": "x", "logprobs": 0}
+    (choice,) = (await shared[1].post("/v1/completions", json=body)).json()["choices"]
+    first, second, _ = choice["logprobs"]["tokens"]
+    assert (first, second) == ("bytes:\\xf0\\x9f", "bytes:\\x90\\x88")
+
+
+async def test_few_prompts_run_at_a_time_and_fewer_where_there_is_no_place(
+    api: Served, http: httpx.AsyncClient
+) -> None:
+    """`stuck` says a word and waits; the others have no place but theirs."""
+    api.generations.entrance = Entrance(2, wait_s=5.0, places=0)
+    body = {"model": "stuck", "prompt": ["a"] * (2 * AT_ONCE)}
+    asking = asyncio.create_task(http.post("/v1/completions", json=body))
+    await api.generations.started.wait()
+    api.generations.proceed.set()
+    answer = await asking
+    assert answer.status_code == 200, answer.text
+    assert [choice["text"] for choice in answer.json()["choices"]] == ["one two"] * 2 * AT_ONCE
+    assert api.generations.most_under_way == 2
+    api.generations.entrance = None
+    assert (await http.post("/v1/completions", json=body)).status_code == 200
+    assert api.generations.most_under_way == AT_ONCE
+
+
+async def test_who_leaves_ends_all_prompts(api: Served, http: httpx.AsyncClient) -> None:
+    body = {"model": "endless", "prompt": ["a", "b"], "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        async for _ in response.aiter_lines():
+            break
+    async with asyncio.timeout(5):
+        await api.generations.idle.wait()
+
+
+@SHARED_LOOP
+async def test_one_prompt_that_fails_fails_all(shared: Shared) -> None:
+    body = {"model": "breaks", "prompt": ["a", "b"]}
+    response = await shared[1].post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "pipeline_stalled")
+
+
+@SHARED_LOOP
+async def test_more_log_probabilities_than_an_answer_takes_are_refused(shared: Shared) -> None:
+    api, http = shared
+    api.generations.repeated = 3000
+    try:
+        body = {"model": "echo", "prompt": ["a"] * 128, "max_tokens": 0, "echo": True}
+        refused = await http.post("/v1/completions", json=body | {"logprobs": 1})
+    finally:
+        api.generations.repeated = 1
+    assert MAX_LOGPROBS < 3000 * 2 * 128
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"resumable": True, "stream": True}, "resumable is for one prompt, and there are 2"),
+        ({"logprobs": 20, "max_tokens": 20_000}, "logprobs of 2 answers of 20000 tokens"),
+    ],
+)
+@SHARED_LOOP
+async def test_what_several_answers_would_keep_is_bounded_before(
+    shared: Shared, more: dict[str, Any], says: str
+) -> None:
+    body = {"model": "echo", "prompt": ["a", "b"], **more}
+    refused = await shared[1].post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert says in refused.json()["error"]["message"]
+    body["prompt"] = ["a"]
+    assert (await shared[1].post("/v1/completions", json=body)).status_code == 200

@@ -129,6 +129,21 @@ class TestAnswering:
         )  # fmt: skip
         assert wide.json()["hearthnet"]["token_ids"] == ids
 
+    def test_prompts_are_scored_as_evaluation_harnesses_ask(self, sofa: LocalNode) -> None:
+        """The body of lm_eval's `local-completions`."""
+        prompts = [[40 + i for i in range(50)], [300 - 7 * i for i in range(9)]]
+        body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+        answer = sofa.post("/v1/completions", {"model": "builtin", "prompt": prompts, **body})
+        choices = answer.json()["choices"]
+        for prompt, choice in zip(prompts, choices, strict=True):
+            values = choice["logprobs"]["token_logprobs"]
+            assert len(values) == len(prompt) + 1
+            _, logits = hugging_face(checkpoint_dir(), prompt[:1], 1)
+            first = logits[0].log_softmax(-1)
+            assert abs(values[1] - float(first[prompt[1]])) < 0.1  # in 16 bit, over two nodes
+            assert max(choice["logprobs"]["top_logprobs"][1].values()) >= values[1]
+        assert answer.json()["usage"]["prompt_tokens"] == 59
+
     def test_the_openai_client_streams(self, sofa: LocalNode) -> None:
         client = openai.OpenAI(
             base_url=f"{sofa.url}/v1", api_key="unused",

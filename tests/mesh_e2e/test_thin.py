@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.types import LayerRange, ModelId, SamplingParams, WireDtype
+from mesh.types import LayerRange, ModelId, PromptPiece, SamplingParams, TokenDelta, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, split
@@ -146,3 +148,34 @@ async def test_what_a_schema_leaves_no_choice_in_goes_through_the_hops_together(
         text = b"".join(map(mesh.model.text.token_bytes, done.token_ids)).decode()
         assert json.loads(text) == schema["const"]
         assert done.accepted_tokens == done.drafted_tokens > done.completion_tokens / 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+async def test_prompts_are_scored_as_hugging_face_scores_them_whoever_runs_the_head(
+    name: str, pairs: dict[str, Pair]
+) -> None:
+    """Over several chunks and hops, whatever the wire's dtype is otherwise; what is likely, and
+    tokens that are not among the strongest 64."""
+    directory, layers, *both = pairs[name]
+    prompt = [30 + i * i % 300 for i in range(150)]
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = whole(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=5)
+    request = replace(greedy(prompt, 1), sampling=sampling, echo=True)
+    for mesh in both:
+        await mesh.use(split(layers, 3))
+        frames = [frame async for frame in mesh.chat(request, WireDtype.FP16)]
+        scored = [e for f in frames if isinstance(f, PromptPiece) for e in f.logprobs]
+        assert [each.token_id for each in scored] == prompt
+        values = torch.tensor([each.logprob for each in scored[1:]])
+        wanted = expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert (values - wanted).abs().max() <= 1e-4
+        top = expected[:-1].topk(5)
+        rivals = [[(token, value) for token, _, value in each.top] for each in scored[1:]]
+        assert [[t for t, _ in row] for row in rivals] == top.indices.tolist()
+        found = torch.tensor([[value for _, value in row] for row in rivals])
+        assert (found - top.values).abs().max() <= 1e-4
+        assert sum(len(f.logprobs) for f in frames if isinstance(f, TokenDelta)) == 1
+    ranks = (expected[:-1] > wanted[:, None]).sum(-1)
+    assert (ranks >= 64).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,18 +36,27 @@ class Head:
         }
 
 
-def usage(done: Done) -> dict[str, Any]:
-    """OpenAI's token counts."""
+def usage(all_done: Sequence[Done]) -> dict[str, Any]:
+    """OpenAI's token counts, of all choices together."""
+    prompt_tokens = sum(done.prompt_tokens for done in all_done)
+    completion_tokens = sum(done.completion_tokens for done in all_done)
     return {
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.completion_tokens,
-        "total_tokens": done.prompt_tokens + done.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in all_done)},
     }
 
 
-def extension(done: Done) -> dict[str, Any]:
-    """The `hearthnet` object: what ran where and how fast."""
+def extension(all_done: Sequence[Done]) -> dict[str, Any]:
+    """The `hearthnet` object: what ran where and how fast; of several choices each one's, in the
+    list `choices`."""
+    if len(all_done) > 1:
+        return {"choices": [_ran(done) for done in all_done]}
+    return _ran(all_done[0])
+
+
+def _ran(done: Done) -> dict[str, Any]:
     return {
         "token_ids": list(done.token_ids),
         "route": [
@@ -93,30 +103,33 @@ def chat_logprobs(entries: tuple[TokenLogprob, ...]) -> dict[str, Any]:
     }
 
 
-def completion_logprobs(entries: tuple[TokenLogprob, ...], offset: int) -> dict[str, Any]:
-    """The `logprobs` of a completion choice whose text starts at character `offset`."""
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += characters(entry.token)
+def completion_logprobs(
+    entries: Sequence[TokenLogprob], offsets: Iterable[int]
+) -> dict[str, list[Any]]:
+    """The `logprobs` of a completion choice whose tokens begin at these characters of its text."""
     return {
-        "tokens": [_shown(entry.token) for entry in entries],
+        "tokens": [_spelled(entry.token) for entry in entries],
         "token_logprobs": [_logprob(entry.logprob) for entry in entries],
         "top_logprobs": [
-            {_shown(token): _logprob(value) for _, token, value in entry.top}
-            | {_shown(entry.token): _logprob(entry.logprob)}
+            None
+            if entry.logprob is None
+            else {_spelled(token): _logprob(value) for _, token, value in entry.top}
+            | {_spelled(entry.token): _logprob(entry.logprob)}
             for entry in entries
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 
-def characters(token: bytes) -> int:
-    """How many characters begin in a token; the rest of one belongs to the token it began in."""
-    return sum(byte & 0xC0 != 0x80 for byte in token)
+def _spelled(token: bytes) -> str:
+    """A token as a key: halves of different characters differ, as OpenAI has it."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def _chat_entry(token: bytes, logprob: float) -> dict[str, Any]:
+def _chat_entry(token: bytes, logprob: float | None) -> dict[str, Any]:
     return {"token": _shown(token), "logprob": _logprob(logprob), "bytes": list(token)}
 
 
@@ -124,7 +137,9 @@ def _shown(token: bytes) -> str:
     return token.decode(errors="replace")
 
 
-def _logprob(value: float) -> float:
+def _logprob(value: float | None) -> float | None:
+    if value is None:
+        return None
     return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 

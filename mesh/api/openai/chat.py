@@ -14,11 +14,11 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, chat_logprobs
 from mesh.api.openai.schemas import ChatBody
-from mesh.api.openai.streaming import events, streamed, whole
+from mesh.api.openai.streaming import Said, events, streamed, whole
 from mesh.api.openai.tools import call_chunks, whole_calls
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.types import TokenDelta, TokenLogprob
+from mesh.types import PromptPiece, TokenDelta, TokenLogprob
 
 
 def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
@@ -33,9 +33,9 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         style = _ChatStyle(with_logprobs=bool(body.logprobs))
         if not body.stream:
             head = Head(request_id, "chat.completion", body.model)
-            return await whole(request, frames, style, head, caller)
+            return await whole(request, frames, [style], head, caller)
         head = Head(request_id, "chat.completion.chunk", body.model)
-        chunks = events(frames, style, head, caller, include_usage=body.include_usage)
+        chunks = events(frames, [style], head, caller, include_usage=body.include_usage)
         return streamed(chunks, head, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
@@ -50,7 +50,9 @@ class _ChatStyle:
     def opening(self) -> dict[str, Any]:
         return self._delta({"role": "assistant", "content": ""})
 
-    def piece(self, delta: TokenDelta) -> dict[str, Any]:
+    def piece(self, delta: TokenDelta | PromptPiece) -> dict[str, Any]:
+        if isinstance(delta, PromptPiece):  # a chat is not given back
+            return self._delta({})
         calls = {"tool_calls": call_chunks(delta.tool_calls)} if delta.tool_calls else {}
         is_text = delta.text or not (delta.reasoning or calls)
         said = {"content": delta.text} if is_text else {}
@@ -59,7 +61,8 @@ class _ChatStyle:
     def ending(self, finish_reason: str) -> dict[str, Any]:
         return self._delta({}) | {"finish_reason": finish_reason}
 
-    def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
+    def whole(self, said: Said, finish_reason: str) -> dict[str, Any]:
+        answer = said.answer
         calls = {"tool_calls": whole_calls(answer.tool_calls)} if answer.tool_calls else {}
         text = answer.text if answer.text or not calls else None
         message = {"role": "assistant", "content": text, "refusal": None, **calls}

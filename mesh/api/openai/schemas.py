@@ -36,6 +36,11 @@ MAX_EDITS = 16
 """Steering edits of one request."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of `/v1/completions`."""
+MAX_PROMPTS = 128
+"""Prompts of one `/v1/completions`."""
+MAX_LOGPROBS = 1 << 19
+"""Log-probabilities of its prompts, and of its answers where they are several, alternatives
+included: some 100 MB here."""
 _MAX_STOPS = 16
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 4096
@@ -267,9 +272,9 @@ TokenIds = Annotated[
 ]
 
 
-def _one_prompt(value: Any) -> Any:
-    if _form(value) in ("texts", "lists") and len(value) > 1:
-        raise ValueError(f"{len(value)} prompts in one request are not supported; send one in each")
+def _not_too_many(value: Any) -> Any:
+    if _form(value) in ("texts", "lists") and len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts are too many; one request takes {MAX_PROMPTS}")
     return value
 
 
@@ -290,42 +295,83 @@ Prompt = Annotated[
     Discriminator(
         _form,
         custom_error_type="prompt_form",
-        custom_error_message="Input should be a text or a list of token ids",
+        custom_error_message="Input should be a text, a list of token ids, or a list of either",
     ),
-    BeforeValidator(_one_prompt),
+    BeforeValidator(_not_too_many),
 ]
 
 
 class CompletionBody(_SamplingBody):
-    """The body of `POST /v1/completions`: `prompt` is one text or one list of token ids."""
+    """The body of `POST /v1/completions`: `prompt` is a text, a list of token ids, or a list of
+    either, each of which has a choice of its own in the answer.
+
+    With `echo` the prompt comes back in front of what follows it, with `logprobs` its tokens'
+    log-probabilities as well; then `max_tokens` may be 0.
+    """
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
     # OpenAI's, not here
     best_of: Annotated[None, only(1)] = None
-    echo: Annotated[None, only(False)] = None
     suffix: Refused = None
 
-    def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:
-        """The generation this body asks for, on behalf of `principal`.
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which needs echo to be true: nothing would be said")
+        return self
 
-        Raises BadRequest when its prompt is empty.
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        """What several answers may keep here is known before they are begun."""
+        count = len(self.prompt) if _form(self.prompt) in ("texts", "lists") else 1
+        if count == 1:
+            return self
+        if self.resumable:
+            raise ValueError(f"resumable is for one prompt, and there are {count}")
+        told = 0 if self.logprobs is None else count * self._limit * (1 + self.logprobs)
+        if told > MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs of {count} answers of {self._limit} tokens are {told} with their"
+                f" alternatives; one request takes {MAX_LOGPROBS}"
+            )
+        return self
+
+    @property
+    def _limit(self) -> int:
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def to_requests(self, request_id: str, principal: Principal) -> list[GenerationRequest]:
+        """The generations this body asks for, on behalf of `principal`, one for each prompt.
+
+        Raises BadRequest when one of them is empty, or there is none.
         """
-        prompt: Any = self.prompt
-        if _form(prompt) in ("texts", "lists"):
-            (prompt,) = prompt
-        if not prompt:
-            raise BadRequest("prompt: it is empty.", fix="Send some text.", param="prompt")
+        are_several = _form(self.prompt) in ("texts", "lists")
+        prompts: list[Any] = list(self.prompt) if are_several else [self.prompt]
+        if not prompts or not all(prompts):
+            where = prompts.index(next(each for each in prompts if not each)) if prompts else 0
+            param = f"prompt.{where}" if len(prompts) > 1 else "prompt"
+            raise BadRequest(f"{param}: it is empty.", fix="Send some text.", param=param)
+        one = len(prompts) == 1
+        return [
+            self._to_request(each, request_id if one else f"{request_id}-{number}", principal)
+            for number, each in enumerate(prompts)
+        ]
+
+    def _to_request(self, prompt: Any, request_id: str, principal: Principal) -> GenerationRequest:
         is_text = isinstance(prompt, str)
         return GenerationRequest(
             request_id=request_id,
             model=ModelId(self.model),
             prompt=prompt if is_text else None,
             prompt_ids=None if is_text else tuple(prompt),
-            sampling=self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs),
+            sampling=self._sampling(self._limit, self.logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
             draft=self._draft(),
             steer=self._steer(),
             principal=principal,
+            echo=bool(self.echo),
         )

@@ -2,13 +2,15 @@
 
 The order of a stream: the opening (chat's role), the text, the finish reason, with `include_usage`
 the token counts, ``[DONE]``. Chunks without news of the text carry an empty piece, never an empty
-list of choices, which some clients cannot read.
+list of choices, which some clients cannot read. Where there are several choices their chunks come
+as they are ready, each choice's in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -16,42 +18,82 @@ from starlette.responses import JSONResponse, Response
 
 from mesh.api.auth import Caller
 from mesh.api.openai.answers import Head, diagnostic, extension, usage
+from mesh.api.openai.schemas import MAX_LOGPROBS
+from mesh.api.openai.several import Of
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
 from mesh.api.sse import DONE, EventStream, encode, unless_gone
-from mesh.errors import InternalError
-from mesh.types import Done, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
+from mesh.errors import BadRequest, InternalError
+from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
 
-Frames = AsyncGenerator[StreamFrame, None]
+Frames = AsyncGenerator[StreamFrame, None] | AsyncGenerator[Of, None]
+"""Of one generation; or of several, each frame with its number."""
+
 _NOTHING = TokenDelta("", ())
 
 
+@dataclass(slots=True)
+class Said:
+    """All that was said for one choice, as far as it has come."""
+
+    prompt: list[PromptPiece] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
+    done: Done | None = None
+
+    def take(self, frame: StreamFrame) -> None:
+        """Add a frame."""
+        if isinstance(frame, TokenDelta):
+            self.texts.append(frame.text)
+            self.thoughts.append(frame.reasoning)
+            self.logprobs += frame.logprobs
+            self.calls += frame.tool_calls
+        elif isinstance(frame, PromptPiece):
+            self.prompt.append(frame)
+        elif isinstance(frame, Done):
+            self.done = frame
+
+    @property
+    def answer(self) -> TokenDelta:
+        """What followed the prompt, as one delta."""
+        said, thought = "".join(self.texts), "".join(self.thoughts)
+        return TokenDelta(said, (), tuple(self.logprobs), 0, thought, tuple(self.calls))
+
+
 class Style(Protocol):
-    """One endpoint's form of a choice. One instance per answer."""
+    """One endpoint's form of a choice. One instance per choice."""
 
     def opening(self) -> dict[str, Any] | None:
         """The first choice of a stream, before any text."""
 
-    def piece(self, delta: TokenDelta) -> dict[str, Any]:
+    def piece(self, delta: TokenDelta | PromptPiece) -> dict[str, Any]:
         """A choice with more text, reasoning or calls."""
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         """The last choice of a stream."""
 
-    def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
+    def whole(self, said: Said, finish_reason: str) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
 
 
 async def whole(
-    request: Request, frames: Frames, style: Style, head: Head, caller: Caller
+    request: Request, frames: Frames, styles: Sequence[Style], head: Head, caller: Caller
 ) -> Response:
-    """The whole answer as one object. Raises MeshError; the generation ends with the client."""
-    collected = await unless_gone(request.receive, _collect(frames, caller))
+    """The whole answer as one object, with a choice for each of `styles`. Raises MeshError; the
+    generation ends with the client."""
+    collected = await unless_gone(request.receive, _collect(frames, len(styles), caller))
     if collected is None:
         return Response(status_code=499)  # nobody reads it
-    answer, done = collected
-    body = head.whole([style.whole(answer, done.finish_reason)])
-    return JSONResponse({**body, "usage": usage(done), "hearthnet": extension(done)})
+    all_done = [done for _, done in collected]
+    body = head.whole(
+        [
+            style.whole(said, done.finish_reason)
+            for style, (said, done) in zip(styles, collected, strict=True)
+        ]
+    )
+    return JSONResponse({**body, "usage": usage(all_done), "hearthnet": extension(all_done)})
 
 
 def streamed(
@@ -72,65 +114,90 @@ def streamed(
 
 
 async def events(
-    frames: Frames, style: Style, head: Head, caller: Caller, *, include_usage: bool
+    frames: Frames, styles: Sequence[Style], head: Head, caller: Caller, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events, whole ones; its tokens are charged to the caller."""
     pending: dict[str, Any] = {"usage": None} if include_usage else {}
-    opening = style.opening()
-    done: Done | None = None
+    openings = {index: style.opening() for index, style in enumerate(styles)}
+    all_done: dict[int, Done] = {}
+    bill = _Bill(caller)
+    last: dict[str, Any] = {}
     async with aclosing(frames):
-        async for frame in frames:
-            _charge(caller, frame)
-            if opening is not None:
+        async for item in frames:
+            index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
+            style = styles[index]
+            bill.take(frame)
+            if (opening := openings.pop(index, None)) is not None:
                 yield encode(head.whole([opening]) | pending)
-                opening = None
             if isinstance(frame, Done):
-                done = frame
-                break
-            if isinstance(frame, TokenDelta):
-                if frame.text or frame.reasoning or frame.tool_calls or frame.logprobs:
+                all_done[index] = frame
+                last = head.whole([style.ending(frame.finish_reason)])
+                if len(all_done) == len(styles):
+                    break
+                yield encode(last | pending)
+            elif isinstance(frame, TokenDelta | PromptPiece):
+                if not _is_empty(frame):
                     yield encode(head.whole([style.piece(frame)]) | pending)
             else:
                 body = head.whole([style.piece(_NOTHING)]) | pending
                 yield encode(body | {"hearthnet": diagnostic(frame)})
-    if done is None:
+    if len(all_done) < len(styles):
         raise _unfinished()
-    last = head.whole([style.ending(done.finish_reason)])
+    in_order = [all_done[index] for index in range(len(styles))]
     if include_usage:
         yield encode(last | pending)
-        last = head.whole([]) | {"usage": usage(done)}
-    yield encode(last | {"hearthnet": extension(done)})
+        last = head.whole([]) | {"usage": usage(in_order)}
+    yield encode(last | {"hearthnet": extension(in_order)})
     yield DONE
 
 
-async def _collect(frames: Frames, caller: Caller) -> tuple[TokenDelta, Done]:
-    """All that was said, as one delta, and the end."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    logprobs: list[TokenLogprob] = []
-    calls: list[ToolCallDelta] = []
+async def _collect(frames: Frames, count: int, caller: Caller) -> list[tuple[Said, Done]]:
+    """All that was said for each choice, and its end."""
+    said = [Said() for _ in range(count)]
+    bill = _Bill(caller)
     async with aclosing(frames):
-        async for frame in frames:
-            _charge(caller, frame)
-            if isinstance(frame, TokenDelta):
-                texts.append(frame.text)
-                thoughts.append(frame.reasoning)
-                logprobs += frame.logprobs
-                calls += frame.tool_calls
-            elif isinstance(frame, Done):
-                said, thought = "".join(texts), "".join(thoughts)
-                whole = TokenDelta(said, (), tuple(logprobs), 0, thought, tuple(calls))
-                return whole, frame
-    raise _unfinished()
+        async for item in frames:
+            index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
+            bill.take(frame)
+            said[index].take(frame)
+            if isinstance(frame, Done) and all(each.done is not None for each in said):
+                break
+    ended = [(each, each.done) for each in said if each.done is not None]
+    if len(ended) < count:
+        raise _unfinished()
+    return ended
 
 
-def _charge(caller: Caller, frame: StreamFrame) -> None:
-    """Count tokens against the caller's quota as they come.
+class _Bill:
+    """Counts tokens against the caller's quota as they come, and what an answer keeps of them.
 
-    The prompt's do with the first token: whoever leaves after that has had it computed.
+    The prompt's are charged with the first token: whoever leaves after that has had it computed.
     """
-    if isinstance(frame, TokenDelta):
-        caller.charge(frame.prompt_tokens + len(frame.token_ids))
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._left = MAX_LOGPROBS
+
+    def take(self, frame: StreamFrame) -> None:
+        """Count a frame. Raises BadRequest for more than `MAX_LOGPROBS`, and what charging does."""
+        if isinstance(frame, TokenDelta):
+            self._caller.charge(frame.prompt_tokens + len(frame.token_ids))
+        elif isinstance(frame, PromptPiece):
+            self._caller.charge(len(frame.token_ids))
+            self._left -= sum(1 + len(each.top) for each in frame.logprobs)
+            if self._left < 0:
+                raise BadRequest(
+                    f"The prompts have more log-probabilities than the {MAX_LOGPROBS} that one"
+                    " answer takes, alternatives included.",
+                    fix="Send fewer prompts in one request, or ask for fewer `logprobs`.",
+                    param="logprobs",
+                )
+
+
+def _is_empty(frame: TokenDelta | PromptPiece) -> bool:
+    if isinstance(frame, PromptPiece):
+        return not (frame.text or frame.logprobs)
+    return not (frame.text or frame.reasoning or frame.tool_calls or frame.logprobs)
 
 
 def _unfinished() -> InternalError:
