@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import dashboard
 import typer
 import wire_page
 from pydantic import BaseModel
@@ -21,6 +22,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import Limit, Limits
 from mesh.cli.main import app
 from mesh.config import Config
+from mesh.health.series import PRESENT, SERIES
 
 REFERENCE = Path(__file__).parent / "reference"
 HEAD = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
@@ -90,6 +92,36 @@ def limits_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def metrics_page() -> str:
+    lines = [
+        "# Metrics",
+        "",
+        "`GET /metrics` gives these to Prometheus. A counter's `_total` counts up; of a histogram "
+        "there are `_bucket`, `_sum` and `_count`. Where the API needs a key, this needs one, too. "
+        "Nothing says who asked ([why](../decisions/no-caller-in-metrics.md)). A node counts what "
+        "its own callers asked for, and what its own shards hold.",
+        "",
+        "A scrape job, and [a Grafana dashboard](grafana.json) (Dashboards, New, Import):",
+        "",
+        "```yaml",
+        "scrape_configs:",
+        "  - job_name: hearthnet",
+        "    static_configs:",
+        '      - targets: ["127.0.0.1:8420"]',
+        "```",
+        "",
+        "Beyond loopback add `scheme: https`, `authorization: {credentials: hn_...}` and"
+        " `tls_config: {ca_file: api-cert.pem}` ([more](../how-to/reach-the-api.md)).",
+        "",
+        "| name | kind | labels | meaning |",
+        "|---|---|---|---|",
+    ]
+    for each in (*SERIES, *PRESENT):
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        lines.append(f"| `{each.shown}` | {each.kind} | {labels} | {each.help} |")
+    return "\n".join(lines) + "\n"
+
+
 LIMITS: dict[str, Limits] = {
     "The daemon": allowances.DAEMON,
     "A shard": allowances.SHARDS,
@@ -103,6 +135,8 @@ PAGES = {
     "cli.md": cli_page,
     "limits.md": limits_page,
     "wire.md": wire_page.page,
+    "metrics.md": metrics_page,
+    "grafana.json": dashboard.page,
 }
 
 
@@ -110,7 +144,7 @@ def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
     for name, page in PAGES.items():
-        path, text = REFERENCE / name, HEAD + page()
+        path, text = REFERENCE / name, (HEAD if name.endswith(".md") else "") + page()
         if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
             stale.append(name)
         elif not check:

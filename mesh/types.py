@@ -404,11 +404,13 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardFailover:
-    """A lost hop was replaced; the stream goes on where it was."""
+    """A hop was replaced; the stream goes on where it was. `reason` is the status that its shard
+    has, as in `ShardStatus`."""
 
     lost: ShardId
     replaced_by: tuple[ShardId, ...]
     position: int
+    reason: str = "degraded"
     type: str = "shard_failover"
 
 

@@ -16,7 +16,7 @@ from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
-from mesh.health.metrics import Metrics
+from mesh.health.metrics import Metrics, PeerNow, Present
 from mesh.health.skew import skew
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import LiveGeneration
@@ -168,10 +168,25 @@ class Overview:
 
     def metrics(self) -> bytes:
         """All series in Prometheus' text format."""
-        self._parts.metrics.peers(sum(peer.state.value == "up" for peer in self._parts.peers()))
-        return self._parts.metrics.render()
+        return self._parts.metrics.render(self._present())
 
     # Private
+
+    def _present(self) -> Present:
+        parts = self._parts
+        loads = [each.report.load for each in parts.host.shards.values() if each.report is not None]
+        active = sum(load.kv_mb - load.parked_mb for load in loads)
+        used = sum(load.kv_tokens_used for load in loads)
+        queued = sum(bool(live.queued) for a in parts.askers.values() for live in a.generations)
+        return Present(
+            [_peer_now(peer) for peer in parts.peers()],
+            parts.counts.states(queued),
+            (
+                ("active", active * 2**20),
+                ("parked", sum(load.parked_mb for load in loads) * 2**20),
+            ),
+            (("used", used), ("free", sum(load.kv_tokens for load in loads) - used)),
+        )
 
     def _accounts(self) -> list[dict[str, Any]]:
         """What each process reports of who holds what, peers with the names of their nodes."""
@@ -302,6 +317,12 @@ class Overview:
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
         return reasons + self._troubles() + self._not_loaded()
+
+
+def _peer_now(peer: PeerView) -> PeerNow:
+    rtt_s = None if peer.rtt_ms is None else peer.rtt_ms / 1e3
+    is_up = peer.state is PeerState.UP
+    return PeerNow(peer.name, (peer.node_id or peer.address)[:6], is_up, rtt_s if is_up else None)
 
 
 def _key(shard: ShardDescriptor) -> tuple[NodeId, ShardId]:

@@ -59,7 +59,7 @@ from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
 from mesh.runtime import DaemonRecord
-from mesh.types import BringingUp, Done, LayerRange, ModelId, NodeId, RouteHop, ShardId, StreamFrame
+from mesh.types import BringingUp, Done, LayerRange, ModelId, NodeId, RouteHop, StreamFrame
 from mesh.wire.limits import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,9 @@ class Node:
         self._clock = SystemClock()
         self._started_at = self._clock.now()
         self._events = EventFeed(self._clock)
-        self._counts = LiveCounts(self._clock, self._events.stir)
         self._metrics = Metrics()
+        self.stepped = self._metrics.steps
+        self._counts = LiveCounts(self._clock, self._events.stir, self._metrics.generations)
         self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
@@ -311,10 +312,6 @@ class Node:
         """How far a model is that jobs wait for; see `Waker.on_its_way`."""
         here = self._deployments
         return await here.waker.on_its_way(model_id, may_wake=may_wake) if here else None
-
-    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
-        """Take in milliseconds of steps per shard."""
-        self._metrics.latencies(shards)
 
     def asker_event(self, event: dict[str, Any]) -> None:
         """Tell people and the metrics what an asker noticed of a hop."""

@@ -58,9 +58,10 @@ class Askers:
         asker = self._asker_of(request)
         entering = self._entrance.enter(request.request_id, request.principal)
         try:
-            async with contextlib.aclosing(entering):
-                async for queued in entering:
-                    yield queued
+            with self._counts.entering():
+                async with contextlib.aclosing(entering):
+                    async for queued in entering:
+                        yield queued
             with self._counts.counting(request) as seen:
                 async with contextlib.aclosing(asker.generate(request)) as frames:
                     async for frame in frames:
@@ -79,9 +80,10 @@ class Askers:
         asker = self._asker_of(request)
         entering = self._entrance.enter(request.request_id, request.principal)
         try:
-            async with contextlib.aclosing(entering):
-                async for _ in entering:
-                    pass
+            with self._counts.entering():
+                async with contextlib.aclosing(entering):
+                    async for _ in entering:
+                        pass
             return await asker.lens(request, top)
         finally:
             self._entrance.leave(request.request_id)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
 from mesh.health.detector import Verdict
+from mesh.health.series import HopSteps
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Start
@@ -285,12 +286,12 @@ class LoadLocally(ProcessMessage, frozen=True):
 class AskerReport(ProcessMessage, frozen=True):
     """What the asker does, whenever that has changed.
 
-    `latencies` are milliseconds of steps per shard, and `events` what people should know, each with
-    a ``type``: both since the last report. `standings` and `accounts` are rows for the status.
+    `steps` are those that hops answered, and `events` what people should know, each with a
+    ``type``: both since the last report. `standings` and `accounts` are rows for the status.
     """
 
     generations: tuple[LiveGeneration, ...] = ()
     standings: list[dict[str, Any]] = []  # noqa: RUF012 - msgspec copies it
     accounts: dict[str, Any] = {}  # noqa: RUF012
-    latencies: dict[ShardId, list[float]] = {}  # noqa: RUF012
+    steps: list[HopSteps] = []  # noqa: RUF012
     events: list[dict[str, Any]] = []  # noqa: RUF012

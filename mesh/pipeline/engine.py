@@ -18,6 +18,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock
 from mesh.errors import MeshError
+from mesh.health.series import HopSteps
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop
 from mesh.pipeline.failover import FailoverSettings, LocalModel
@@ -42,7 +43,6 @@ from mesh.types import (
     GenerationRequest,
     NodeId,
     ShardDescriptor,
-    ShardId,
     StreamFrame,
     WireDtype,
     shown_id,
@@ -166,14 +166,14 @@ class Engine:
             if session.request_id
         )
 
-    def take_latencies(self) -> dict[ShardId, list[float]]:
-        """Milliseconds of each shard's steps since the last call."""
-        taken: dict[ShardId, list[float]] = {}
+    def take_steps(self) -> list[HopSteps]:
+        """The times of all hops' steps since the last call."""
+        taken = []
         for session in self.sessions.known():
             for hop in session.route.hops:
-                latencies = hop.take_latencies()
-                if latencies:
-                    taken.setdefault(hop.hop.shard.shard_id, []).extend(latencies)
+                if steps := hop.take_steps():
+                    shard = hop.hop.shard
+                    taken.append(HopSteps(shard.shard_id, shard.node_name, steps))
         return taken
 
     # Private

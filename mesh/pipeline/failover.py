@@ -96,7 +96,7 @@ class Failover:
             error = _no_room(lost) if status == "full" else _gone(lost)
             yield PipelineAborted(error.message)
             raise error
-        yield self._notice(lost.hop, hops)
+        yield self._notice(lost.hop, hops, status)
 
     async def leave_draining_hops(self) -> AsyncGenerator[StreamFrame, None]:
         """Move off hops whose host is about to stop, where somebody else serves their layers.
@@ -112,7 +112,7 @@ class Failover:
                 self._stays.add(key_of(hop.shard))
                 continue
             yield ShardStatus(hop.shard.shard_id, hop.shard.node_name, "draining", "it is stopping")
-            yield self._notice(hop, hops)
+            yield self._notice(hop, hops, "draining")
 
     # Private
 
@@ -190,9 +190,10 @@ class Failover:
                 return index
         return None
 
-    def _notice(self, lost: RouteHop, hops: Sequence[RouteHop]) -> ShardFailover:
+    def _notice(self, lost: RouteHop, hops: Sequence[RouteHop], status: str) -> ShardFailover:
         replacements = tuple(hop.shard.shard_id for hop in hops)
-        return ShardFailover(lost.shard.shard_id, replacements, len(self._session.token_ids))
+        position = len(self._session.token_ids)
+        return ShardFailover(lost.shard.shard_id, replacements, position, status)
 
 
 def _no_room(lost: HopLost) -> CacheFull:

@@ -25,6 +25,7 @@ from mesh.errors import (
     from_dict,
 )
 from mesh.health.percentiles import percentile
+from mesh.health.series import StepTimes
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, rows_of, slice_rows
 from mesh.pipeline.links import HopLink
@@ -135,7 +136,7 @@ class HopSession:
         self._answers = 0
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         self._large: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)
-        self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._unreported: deque[StepTimes] = deque(maxlen=TIMED_STEPS)
 
     # Life
 
@@ -285,11 +286,11 @@ class HopSession:
             mb_s=percentile(rates, 0.50),
         )
 
-    def take_latencies(self) -> list[float]:
-        """Milliseconds of the steps since the last call, at most `TIMED_STEPS` of them."""
-        latencies = list(self._unreported)
+    def take_steps(self) -> list[StepTimes]:
+        """The times of the steps since the last call, at most `TIMED_STEPS` of them."""
+        steps = list(self._unreported)
         self._unreported.clear()
-        return latencies
+        return steps
 
     def fail(self, error: MeshError) -> None:
         """Take the hop as lost from now on; reported once."""
@@ -475,7 +476,7 @@ class HopSession:
             moved = sent.nbytes + len(result.tensor.data)
             if sent.nbytes and moved >= _LARGE_BYTES:
                 self._large.append((moved, total_ms - compute_ms))
-        self._unreported.append(total_ms)
+        self._unreported.append((total_ms, compute_ms, result.queue_us / 1e3))
         if sent.waiter is None:
             self._take(sent, tensor)
         elif not sent.waiter.done():

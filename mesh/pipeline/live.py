@@ -5,14 +5,18 @@ Knows the frames only: routes and the times of hops are what the asker reports.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock
-from mesh.types import GenerationRequest, PromptPiece, StreamFrame, TokenDelta, shown_id
+from mesh.types import Done, GenerationRequest, PromptPiece, StreamFrame, TokenDelta, shown_id
+
+if TYPE_CHECKING:
+    from mesh.health.metrics import GenerationSeries
 
 RATE_TOKENS = 64
 """The rate that is shown is that of so many of the latest tokens."""
@@ -26,17 +30,23 @@ class _Counts:
     prompt_tokens: int = 0
     tokens: int = 0
     first_s: float | None = None
+    last_s: float | None = None
+    outcome: str = "error"
     latest: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_TOKENS))
 
-    def take(self, delta: TokenDelta, now_s: float) -> None:
+    def take(self, delta: TokenDelta, now_s: float) -> float | None:
+        """Seconds since the token before; None where none was."""
         if delta.prompt_tokens:
             self.prompt_tokens = delta.prompt_tokens
         if not delta.token_ids:
-            return
+            return None
+        gap_s = None if self.last_s is None else now_s - self.last_s
+        self.last_s = now_s
         self.tokens += len(delta.token_ids)
         if self.first_s is None:
             self.first_s = now_s
         self.latest.append((now_s, self.tokens))
+        return gap_s
 
     def row(self, now_s: float) -> dict[str, Any]:
         rate = None
@@ -56,12 +66,36 @@ class _Counts:
 
 
 class LiveCounts:
-    """The counts of all running generations. `on_change` is called when one has moved."""
+    """The counts of all running generations. `on_change` is called when one has moved; `series`
+    are told what became of each."""
 
-    def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        on_change: Callable[[], None],
+        series: GenerationSeries | None = None,
+    ) -> None:
         self._clock = clock
         self._on_change = on_change
+        self._series = series
         self._counts: dict[str, _Counts] = {}
+        self._entering = 0
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """For as long as a request waits to be let in."""
+        self._entering += 1
+        try:
+            yield
+        finally:
+            self._entering -= 1
+
+    def states(self, queued: int) -> tuple[tuple[str, int], ...]:
+        """How many are running and how many waiting; `queued` of those that were let in wait for
+        room on the hops."""
+        inside = len(self._counts)
+        queued = min(queued, inside)
+        return ("running", inside - queued), ("waiting", self._entering + queued)
 
     @contextmanager
     def counting(self, request: GenerationRequest) -> Iterator[Callable[[StreamFrame], None]]:
@@ -71,7 +105,11 @@ class LiveCounts:
 
         def seen(frame: StreamFrame) -> None:
             if isinstance(frame, TokenDelta):
-                counts.take(frame, self._clock.monotonic())
+                gap_s = counts.take(frame, self._clock.monotonic())
+                if gap_s is not None and self._series is not None:
+                    self._series.gap(gap_s)
+            elif isinstance(frame, Done):
+                counts.outcome = frame.finish_reason
             elif isinstance(frame, PromptPiece):
                 counts.prompt_tokens += len(frame.token_ids)
             self._on_change()
@@ -79,7 +117,13 @@ class LiveCounts:
         self._on_change()
         try:
             yield seen
+        except (GeneratorExit, asyncio.CancelledError):
+            if counts.outcome == "error":  # else it had its end
+                counts.outcome = "cancelled"
+            raise
         finally:
+            if self._series is not None:
+                self._series.end(counts.outcome)
             self._counts.pop(name, None)
             self._on_change()
 

@@ -301,12 +301,12 @@ class AskerProcess(Worker):
             engine.generations(),
             engine.oversight.rows(),
             engine.accounts.report(""),
-            engine.take_latencies(),
+            engine.take_steps(),
             engine.oversight.take_events(),
         )
         if report != self._reported:
             self.say(report)
-            self._reported = structs.replace(report, latencies={}, events=[])
+            self._reported = structs.replace(report, steps=[], events=[])
 
     def _unforeseen(self, error: Exception) -> MeshError:
         if (gone := lost(error)) is not None:

@@ -19,6 +19,7 @@ from mesh.errors import (
     MeshError,
     PipelineStalled,
 )
+from mesh.health.series import HopSteps
 from mesh.pipeline.commands import (
     AskerReady,
     AskerReport,
@@ -47,7 +48,6 @@ from mesh.types import (
     LayerRange,
     ModelId,
     RouteHop,
-    ShardId,
     StreamFrame,
 )
 
@@ -71,8 +71,8 @@ class AskerOwner(Protocol):
     def asker_changed(self) -> None:
         """An asker became ready, failed or ended."""
 
-    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
-        """Milliseconds of steps per shard."""
+    def stepped(self, answered: HopSteps) -> None:
+        """A hop has answered steps."""
 
     def asker_event(self, event: dict[str, Any]) -> None:
         """Something that people should know; has a ``type``."""
@@ -246,8 +246,8 @@ class AskerSupervisor(Supervisor):
     def _reported(self, answer: AskerReport) -> None:
         self.generations, self.standings = answer.generations, answer.standings
         self.accounts = answer.accounts
-        if answer.latencies:
-            self._owner.latencies(answer.latencies)
+        for answered in answer.steps:
+            self._owner.stepped(answered)
         for event in answer.events:
             self._owner.asker_event(event)
 

@@ -112,6 +112,11 @@ class SessionTable:
         """What the caches of all sessions take on the device now."""
         return sum(s.sequence.cache.allocated_bytes for s in self if s.sequence is not None)
 
+    @property
+    def parked_bytes(self) -> int:
+        """What of that those take that hold only their cache."""
+        return sum(s.sequence.cache.allocated_bytes for s in self._parked if s.sequence is not None)
+
     def __iter__(self) -> Iterator[ChatSession]:
         return iter([*self._active, *self._parked])
 

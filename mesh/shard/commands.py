@@ -46,8 +46,8 @@ class ShardRequest:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What a shard holds right now. `kv_mb` is what the caches' buffers take, `weights_mb` what the
-    weights do."""
+    """What a shard holds right now. `kv_mb` is what the caches' buffers take, `parked_mb` what of
+    that is of parked sessions, `weights_mb` what the weights do."""
 
     loaded: bool
     parked: int
@@ -55,6 +55,7 @@ class ShardLoad:
     kv_tokens: int
     kv_mb: float
     weights_mb: float
+    parked_mb: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,7 @@ class ShardServer:
             self.settings.kv_tokens,
             table.kv_bytes / 2**20,
             sum(sizes) / 2**20,
+            table.parked_bytes / 2**20,
         )
 
     def admit(

@@ -12,8 +12,10 @@ import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mesh.cli.local_node import LocalNode
+from mesh.health.series import PRESENT, SERIES
 from mesh.models.builtin import checkpoint_dir
 from mesh.paths import StatePaths
 from tests.checkpoints import make_checkpoint
@@ -21,6 +23,7 @@ from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
 from tests.warm.daemons import command
 
+DOCS = Path(__file__).parents[2] / "docs"
 QUESTION = [{"role": "user", "content": "What is hearthnet?"}]
 
 
@@ -264,6 +267,32 @@ class TestAnswering:
         ):  # fmt: skip
             assert f"distributed_inference_{name}" in text
         assert 'shard_latency_ms_count{shard_id="builtin:0-4"}' in text
+
+    def test_the_dashboard_asks_for_what_is_there(self, home: dict[str, LocalNode]) -> None:
+        """Every query of docs/reference/grafana.json, by the names and labels of live nodes."""
+        ask(home["sofa"])
+        labels: dict[str, set[str]] = {}
+        for name in ("sofa", "attic"):
+            text = httpx.get(f"{home[name].url}/metrics", trust_env=False).text
+            for family in text_string_to_metric_families(text):
+                counted = "_total" if family.type == "counter" else ""
+                # What did not happen here has no series yet, only its name.
+                labels.setdefault(family.name + counted, {"instance"})
+                for sample in family.samples:
+                    labels.setdefault(sample.name, {"instance"}).update(sample.labels)
+        for each in (*SERIES, *PRESENT):
+            labels[each.shown].update(each.labels)
+        page = json.loads((DOCS / "reference/grafana.json").read_text())
+        queries = [target for panel in page["panels"] for target in panel["targets"]]
+        assert len(queries) > len(page["panels"])
+        for query in queries:
+            names = set(re.findall(r"(?:hearthnet|distributed_inference)_\w+", query["expr"]))
+            assert names
+            assert names <= labels.keys()
+            asked = re.findall(r"by \(([^)]*)\)", query["expr"])
+            wanted = {label for each in asked for label in each.split(", ")}
+            wanted |= set(re.findall(r"{{(\w+)}}", query["legendFormat"]))
+            assert all(wanted <= labels[name] for name in names), query["expr"]
 
     def test_events_are_followed_and_resumed(self, sofa: LocalNode) -> None:
         url = f"{sofa.url}/mesh/v1/events"

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from mesh.config import Config
 from mesh.errors import DeviceLost, InternalError, MeshError
+from mesh.health.series import HopSteps
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
@@ -24,7 +25,7 @@ from mesh.pipeline.commands import Generate, Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.processes.messages import ProcessMessage
-from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams, ShardId
+from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from tests import secure
 from tests.test_formats import advertised
 
@@ -45,7 +46,7 @@ class Owner:
     def asker_changed(self) -> None:
         pass
 
-    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
+    def stepped(self, answered: HopSteps) -> None:
         pass
 
     def asker_event(self, event: dict[str, Any]) -> None:
