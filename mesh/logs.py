@@ -18,6 +18,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -38,6 +39,9 @@ MAX_SUBJECTS = 1024
 # httpx tells every address that is asked for; those of the hub's files are as good as a key.
 _QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio", "httpx")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
+
+REQUEST: ContextVar[str] = ContextVar("request", default="")
+"""On behalf of which request of the HTTP API something is done; its lines say so. No secret."""
 
 Place = tuple[str, int]
 """File and line."""
@@ -105,7 +109,8 @@ class _Lines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line; what it quotes cannot make lines or escapes of its own."""
-        return super().formatMessage(record).translate(_CONTROLS)
+        line, request = super().formatMessage(record), REQUEST.get()
+        return (f"{line} [request {request}]" if request else line).translate(_CONTROLS)
 
     def formatException(self, ei: Any) -> str:
         """The traceback, its own line breaks kept."""

@@ -306,7 +306,7 @@ class GenerationRequest:
     `principal` is who asks: caches that this request leaves are for its follow-ups only.
     `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer.
     `echo`: the prompt is given back first, in `PromptPiece`s, with its log-probabilities where
-    `sampling` asks for any.
+    `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
     """
 
     request_id: str
@@ -326,6 +326,7 @@ class GenerationRequest:
     tools: ToolUse | None = None
     schema: dict[str, Any] | None = None
     echo: bool = False
+    trace_id: str = ""
 
     @property
     def scores_prompt(self) -> bool:

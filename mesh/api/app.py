@@ -29,6 +29,7 @@ from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
 from mesh.api.openai import chat, completions, models, streams
+from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Services
 from mesh.clock import SystemClock
@@ -72,7 +73,11 @@ def create_app(
             *health.routes(view),
             *page.routes(),
         ],
-        middleware=[Middleware(ndif.OneSlash), Middleware(Gate, settings=settings, access=access)],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(ndif.OneSlash),
+            Middleware(Gate, settings=settings, access=access),
+        ],
         exception_handlers={
             MeshError: faults.on_mesh_error,
             HTTPException: faults.on_http_exception,

@@ -91,6 +91,8 @@ def _asked_without_an_id(routes: Sequence[BaseRoute]) -> list[str]:
     return [path for path in paths if path.startswith(_V1) and "{" not in path]
 
 
-def on_exception(_request: Request, _error: Exception) -> Response:
+def on_exception(request: Request, _error: Exception) -> Response:
     """Handler for everything else; Starlette raises it again and uvicorn logs it."""
-    return error_response(unforeseen())
+    response = error_response(unforeseen())
+    response.headers["X-Request-Id"] = request.state.request_id  # it answers around all middleware
+    return response

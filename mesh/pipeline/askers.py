@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from mesh.errors import ExperimentalDisabled, nobody_asks
+from mesh.logs import REQUEST
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
@@ -54,7 +56,7 @@ class Askers:
         async with contextlib.aclosing(self._bring_up(request)) as steps:
             async for step in steps:
                 yield step
-        request = await self._prepared(request)
+        request = replace(await self._prepared(request), trace_id=REQUEST.get())
         asker = self._asker_of(request)
         entering = self._entrance.enter(request.request_id, request.principal)
         try:
@@ -76,7 +78,7 @@ class Askers:
         async with contextlib.aclosing(self._bring_up(request)) as steps:
             async for _ in steps:
                 pass
-        request = await self._prepared(request)
+        request = replace(await self._prepared(request), trace_id=REQUEST.get())
         asker = self._asker_of(request)
         entering = self._entrance.enter(request.request_id, request.principal)
         try:

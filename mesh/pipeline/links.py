@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context
 from dataclasses import replace
 from typing import Protocol
 
@@ -202,7 +203,9 @@ class HopLinks:
             return live
         task = self._dialling.get(place)
         if task is None:
-            task = asyncio.create_task(self._open(host, endpoint), name=f"dial {endpoint}")
+            # Others' requests go over it, too: its lines in the log are not of this one.
+            dialling = self._open(host, endpoint)
+            task = asyncio.create_task(dialling, name=f"dial {endpoint}", context=Context())
             self._dialling[place] = task
             task.add_done_callback(lambda _: self._dialling.pop(place, None))
         # Several sessions may wait for one dial; one that gives up must not end it for the others.

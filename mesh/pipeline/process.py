@@ -20,6 +20,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock, tick
 from mesh.errors import BadValue, InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.logs import REQUEST
 from mesh.models.progress import Progress
 from mesh.pipeline.commands import (
     AskerOptions,
@@ -49,7 +50,15 @@ from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
 from mesh.shard.memory import shed
-from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
+from mesh.types import (
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    NodeId,
+    RouteHop,
+    ShardFailover,
+    StreamFrame,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +207,8 @@ class AskerProcess(Worker):
         except MeshError as error:
             self.say(Ended(key, error))
             return
-        self._begin(key, reader, self._run(key, frames, reader), "generate")
+        run = self._run(command.request, frames, reader)
+        self._begin(key, reader, run, "generate")
 
     def _harvest(self, command: Harvest) -> None:
         work = self._complete(command.id, lambda engine: engine.harvest(command.order), "harvest")
@@ -250,8 +260,13 @@ class AskerProcess(Worker):
             self.say(Completed(key, result))
 
     async def _run(
-        self, key: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
+        self,
+        request: GenerationRequest,
+        frames: AsyncGenerator[StreamFrame, None],
+        reader: _Reader,
     ) -> None:
+        REQUEST.set(request.trace_id)
+        key = request.request_id
         ended = Ended(key)
         try:
             await as_mesh_error(

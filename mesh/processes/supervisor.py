@@ -26,6 +26,7 @@ from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
 from mesh.processes.lifecycle import ChildEnding, LoadUnderWay, ProcessState, SilenceLimits
 from mesh.processes.messages import Handlers, ProcessMessage, Start
+from mesh.processes.tasks import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class Supervisor(ABC):
     def start(self) -> None:
         """Begin to keep it running, if that was not begun."""
         if self._task is None and not self.is_stopping:
-            self._task = asyncio.create_task(self._keep_running(), name=self.name)
+            self._task = spawn(self._keep_running(), self.name)
 
     def ready(self) -> None:
         """It has said that it is ready for work."""

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from contextvars import Context
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -15,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """A named task whose failure is logged; the caller owns it and ends it with `end`."""
-    task = asyncio.create_task(work, name=name)
+    """A named task whose failure is logged; the caller owns it and ends it with `end`. What it does
+    is on behalf of no request, whoever caused it."""
+    task = asyncio.create_task(work, name=name, context=Context())
     task.add_done_callback(_report)
     return task
 

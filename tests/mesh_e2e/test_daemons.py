@@ -136,7 +136,14 @@ class TestAnswering:
         """The body of lm_eval's `local-completions`."""
         prompts = [[40 + i for i in range(50)], [300 - 7 * i for i in range(9)]]
         body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-        answer = sofa.post("/v1/completions", {"model": "builtin", "prompt": prompts, **body})
+        answer = httpx.post(
+            f"{sofa.url}/v1/completions", json={"model": "builtin", "prompt": prompts, **body},
+            headers={"X-Request-Id": "eval-17"}, trust_env=False, timeout=60,
+        )  # fmt: skip
+        assert answer.headers["x-request-id"] == "eval-17"
+        log = StatePaths(sofa.state_dir).daemon_log.read_text().splitlines()
+        (line,) = [each for each in log if each.endswith("[request eval-17]")]
+        assert "POST /v1/completions: 200 in " in line
         choices = answer.json()["choices"]
         for prompt, choice in zip(prompts, choices, strict=True):
             values = choice["logprobs"]["token_logprobs"]

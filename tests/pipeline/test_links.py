@@ -9,6 +9,7 @@ import weakref
 import pytest
 
 from mesh.errors import UntrustedPeer
+from mesh.logs import REQUEST
 from mesh.pipeline.links import HopLinks
 from mesh.types import NodeId
 from mesh.wire.link import Link, LinkHandler
@@ -107,3 +108,21 @@ def test_a_host_that_is_always_somewhere_else_does_not_keep_them_all() -> None:
         await lines.close()
 
     run_virtually(main)
+
+
+async def test_a_line_is_of_no_request_though_one_had_it_dialled() -> None:
+    network, seen = ToyNetwork(), []
+    place = network.add("0-7").descriptor
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        seen.append(REQUEST.get())
+        return await network.dial(host, port, handler)
+
+    lines = HopLinks(dial)
+    token = REQUEST.set("family-5")
+    try:
+        await lines.link(place.host, place.endpoint)
+    finally:
+        REQUEST.reset(token)
+        await lines.close()
+    assert seen == [""]

@@ -11,7 +11,8 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
-from mesh.processes.tasks import abandonable, to_its_end
+from mesh.logs import REQUEST
+from mesh.processes.tasks import abandonable, end, spawn, to_its_end
 
 
 async def test_what_is_not_to_be_left_alone_ends_before_the_cancellation_is_heard() -> None:
@@ -59,3 +60,19 @@ async def test_a_process_that_is_interrupted_does_not_wait_for_what_may_be_left_
     async with asyncio.timeout(20):
         await process.communicate()
     assert time.monotonic() - began < 15
+
+
+async def test_what_goes_on_in_the_background_is_on_behalf_of_no_request() -> None:
+    seen: list[str] = []
+
+    async def work() -> None:
+        seen.append(REQUEST.get())
+
+    token = REQUEST.set("family-4")
+    try:
+        task = spawn(work(), "work")
+        await task
+    finally:
+        REQUEST.reset(token)
+    await end([task])
+    assert seen == [""]

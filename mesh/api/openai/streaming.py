@@ -110,7 +110,8 @@ def streamed(
     streams.keep(owner, head.id, chunks)
     kept = streams.follow(owner, head.id, -1)
     # The id is in every chunk, but a connection may break before the first.
-    return EventStream(kept, headers={"X-Request-Id": head.id}, ping_s=settings.ping_s)
+    headers = {"X-Stream-Id": head.id, "X-Request-Id": head.id}
+    return EventStream(kept, headers=headers, ping_s=settings.ping_s)
 
 
 async def events(
