@@ -402,6 +402,10 @@ class NotFound(ApiError, code="not_found", http_status=404):
     """No such path."""
 
 
+class NotSupported(ApiError, code="not_supported", http_status=501):
+    """A path of another server's API that is not served here; the fix says what to use instead."""
+
+
 class MethodNotAllowed(ApiError, code="method_not_allowed", http_status=405):
     """The path exists but not with this method."""
 

@@ -403,7 +403,10 @@ class ScriptedView:
         ]
 
     def models(self) -> list[dict[str, Any]]:
-        whole = {"total_layers": 12, "context": 2048, "nodes": ["attic", "here"], "local": False}
+        whole = {
+            "total_layers": 12, "context": 2048, "nodes": ["attic", "here"], "local": False,
+            "level": "HOT",
+        }  # fmt: skip
         half = "missing layers 8-11"
         return [
             {"id": "echo", "runnable": True, "missing": [], "reason": None, **whole},

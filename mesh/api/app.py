@@ -28,7 +28,7 @@ from mesh.api import (
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
-from mesh.api.openai import chat, completions, models, streams
+from mesh.api.openai import chat, completions, elsewhere, models, streams
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Services
@@ -53,6 +53,7 @@ def create_app(
     closing = asyncio.Event()
     kept = KeptStreams(most=settings.kept_streams)
     access = Access(settings, api_keys, SystemClock())
+    deployed = services.deployments if services is not None else None
     feed = DashboardFeed(view, access, jobs.queue if jobs is not None else None)
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
@@ -60,11 +61,8 @@ def create_app(
     ]
     app = Starlette(
         routes=[
-            *require(Scope.CHAT, chat.routes(generations, settings, kept)),
-            *require(Scope.CHAT, completions.routes(generations, settings, kept)),
-            *require(Scope.CHAT, models.routes(view)),
-            *require(Scope.CHAT, lens.routes(generations, settings)),
-            *require(Scope.CHAT, streams.routes(kept, settings)),
+            *require(Scope.CHAT, _answers(generations, settings, kept)),
+            *require(Scope.CHAT, models.routes(view, deployed)),
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
@@ -89,6 +87,16 @@ def create_app(
     app.state.settings = settings
     app.state.access = access
     return app
+
+
+def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
+    return [
+        *chat.routes(generations, settings, kept),
+        *completions.routes(generations, settings, kept),
+        *elsewhere.routes(),
+        *lens.routes(generations, settings),
+        *streams.routes(kept, settings),
+    ]
 
 
 def _jobs(

@@ -22,6 +22,10 @@ _RETRY_AFTER_S = {429: 1, 503: 5}
 """Where the error does not say how long to wait."""
 
 
+class RefusedRoute(Route):
+    """A path that clients know from other servers, and that is refused."""
+
+
 def error_body(error: MeshError) -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``.
 
@@ -48,6 +52,10 @@ def error_response(error: MeshError) -> Response:
         wait_s = _RETRY_AFTER_S.get(error.http_status)
     if wait_s is not None:
         headers["Retry-After"] = str(wait_s)
+    if error.http_status == 501:
+        headers["X-Should-Retry"] = (
+            "false"  # OpenAI's clients try again after most errors above 500
+        )
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
@@ -87,7 +95,8 @@ def on_http_exception(request: Request, error: Exception) -> Response:
 
 def _asked_without_an_id(routes: Sequence[BaseRoute]) -> list[str]:
     """The paths of OpenAI's API that are here."""
-    paths = [each.path for each in routes if isinstance(each, Route)]
+    here = [each for each in routes if isinstance(each, Route)]
+    paths = [each.path for each in here if not isinstance(each, RefusedRoute)]
     return [path for path in paths if path.startswith(_V1) and "{" not in path]
 
 

@@ -149,7 +149,8 @@ async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api:
     assert ready.json() == {"ready": False, "missing": ["layers 8-11 of org/half"]}
     models = (await http.get("/v1/models")).json()
     assert [m["id"] for m in models["data"]] == ["echo"]
-    assert models["data"][0]["hearthnet"]["context"] == 2048
+    facts = {"state": "HOT", "total_layers": 12, "nodes": ["attic", "here"], "context": 2048}
+    assert models["data"][0]["hearthnet"] == facts
     assert (await http.get("/v1/models/")).json() == models
     for path in ("/v1/models/echo", "/v1/models/echo/"):
         assert (await http.get(path)).json() == models["data"][0]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving
@@ -358,3 +359,37 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert wrong.json()["error"]["fix"] == "Use POST."
     unknown = await http.get("/v1/models/org/half")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/embeddings", "llama-server --embedding"),
+        ("/v1/responses", "/v1/chat/completions"),
+        ("/v1/responses/resp_1/cancel", "/v1/chat/completions"),
+        ("/v1/messages", "LiteLLM"),
+        ("/v1/messages/count_tokens", "LiteLLM"),
+    ],
+)
+async def test_paths_of_other_servers_say_what_to_use_instead(
+    http: httpx.AsyncClient, path: str, instead: str
+) -> None:
+    answer = await http.post(path, content=b"whatever it is")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (501, "not_supported")
+    assert instead in error["message"] + error["fix"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_openais_client_gives_up_at_once(api: Served) -> None:
+    asked = []
+
+    async def note(request: httpx.Request) -> None:
+        asked.append(request.url.path)
+
+    http = httpx.AsyncClient(trust_env=False, event_hooks={"request": [note]})
+    url = f"{api.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused", http_client=http) as client:
+        with pytest.raises(openai.InternalServerError, match="llama-server --embedding"):
+            await client.embeddings.create(model="echo", input="text")
+    assert asked == ["/v1/embeddings"]

@@ -22,9 +22,10 @@ class Deployments:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.rows: list[dict[str, Any]] = [{"deployment": "d", "model_id": "m"}]
 
     def view(self) -> list[dict[str, Any]]:
-        return [{"deployment": "d", "model_id": "m"}]
+        return self.rows
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(order)
@@ -100,3 +101,33 @@ async def test_a_body_that_is_wrong_is_refused_by_field(
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == field
     assert deployments.asked == []
+
+
+def deployed(model: str, state: str) -> dict[str, Any]:
+    """What is asked of a row of the deployments."""
+    resting = state == "RESTING"
+    return {"model_id": model, "state": state, "resting": resting, "total_layers": 8, "context": 9}
+
+
+async def test_models_that_a_chat_waits_for_are_listed_for_those_who_may(
+    served: tuple[Deployments, httpx.AsyncClient],
+) -> None:
+    deployments, http = served
+    deployments.rows = [
+        deployed("cold", "RESTING"), deployed("coming", "PROVISIONING"), deployed("bad", "FAILED"),
+        deployed("twice", "RESTING"), deployed("twice", "QUEUED"), deployed("twice", "RESTING"),
+        deployed("echo", "RESTING"),
+    ]  # fmt: skip
+
+    async def states(**headers: str) -> dict[str, str]:
+        listed = (await http.get("/v1/models", headers=headers)).json()["data"]
+        assert len({model["id"] for model in listed}) == len(listed)
+        return {model["id"]: model["hearthnet"]["state"] for model in listed}
+
+    come = {"echo": "HOT", "coming": "PROVISIONING", "twice": "QUEUED"}
+    assert await states() == come
+    assert await states(**OWNER) == come | {"cold": "COLD"}
+    cold = (await http.get("/v1/models/cold", headers=OWNER)).json()
+    facts = {"state": "COLD", "total_layers": 8, "nodes": [], "context": 9}
+    assert cold["hearthnet"] == facts
+    assert (await http.get("/v1/models/cold")).status_code == 404

@@ -290,6 +290,12 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0,
                 "ignore_eos": True, "wire_dtype": "fp32"}  # fmt: skip
     guest, lab = (made_key(kitchen, trusted=trusted) for trusted in (False, True))
+    for key, states in ((guest, []), (lab, ["COLD"])):
+        listed = httpx.get(
+            f"{kitchen.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, trust_env=False
+        ).json()["data"]
+        found = [model["hearthnet"]["state"] for model in listed if model["id"] == MODEL]
+        assert found == states, listed
     for key in ("", guest):
         refusal = httpx.post(
             f"{kitchen.url}/v1/completions", json=question, trust_env=False, timeout=60,
