@@ -11,6 +11,7 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
+import api_page
 import click
 import dashboard
 import typer
@@ -137,6 +138,7 @@ PAGES = {
     "wire.md": wire_page.page,
     "metrics.md": metrics_page,
     "grafana.json": dashboard.page,
+    "api.md": api_page.page,
 }
 
 

@@ -241,12 +241,22 @@ def require(scope: Scope, routes: Sequence[_Routed]) -> list[_Routed]:
     return list(routes)
 
 
+def needed_of(route: Route | WebSocketRoute) -> Scope | None:
+    """What a caller of the route needs; None where that is nothing but to be let in."""
+    return route.app.needed if isinstance(route.app, _Scoped) else None
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is for all, without a key wherever the API is bound."""
+    return path in _OPEN or path.startswith(_KEYLESS)
+
+
 class _Scoped:
     """A route behind a scope; the application's state has the `Access` that counts."""
 
     def __init__(self, app: ASGIApp, needed: Scope) -> None:
         self._app = app
-        self._needed = needed
+        self.needed = needed
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         caller: Caller = scope["state"]["caller"]
@@ -261,17 +271,17 @@ class _Scoped:
         await self._app(scope, receive, send)
 
     def _check(self, caller: Caller) -> None:
-        if caller.allows(self._needed):
+        if caller.allows(self.needed):
             return
         if caller.is_keyless:
             raise Unauthorized(
-                f"This needs a key with the scope {self._needed}.",
+                f"This needs a key with the scope {self.needed}.",
                 fix="Use `hearthnet` as the user who runs the daemon, or make a key with"
-                f" `hearthnet keys create --scope {self._needed}`.",
+                f" `hearthnet keys create --scope {self.needed}`.",
             )
         raise Forbidden(
-            f"This key has no scope {self._needed}.",
-            fix=f"Make one with `hearthnet keys create --scope {self._needed}`.",
+            f"This key has no scope {self.needed}.",
+            fix=f"Make one with `hearthnet keys create --scope {self.needed}`.",
             param="scope",
         )
 

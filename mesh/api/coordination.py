@@ -24,6 +24,10 @@ def routes(coordination: CoordinationView, closing: asyncio.Event) -> list[Route
     """The endpoint's route; it only reads. Who waits is told when `closing` is set."""
 
     async def view(request: Request) -> Response:
+        """Who holds which model. Answers as `CoordinationView.view`. With `?model=NAME`, and
+        perhaps `weights_sha256=`, `layers=LO-HI` and `wait=SECONDS` (30 at most), that model once
+        it is ready. Answers as `CoordinationView.when_ready`.
+        """
         question = _question(request.query_params)
         if question is None:
             return JSONResponse(await coordination.view())

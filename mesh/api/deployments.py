@@ -42,6 +42,9 @@ def view_routes(deployments: DeploymentControl) -> list[Route]:
     """The endpoint that only reads."""
 
     async def view(_request: Request) -> Response:
+        """What the hearth wishes to have loaded, as `deployments`. Each as in
+        `DeploymentControl.view`.
+        """
         return JSONResponse({"deployments": deployments.view()})
 
     return [Route(PATH, view)]
@@ -51,16 +54,21 @@ def routes(deployments: DeploymentControl, settings: ApiSettings) -> list[Route]
     """The endpoints that change something."""
 
     async def deploy(request: Request) -> Response:
+        """Wish for a model, or change that wish. Answers as `DeploymentControl.deploy`, with 202:
+        it is brought up from then on.
+        """
         body = await read_body(request, DeployBody, settings)
         given = body.model_dump(exclude_none=True)
         return JSONResponse(await deployments.deploy(given), status_code=202)
 
     async def scale(request: Request) -> Response:
+        """Wish for so many replicas. Answers as `DeploymentControl.scale`, with 202."""
         body = await read_body(request, ScaleBody, settings)
         model = request.path_params["model"]
         return JSONResponse(await deployments.scale(model, body.replicas), status_code=202)
 
     async def evict(request: Request) -> Response:
+        """End the wish, as `evicted`. Answers as `DeploymentControl.evict`."""
         return JSONResponse({"evicted": await deployments.evict(request.path_params["model"])})
 
     named = f"{PATH}/{{model:path}}"

@@ -26,6 +26,9 @@ def routes(harvests: HarvestControl, settings: ApiSettings) -> list[Route]:
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
+        """Run a batch of prompts whose activations stay on the nodes that compute them. Answers as
+        `HarvestControl.run`.
+        """
         body = await read_body(request, HarvestBody, settings)
         order = {
             "run": body.run,

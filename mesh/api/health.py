@@ -15,15 +15,20 @@ def routes(view: MeshView) -> list[Route]:
     """The endpoints' routes."""
 
     async def healthz(_request: Request) -> Response:
+        """`ok`: the process answers."""
         return PlainTextResponse("ok\n")
 
     async def readyz(_request: Request) -> Response:
+        """Whether requests can be answered: ``{"ready", "missing": [in words]}``; 503 while
+        something is missing.
+        """
         missing = view.readiness()
         return JSONResponse(
             {"ready": not missing, "missing": missing}, status_code=503 if missing else 200
         )
 
     async def metrics(_request: Request) -> Response:
+        """[Metrics](metrics.md) in Prometheus' text format."""
         return Response(view.metrics(), media_type=_PROMETHEUS)
 
     return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/metrics", metrics)]

@@ -74,9 +74,13 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     path = "/mesh/v1/hearth"
 
     async def view(_request: Request) -> Response:
+        """Who is in the hearth. Answers as `HearthControl.view`."""
         return JSONResponse(control.view())
 
     async def log(request: Request) -> Response:
+        """A page of the hearth's signed log: `?limit=` (1 to 200), `author=`, `type=`, `after=`.
+        Answers as `HearthControl.log`.
+        """
         said = request.query_params
         limit = said.get("limit", "50")
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 6):
@@ -85,15 +89,18 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         return JSONResponse(await control.log(LogFilter(author, kind, int(limit), after)))
 
     async def invitation(request: Request) -> Response:
+        """What became of an invitation. Answers as `HearthControl.invitation`."""
         return JSONResponse(await control.invitation(request.path_params["port"]))
 
     async def close(_request: Request) -> Response:
+        """Shut the open invitation. Answers as `HearthControl.close_invitation`."""
         return JSONResponse(await control.close_invitation())
 
     def verb(name: str, form: type[Body], act: Callable[[Body], Answer]) -> Route:
         async def endpoint(request: Request) -> Response:
             return JSONResponse(await act(await read_body(request, form, settings)))
 
+        endpoint.__doc__ = getattr(HearthControl, name).__doc__
         return Route(f"{path}/{name}", endpoint, methods=["POST"])
 
     return [

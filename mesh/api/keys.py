@@ -38,15 +38,20 @@ def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
     one_at_a_time = asyncio.Lock()
 
     async def view(_request: Request) -> Response:
+        """The API keys, as `keys`: ``{"key_id", "name", "scopes", "trusted", ...}``, never their
+        texts.
+        """
         return JSONResponse({"keys": [shown(key) for key in keys.keys]})
 
     async def create(request: Request) -> Response:
+        """Make a key: as one of the list, with its text, `key`, which is told only now."""
         body = await read_body(request, CreateKeyBody, settings)
         async with one_at_a_time:
             made = await asyncio.to_thread(make, keys, body)
         return JSONResponse(made)
 
     async def revoke(request: Request) -> Response:
+        """Revoke a key: as one of the list."""
         body = await read_body(request, RevokeKeyBody, settings)
         async with one_at_a_time:
             gone = await asyncio.to_thread(keys.revoke, body.key_id)

@@ -23,18 +23,25 @@ def routes(
     """The endpoints' routes; event streams end when `closing` is set."""
 
     async def status(_request: Request) -> Response:
+        """The mesh as this node sees it. Answers as `MeshView.status`."""
         return JSONResponse(view.status())
 
     async def peers(_request: Request) -> Response:
+        """The nodes around, as `peers`. Each as in `MeshView.peers`."""
         return JSONResponse({"peers": view.peers()})
 
     async def models(_request: Request) -> Response:
+        """Each model that anybody holds, as `models`. Each as in `MeshView.models`."""
         return JSONResponse({"models": view.models()})
 
     async def privacy(_request: Request) -> Response:
+        """Who can see what of prompts and answers. Answers as `MeshView.privacy`."""
         return JSONResponse(view.privacy())
 
     async def events(request: Request) -> Response:
+        """What happens, as server-sent events without end; the header `Last-Event-ID` resumes. With
+        `?with=status` the status and its changes, for dashboards: [the feed](feed.md).
+        """
         after = last_event_id(request)
         wanted = request.query_params.get("with")
         if wanted not in (None, "status"):

@@ -38,6 +38,7 @@ def routes(plans: PlanControl, settings: ApiSettings) -> list[Route]:
     """The endpoint."""
 
     async def plan(request: Request) -> Response:
+        """What deploying a model would need and give. Answers as `PlanControl.plan`."""
         body = await read_body(request, PlanBody, settings)
         return JSONResponse(await plans.plan(body.model_dump(by_alias=True)))
 

@@ -13,6 +13,7 @@ def routes(reach: ReachView) -> list[Route]:
     """It has every peer connect, so it is no reading: for the owner, and by POST."""
 
     async def look(_request: Request) -> Response:
+        """Who can open connections to whom. Answers as `ReachView.look`."""
         return JSONResponse(await reach.look())
 
     return [Route("/mesh/v1/reach", look, methods=["POST"])]

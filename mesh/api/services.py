@@ -111,7 +111,8 @@ class HearthControl(Protocol):
         """A page of the signed log; see `mesh.hearth.listing.listing`."""
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
-        """``{"code", "link", "qr", "level", "ttl_s", "host", "port"}`` of a new window."""
+        """Open a window for one node to join: ``{"code", "link", "qr", "level", "ttl_s", "host",
+        "port"}``."""
 
     async def invitation(self, port: int) -> dict[str, Any]:
         """``{"open", "ending", "node_id", "name"}`` of the window at `port`, once it has ended or
@@ -121,10 +122,11 @@ class HearthControl(Protocol):
         """Shut the open window: ``{"open": False}``."""
 
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
-        """``{"id", "name"}`` of the hearth that this node is in now."""
+        """Join another's hearth: ``{"id", "name"}`` of that which this node is in now."""
 
     async def promote(self, who: str, level: str | None) -> dict[str, Any]:
-        """``{"done", "action", "votes_missing", "member"}``; `who` is a name or an id."""
+        """Raise a member's level: ``{"done", "action", "votes_missing", "member"}``; `who` is a
+        name or an id."""
 
     async def demote(self, who: str, level: str | None) -> dict[str, Any]:
         """Lower a member's level: ``{"done", "action", "votes_missing", "member"}``."""
@@ -144,7 +146,7 @@ class HearthControl(Protocol):
         """Make this node the only anchor: ``{"anchor": member, "demoted": [names]}``."""
 
     async def revoke_token(self, token_id: str) -> dict[str, Any]:
-        """``{"token_id"}``: its session ends, wherever in the hearth it runs."""
+        """Revoke a session's token: ``{"token_id"}``; it ends, wherever in the hearth it runs."""
 
 
 class SteeringControl(Protocol):

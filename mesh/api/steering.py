@@ -35,6 +35,7 @@ def view_routes(steering: SteeringControl) -> list[Route]:
     """The endpoint that only reads."""
 
     async def view(_request: Request) -> Response:
+        """The named steering edits, as `edits`. Each as in `SteeringControl.view`."""
         return JSONResponse({"edits": steering.view()})
 
     return [Route("/mesh/v1/steering", view)]
@@ -44,6 +45,7 @@ def routes(steering: SteeringControl, settings: ApiSettings) -> list[Route]:
     """The endpoints that change something."""
 
     async def publish(request: Request) -> Response:
+        """Publish one. Answers as `SteeringControl.publish`."""
         body = await read_body(request, PublishEditBody, settings)
         try:
             tensors = base64.b64decode(body.tensors, validate=True)
@@ -55,6 +57,7 @@ def routes(steering: SteeringControl, settings: ApiSettings) -> list[Route]:
         return JSONResponse(made)
 
     async def remove(request: Request) -> Response:
+        """Remove one. Answers as `SteeringControl.remove`."""
         body = await read_body(request, RemoveEditBody, settings)
         return JSONResponse(await steering.remove(body.name))
 

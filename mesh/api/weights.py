@@ -38,9 +38,13 @@ def view_routes(pulls: Pulls) -> list[Route]:
     """Reading."""
 
     async def view(_request: Request) -> Response:
+        """What of models is on disks here and at neighbours, and what is being fetched. Answers as
+        `Pulls.view`.
+        """
         return JSONResponse(pulls.view())
 
     async def outcome(request: Request) -> Response:
+        """What became of a pull, after `?wait=SECONDS` at most. Answers as `Pulls.outcome`."""
         wait = request.query_params.get("wait", "0")
         if not (wait.isascii() and wait.isdecimal() and len(wait) < 4):
             raise BadRequest("wait= is no number of seconds.", fix="Send 0 to 30.", param="wait")
@@ -53,15 +57,18 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
     """What fills disks, or empties them."""
 
     async def pull(request: Request) -> Response:
+        """Begin to fetch a model to this machine's disk. Answers as `Pulls.start`."""
         body = await read_body(request, PullWeightsBody, settings)
         layers = None if body.layers is None else tuple(map(_layers, body.layers))
         wish = PullWish(body.model, layers, body.ends, body.source, body.revision, body.drop)
         return JSONResponse(pulls.start(wish))
 
     async def cancel(request: Request) -> Response:
+        """Stop a pull; what has come stays. Answers as `Pulls.cancel`."""
         return JSONResponse(await pulls.cancel(request.path_params["name"]))
 
     async def remove(request: Request) -> Response:
+        """Remove a model from this machine's disk. Answers as `Pulls.remove`."""
         body = await read_body(request, RemoveWeightsBody, settings)
         return JSONResponse(await pulls.remove(body.model))
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mesh.api.app import create_app
-from mesh.api.auth import _Scoped, caller_of
+from mesh.api.auth import caller_of, needed_of
 from mesh.api.page import PATHS as PAGE_FILES
 from mesh.api.services import HearthControl
 from mesh.clock import SystemClock
@@ -102,7 +102,7 @@ def test_every_path_is_behind_a_scope_or_known_to_show_only_the_mesh() -> None:
     scopes: dict[str, set[Scope | None]] = {}
     for route in app.routes:
         assert isinstance(route, Route)
-        needed = route.app._needed if isinstance(route.app, _Scoped) else None
+        needed = needed_of(route)
         scopes.setdefault(route.path, set()).add(needed)
     shows_the_mesh = {
         "/healthz", "/readyz", "/metrics",

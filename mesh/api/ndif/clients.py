@@ -52,6 +52,7 @@ def routes() -> list[Route | WebSocketRoute]:
 
 
 async def _refuse(_request: Request) -> Response:
+    """Where clients of nnsight before 0.8 hear that they are too old."""
     raise UnsupportedClient(
         "Clients that speak Socket.IO (nnsight before 0.8) are not served here.", fix=_INSTALL
     )

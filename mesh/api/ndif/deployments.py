@@ -87,23 +87,28 @@ def routes(deployments: Deployments) -> list[Route]:
     packages: dict[str, str] = {}
 
     async def status(_request: Request) -> Response:
+        """The deployments, as nnsight clients read them: ``{"deployments": {name: {...}}}``."""
         return JSONResponse({"deployments": await deployments.listing()})
 
     async def env(_request: Request) -> Response:
+        """Python's version and that of its packages: ``{"python_version", "packages"}``."""
         if not packages:
             packages.update(await asyncio.to_thread(_packages))
         return JSONResponse({"python_version": sys.version, "packages": packages})
 
     async def whoami(request: Request) -> Response:
+        """Whom the key belongs to: ``{"email", "tags": its scopes}``."""
         caller = caller_of(request)
         tags = [*sorted(caller.scopes), *(["trusted"] if caller.trusted else [])]
         email = None if caller.is_keyless else caller.principal.name
         return JSONResponse({"email": email, "tags": tags})
 
     async def ping(_request: Request) -> Response:
+        """`pong`."""
         return JSONResponse("pong")
 
     async def connected(_request: Request) -> Response:
+        """`true`."""
         return JSONResponse(True)
 
     endpoints = (status, env, whoami, ping, connected)

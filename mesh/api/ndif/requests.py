@@ -36,6 +36,9 @@ def routes(
     """The endpoints' routes."""
 
     async def request_job(request: Request) -> Response:
+        """Hand in a job of an nnsight client, as that sends it: the client is the way to do it
+        ([how](../how-to/nnsight.md)).
+        """
         try:
             require_served(request.headers.get("nnsight-version"))
             return JSONResponse(await _take(request, queue, sessions, deployments))
@@ -44,6 +47,7 @@ def routes(
             raise
 
     async def response(request: Request) -> Response:
+        """What became of a job, with the URL of its result."""
         owner = owner_of(caller_of(request))
         job = await queue.find(request.path_params["job_id"], owner)
         has_result = job.status is Status.COMPLETED and job.result_bytes > 0

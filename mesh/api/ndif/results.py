@@ -72,6 +72,9 @@ def routes(urls: ResultUrls, spool: Spool) -> list[Route]:
     """The endpoint's route."""
 
     async def result(request: Request) -> Response:
+        """A job's result: bytes, for two hours. The whole URL is in the job's answer; who has it
+        needs no key.
+        """
         job_id = request.path_params["job_id"]
         query = request.query_params
         urls.check(job_id, query.get("expires", ""), query.get("signature", ""))

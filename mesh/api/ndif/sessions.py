@@ -81,7 +81,8 @@ class ClientSessions:
         return session
 
     async def serve(self, socket: WebSocket) -> None:
-        """One socket, from its opening to its end."""
+        """Hear of jobs while they wait and run: the first frame names the session, which the
+        client's request then names."""
         await socket.accept()
         caller = caller_of(socket)
         access: Access = socket.app.state.access

@@ -25,6 +25,10 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
+        """Answer a chat, as OpenAI's API has it: a `chat.completion`, or with `stream` its chunks
+        as server-sent events. The `hearthnet` object of the answer says what ran where and how
+        fast; chunks with one tell what happens to the route.
+        """
         body = await read_body(request, ChatBody, settings)
         request_id = f"chatcmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)

@@ -29,6 +29,10 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
+        """Continue texts, without a chat template: a `text_completion` with a choice for each
+        prompt, or with `stream` its chunks. With several prompts `usage` is of all together, and
+        `hearthnet.choices` of each.
+        """
         body = await read_body(request, CompletionBody, settings)
         request_id = f"cmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)

@@ -40,6 +40,7 @@ def routes() -> list[Route]:
 
 def _route(path: str, what: str, fix: str) -> Route:
     async def refuse(_request: Request) -> Response:
+        """Refused with `not_supported`, which says what to use instead."""
         raise NotSupported(what, fix=fix)
 
     return RefusedRoute(path, refuse, methods=["GET", "POST", "DELETE"])

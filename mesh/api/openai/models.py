@@ -28,9 +28,14 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
         return _runnable(view) + _waited_for(view, deployments, caller_of(request))
 
     async def listing(request: Request) -> Response:
+        """The models that a chat can be asked of, as OpenAI lists them. The `hearthnet` object of
+        each has `state` (`HOT`, `WARM`; on its way up `QUEUED`, `PROVISIONING` or `DEPLOYING`; at
+        rest `COLD`, for callers that may wake it), `total_layers`, `nodes` and `context`.
+        """
         return JSONResponse({"object": "list", "data": known(request)})
 
     async def one(request: Request) -> Response:
+        """One of them. A slash behind its id is as none."""
         wanted = request.path_params["model_id"].rstrip("/")
         if not wanted:  # the list's own path with a slash behind it
             return await listing(request)

@@ -217,7 +217,8 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
 
 
 class ChatBody(_SamplingBody, ToolsBody):
-    """The body of `POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
+    where they are left out. Without a limit an answer may fill the context."""
 
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
@@ -306,7 +307,8 @@ class CompletionBody(_SamplingBody):
     either, each of which has a choice of its own in the answer.
 
     With `echo` the prompt comes back in front of what follows it, with `logprobs` its tokens'
-    log-probabilities as well; then `max_tokens` may be 0.
+    log-probabilities as well; then `max_tokens` may be 0. As OpenAI has it, `temperature` and
+    `top_p` are 1 where they are left out, and `max_tokens` is 16.
     """
 
     prompt: Prompt

@@ -21,6 +21,9 @@ def routes(kept: KeptStreams, settings: ApiSettings) -> list[Route]:
     """The endpoint's route."""
 
     async def resume(request: Request) -> Response:
+        """The rest of a stream that was asked for with `resumable`, for two minutes after its end,
+        behind the event that the header `Last-Event-ID` names. The id is that of the answer.
+        """
         last, owner = last_event_id(request), caller_of(request).principal.account
         after = -1 if last is None else last
         rest = kept.follow(owner, request.path_params["stream_id"], after)

@@ -41,6 +41,7 @@ def routes() -> list[Route]:
 
 def _route(path: str, media_type: str) -> Route:
     async def file(_request: Request) -> Response:
+        """A file of the page in the browser."""
         return Response(_CONTENTS[path], headers=_HEADERS, media_type=media_type)
 
     return Route(path, file)
