@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
+from mesh.errors import NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.draft_model import MAX_TEXTS, DraftModel, load_asker_and_draft
 from mesh.pipeline.model import AskerModel, TextReader
+from mesh.processes.memory_budget import MemoryCaps
 from mesh.types import Done, Edit, GenerationRequest, ModelId, Site
 from tests.checkpoints import make_checkpoint
 from tests.health.watched import tokens_of
@@ -227,3 +229,29 @@ def test_one_with_other_tokens_is_refused_and_the_model_answers_without(tmp_path
     found, reasons = load_asker_and_draft(checkpoint_dir(), ModelId("builtin"), options)
     assert found.draft is None
     assert "are not those of builtin" in reasons[-1]
+
+
+def test_ends_and_draft_model_stay_within_what_the_owner_gives(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint_dir(), other)
+
+    def load(limit: str) -> tuple[AskerModel, list[str], int]:
+        caps = MemoryCaps(tmp_path / limit, limit)
+        options = AskerOptions(
+            "fp32", "cpu", 1, tmp_path / "cache", draft_model=other, caps=caps
+        )  # fmt: skip
+        model, reasons = load_asker_and_draft(checkpoint_dir(), ModelId("builtin"), options)
+        budget = caps.budget("cpu", 0)
+        assert budget is not None
+        return model, reasons, budget.standing().taken_mb
+
+    with pytest.raises(NotEnoughMemory, match=r"10 MiB are left of the 10 MiB .*max_memory"):
+        load("10 MiB")
+    model, reasons, ends_mb = load("100 MiB")
+    assert model.draft is None
+    assert "no draft model: the draft model needs" in reasons[-1]
+    assert 64 < ends_mb < 100, "what was refused has nothing"
+    model, _, both_mb = load("1 GiB")
+    assert model.draft is not None
+    model.draft.close()
+    assert both_mb > 2 * 64 + ends_mb
