@@ -116,6 +116,7 @@ class Room:
         """What was loaded first by this name takes nothing any more."""
         if claims := self._claims.get(name):
             claims.pop(0).release()
+        self._looked_at = float("-inf")  # what is free now is worth another look
 
     async def relieve(self) -> bool:
         """Have the shard go that was idle longest if memory is scarce; whether one did.
