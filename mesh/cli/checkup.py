@@ -19,6 +19,7 @@ from mesh.paths import StatePaths, cache_dir, models_dir
 if TYPE_CHECKING:
     from mesh.client import Client
 
+_ASKED = "asked for"
 _SILENT = "If its process is there: `hearthnet logs`, `hearthnet restart`. Or name another."
 
 
@@ -132,11 +133,14 @@ async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
     if config is None or not config.is_distributed:
         return []
     record = await asyncio.to_thread(read_record, StatePaths(config.state_dir).hearth)
-    known = Known(hearth=record.hearth_id if record is not None else "")
+    known, requested = Known(hearth=record.hearth_id if record is not None else ""), ()
     if told is not None:
+        node = told.picture["node"]
         peers = frozenset(row["id"] for row in told.picture["peers"] if row["id"])
-        known = Known(told.picture["node"]["id"], known.hearth, peers)
-    return await network(config.interface, known)
+        known = Known(node["id"], known.hearth, peers)
+        # It may have been started with flags, which no file has.
+        requested = tuple(r["address"] for r in node.get("interfaces", []) if r["why"] == _ASKED)
+    return await network(requested or config.interface, known)
 
 
 async def _said(client: Client, findings: list[Finding]) -> _Told | None:

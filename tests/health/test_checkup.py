@@ -137,9 +137,15 @@ def of_daemon(missing: Iterable[str] = (), **more: Any) -> list[Finding]:
 
 def test_a_daemon_that_is_well() -> None:
     up = {"name": "the shards' process", "state": "up", "ending": None}
-    found = of_daemon(processes=[up], models=[{"id": "m", "runnable": True}])
+    found = of_daemon(processes=[up], models=[{"id": "m", "runnable": True, "reason": None}])
     assert {each.state for each in found} == {State.FINE}
     assert "m can be asked" in said(found, State.FINE)
+
+
+def test_layers_that_are_just_being_loaded_are_waited_for() -> None:
+    loading = {"id": "m", "runnable": False, "reason": "loading"}
+    found = of_daemon(["no node serves layers 4-7 of m"], models=[loading])
+    assert {each.state for each in found} == {State.FINE, State.NOTE}
 
 
 def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:

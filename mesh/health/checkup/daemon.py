@@ -75,8 +75,10 @@ def _processes(
 
 
 def _readiness(missing: list[str], models: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    rows = list(models)
+    loading = tuple(f" of {model['id']}" for model in rows if model["reason"] == "loading")
     for what in missing:
-        if what.endswith(_PASSING):
+        if what.endswith((*_PASSING, *loading)):
             yield note("ready", f"{what}.", "Wait for it: `hearthnet status --watch`.")
         elif "serves layers" in what:
             yield wrong(
@@ -88,7 +90,7 @@ def _readiness(missing: list[str], models: Iterable[Mapping[str, Any]]) -> Itera
                 "ready", f"{what}.", "`hearthnet status --all` and `hearthnet logs` say more."
             )
     if not missing:
-        names = [str(model["id"]) for model in models if model["runnable"]]
+        names = [str(model["id"]) for model in rows if model["runnable"]]
         said = f"{', '.join(names)} can be asked" if names else "all that is to be loaded is"
         yield fine("ready", said)
 
