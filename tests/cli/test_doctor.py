@@ -29,12 +29,14 @@ async def test_without_a_daemon_the_machine_is_looked_at(hearthnet: Run) -> None
     ports = {"HEARTHNET_PORT": "0", "HEARTHNET_API_PORT": "0"}
     told = await hearthnet("doctor", "--json", **HERE, **ports)
     found = findings(told.out)
+    # What other tests start and kill on this interface may still be announced there.
+    is_alone = all(each["state"] != "wrong" for each in found.pop("neighbours", []))
     assert {each["state"] for check in found.values() for each in check} <= {"fine", "note"}, found
     assert found.keys() >= {
         "configuration", "versions", "clock", "disk", "models", "ports", "interfaces", "multicast",
         "daemon",
     }  # fmt: skip
-    assert (told.code, json.loads(told.out)["well"]) == (0, True)
+    assert (told.code, json.loads(told.out)["well"]) == (int(not is_alone), is_alone)
     assert "lo (127.0.0.1) sends it and hears it" in found["multicast"][0]["said"]
     assert "No daemon runs with" in found["daemon"][0]["said"]
 
