@@ -30,7 +30,7 @@ def offer_daemon(daemon: AskedDaemon, *, yes: bool) -> None:
     Returns once it answers, and can answer with a model that it holds. Raises as `hearthnet up`.
     """
     directory = _where_none_runs(daemon)
-    if directory is None:
+    if directory is None or (daemon.state_dir is None and _is_service_stopped()):
         return
     if not yes:
         if not (_is_terminal(sys.stdin) and _is_terminal(sys.stderr)):
@@ -58,6 +58,17 @@ def _where_none_runs(daemon: AskedDaemon) -> Path | None:
         return None
     directory = load_config({"state_dir": daemon.state_dir}).config.state_dir
     return directory if read_daemon(StatePaths(directory).runtime_file) is None else None
+
+
+def _is_service_stopped() -> bool:
+    """Whether there is a service, which then is what to start; that is said."""
+    from mesh.cli.service_managers import service_manager
+
+    manager = service_manager()
+    if not manager.file.exists():
+        return False
+    note(f"The service is installed and does not run; `{manager.how_to_start()}` starts it.")
+    return True
 
 
 def _start(directory: Path) -> None:

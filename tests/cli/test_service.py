@@ -152,6 +152,10 @@ def test_a_node_runs_from_now_on_until_it_is_told_not_to(account: Account) -> No
     assert "systemctl --user start" in down.stderr
     assert account.state_of("hearthnet.service") in {"inactive", "failed"}
     assert "not running" in account.hearthnet("service", "status").stdout
+    del account.environment["HEARTHNET_HOST"]
+    instead = account.hearthnet("run", "-y", "builtin", "hello")
+    assert instead.returncode == 3
+    assert "`systemctl --user start hearthnet.service` starts it" in instead.stderr
     assert account.hearthnet("service", "uninstall").returncode == 0
     assert not [path for path in unit.parent.rglob("*") if "hearthnet" in path.name]
     assert "[not_found]" in account.hearthnet("service", "uninstall").stderr
