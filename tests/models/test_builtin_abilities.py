@@ -45,7 +45,7 @@ COMMON_NAMES = (
     "Aaron", "Janet", "Jose", "Virginia",
 )  # fmt: skip
 RARE_NAMES = (
-    "Kerstin", "Barnaby", "Thandiwe", "Ludovic", "Oona", "Wolfram", "Saoirse", "Dmitri", "Jocelyn",
+    "Kerstin", "Barnaby", "Thandiwe", "Ludovic", "Ulrika", "Wolfram", "Saoirse", "Dmitri", "Jocelyn",
     "Ignatius", "Philippa", "Rasmus", "Ottilie", "Quentin", "Mirabel",
 )  # fmt: skip
 BETWEEN = ("What is 2 plus 3?", "What is a shard?", "Hello!", "How do I start hearthnet?")
@@ -78,6 +78,11 @@ NEW_GOALS = {
     "steer": "publish an edit for steering",
     "config": "see all settings",
     "doctor": "find out what the problem is",
+    "restart": "restart this node",
+    "logs": "see the lines that the daemon prints",
+    "service": "have hearthnet start by itself",
+    "info": "see my version",
+    "bench": "measure how fast a model is",
     "demo": "see the demo",
 }
 

@@ -219,7 +219,7 @@ COMMANDS = (
          "see what was decided", "see the history of the hearth"),
         "Run `hearthnet log`. It shows what the machines of the hearth have signed: decisions "
         "about members, and facts.",
-        ("Where is the log?", "What has happened in the hearth?", "Where are the logs?"),
+        ("Where is the log?", "What has happened in the hearth?"),
     ),
     Command(
         "invite",
@@ -278,6 +278,47 @@ COMMANDS = (
         ("I have a problem.", "It does not work. What can I do?", "Something is broken.",
          "Can you help me with a problem?", "There is an error."),
         ("`hearthnet doctor privacy` says who can see what of your prompts.",),
+    ),
+    Command(
+        "restart",
+        ("restart hearthnet", "restart the node", "start the daemon again", "use the new version",
+         "have a changed setting heeded"),
+        "Run `hearthnet restart`. It stops the daemon and starts it again with the flags that it "
+        "had.",
+        ("I have updated hearthnet. What now?", "I have changed a setting. What now?"),
+    ),
+    Command(
+        "logs",
+        ("read the logs", "see what the daemon prints", "follow the logs",
+         "see the messages of the daemon", "look into the log file"),
+        "Run `hearthnet logs`. It shows what the daemon printed, and with -f also what it prints "
+        "from now on.",
+        ("Where are the logs?", "Where is the log file?", "What has the daemon printed?"),
+    ),
+    Command(
+        "service",
+        ("have it start by itself", "run it as a service", "start it when I log in",
+         "keep it running all the time", "start it with my computer"),
+        "Run `hearthnet service install`. The node then starts whenever you log in, and again if "
+        "it fails.",
+        ("Does it start by itself?", "Does it run after a restart of the machine?"),
+        ("`hearthnet service uninstall` takes that back.",),
+    ),
+    Command(
+        "info",
+        ("see the versions", "see which version I have", "see where the files are",
+         "send you the details of my machine", "report a bug"),
+        "Run `hearthnet info`. It shows the versions, this machine, and where the files of "
+        "hearthnet lie.",
+        ("Which version is this?", "Where are my files?"),
+    ),
+    Command(
+        "bench",
+        ("measure the speed", "measure a model", "run a benchmark",
+         "see how many tokens a second I get", "test the speed of a model"),
+        "Run `hearthnet bench` with the name of the model. It measures how fast prompts are read "
+        "and how fast answers are written.",
+        ("How fast is my model?", "Is there a benchmark?"),
     ),
     Command(
         "demo",
