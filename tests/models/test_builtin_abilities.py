@@ -45,8 +45,8 @@ COMMON_NAMES = (
     "Aaron", "Janet", "Jose", "Virginia",
 )  # fmt: skip
 RARE_NAMES = (
-    "Kerstin", "Barnaby", "Thandiwe", "Ludovic", "Ulrika", "Wolfram", "Saoirse", "Dmitri", "Jocelyn",
-    "Ignatius", "Philippa", "Rasmus", "Ottilie", "Quentin", "Mirabel",
+    "Kerstin", "Barnaby", "Thandiwe", "Ludovic", "Ulrika", "Wolfram", "Saoirse", "Dmitri",
+    "Jocelyn", "Ignatius", "Philippa", "Rasmus", "Ottilie", "Quentin", "Mirabel",
 )  # fmt: skip
 BETWEEN = ("What is 2 plus 3?", "What is a shard?", "Hello!", "How do I start hearthnet?")
 NEW_GOALS = {
