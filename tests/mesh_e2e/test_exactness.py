@@ -24,6 +24,8 @@ LAYERS = 6
 """So many that a family whose every sixth layer is another kind has one of them."""
 PROMPT = 200
 COUNT = 64
+NEAR_TIE = 0.05
+"""Logits that are closer may change places as activations are rounded to fp16 at each hop."""
 REPEATING = 160
 BUILT_IN_LAYERS = 8
 
@@ -133,14 +135,22 @@ async def test_seeded_answers_are_the_same_with_and_without_drafts(
 
 
 async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -> None:
+    """Where no two best tokens are closer than rounding, which is all that is promised there."""
     async with house.asking("builtin") as (directory, mesh):
-        for seed in (1, 2):
+        compared = 0
+        for seed in range(1, 12):
             prompt = prompt_ids(mesh.model.vocab_size, PROMPT, seed)
-            ids, _ = hugging_face(directory, prompt, COUNT)
+            ids, logits = hugging_face(directory, prompt, COUNT)
+            best, second = logits.topk(2).values.unbind(-1)
+            if (best - second).min() < NEAR_TIE:
+                continue
+            if (compared := compared + 1) > 3:
+                break
             for spans in splits(BUILT_IN_LAYERS):
                 await mesh.use(spans)
                 done = await mesh.generate(greedy(prompt, COUNT), WireDtype.FP16)
                 assert list(done.token_ids) == ids, f"{len(spans)} hops"
+        assert compared > 2
 
 
 async def test_batched_and_interleaved_requests_equal_each_alone(house: House) -> None:
