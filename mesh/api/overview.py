@@ -16,7 +16,7 @@ from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
-from mesh.health.metrics import Metrics, PeerNow, Present
+from mesh.health.metrics import Metrics, NodeNow, PeerNow
 from mesh.health.skew import skew
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import LiveGeneration
@@ -172,13 +172,13 @@ class Overview:
 
     # Private
 
-    def _present(self) -> Present:
+    def _present(self) -> NodeNow:
         parts = self._parts
         loads = [each.report.load for each in parts.host.shards.values() if each.report is not None]
         active = sum(load.kv_mb - load.parked_mb for load in loads)
         used = sum(load.kv_tokens_used for load in loads)
         queued = sum(bool(live.queued) for a in parts.askers.values() for live in a.generations)
-        return Present(
+        return NodeNow(
             [_peer_now(peer) for peer in parts.peers()],
             parts.counts.states(queued),
             (

@@ -19,7 +19,6 @@ from mesh.paths import StatePaths, cache_dir, models_dir
 if TYPE_CHECKING:
     from mesh.client import Client
 
-_ASKED = "asked for"
 _SILENT = "If its process is there: `hearthnet logs`, `hearthnet restart`. Or name another."
 
 
@@ -127,6 +126,7 @@ async def _live(client: Client | None, config: Config | None) -> list[Finding]:
 
 
 async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
+    from mesh.discovery.interfaces import ASKED
     from mesh.health.checkup.network import Known, network
     from mesh.hearth.record import read_record
 
@@ -139,7 +139,7 @@ async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
         peers = frozenset(row["id"] for row in told.picture["peers"] if row["id"])
         known = Known(node["id"], known.hearth, peers)
         # It may have been started with flags, which no file has.
-        requested = tuple(r["address"] for r in node.get("interfaces", []) if r["why"] == _ASKED)
+        requested = tuple(r["address"] for r in node.get("interfaces", []) if r["why"] == ASKED)
     return await network(requested or config.interface, known)
 
 

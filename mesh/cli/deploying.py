@@ -95,7 +95,7 @@ async def within(seconds: float | None, work: Coroutine[Any, Any, _T], what: str
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedSpan:
+class PlacedSpan:
     """Layers of a model on a machine, to be called so in what is said."""
 
     node_id: str
@@ -109,16 +109,16 @@ class LoadedSpan:
         return self.node_id, self.model_id, self.layers
 
 
-def spans_of(rows: Iterable[dict[str, Any]]) -> list[LoadedSpan]:
+def spans_of(rows: Iterable[dict[str, Any]]) -> list[PlacedSpan]:
     """What deployments have placed."""
     return [
-        LoadedSpan(span["node_id"], span["node"], row["model_id"], span["layers"])
+        PlacedSpan(span["node_id"], span["node"], row["model_id"], span["layers"])
         for row in rows
         for span in row["spans"]
     ]
 
 
-async def until_unloaded(client: Client, spans: Collection[LoadedSpan]) -> None:
+async def until_unloaded(client: Client, spans: Collection[PlacedSpan]) -> None:
     """Once no machine that is here serves any of these, each of which is said as it goes.
 
     Raises NotReady after `UNLOADED_S`: layers that a machine was told to hold by hand stay there.

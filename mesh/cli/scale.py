@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesh.cli.deploying import (
-    LoadedSpan,
+    PlacedSpan,
     Timeout,
     follow,
     shown,
@@ -46,7 +46,7 @@ def scale(
 
 
 async def _so_many(
-    client: Client, row: dict[str, Any], replicas: int, before: list[LoadedSpan]
+    client: Client, row: dict[str, Any], replicas: int, before: list[PlacedSpan]
 ) -> dict[str, Any]:
     """Its row once so many replicas are up, and what was loaded for others of it is not any more;
     `row` is what `scale` answered, `before` what was placed until then."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mesh.errors import ServiceRefused
+from mesh.identity.private_files import write_private
 
 _PATIENCE_S = 90.0
 """For one command of a manager; systemd stops what it starts again within the limit it was told."""
@@ -168,20 +169,17 @@ class LaunchAgent:
 
     def uninstall(self) -> None:
         """See `ServiceManager`."""
-        if self._is_loaded():
-            self._do("bootout", self._target)
+        self.stop()
         self.file.unlink(missing_ok=True)
 
     def pid(self) -> int | None:
         """See `ServiceManager`."""
-        if not self._is_loaded():
-            return None
-        found = re.search(r"^\s*pid = (\d+)$", self._do("print", self._target), re.MULTILINE)
+        found = re.search(r"^\s*pid = (\d+)$", self._loaded() or "", re.MULTILINE)
         return int(found[1]) if found else None
 
     def stop(self) -> None:
         """See `ServiceManager`."""
-        if self._is_loaded():
+        if self._loaded() is not None:
             self._do("bootout", self._target)
 
     def restart(self) -> None:
@@ -203,12 +201,12 @@ class LaunchAgent:
         while self.pid() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
-    def _is_loaded(self) -> bool:
+    def _loaded(self) -> str | None:
+        """What launchd says of it; None while it does not know it."""
         try:
-            self._do("print", self._target)
+            return self._do("print", self._target)
         except ServiceRefused:
-            return False
-        return True
+            return None
 
     def _do(self, *arguments: str) -> str:
         return _told(["launchctl", *arguments], _PATIENCE_S)
@@ -282,9 +280,7 @@ def _write(file: Path, content: bytes) -> None:
     """Raises ServiceRefused."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.unlink(missing_ok=True)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
-            stream.write(content)
+        write_private(file, content)
     except OSError as error:
         raise ServiceRefused(
             f"{file} cannot be written: {error.strerror}.", fix="Make its directory yours."

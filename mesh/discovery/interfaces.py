@@ -29,6 +29,8 @@ _VIRTUAL = (
 
 LOOPBACK = "127.0.0.1"
 """Where a node reaches itself, whatever becomes of its network."""
+ASKED = "asked for"
+"""The reason of an interface that a setting or a flag names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def _select_requested(
         if not found:
             raise _unknown(table, wanted)
         for interface, address in found:
-            chosen[address.ip] = _choice(interface, address, "asked for")
+            chosen[address.ip] = _choice(interface, address, ASKED)
     used = {choice.name for choice in chosen.values()}
     return list(chosen.values()), [
         Skipped(interface.name, "not among the interfaces asked for")

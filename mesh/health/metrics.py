@@ -43,7 +43,7 @@ class PeerNow:
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class NodeNow:
     """What is there at the moment of a scrape: peers, generations by state, and what the caches of
     this node's shards hold, in bytes and positions, by state."""
 
@@ -93,7 +93,7 @@ class Metrics:
         """A hop's answer was refused."""
         self._made["distributed_inference_shard_corruption_detected"].inc()
 
-    def render(self, present: Present = Present()) -> bytes:
+    def render(self, present: NodeNow = NodeNow()) -> bytes:
         """The text exposition format."""
         self._made["hearthnet_peers_up"].set(sum(peer.is_up for peer in present.peers))
         now = CollectorRegistry()
@@ -164,7 +164,7 @@ class JobSeries:
 class _PresentSeries(Collector):
     """One scrape's gauges: a peer that is not known any more has no series."""
 
-    def __init__(self, present: Present) -> None:
+    def __init__(self, present: NodeNow) -> None:
         self._present = present
 
     def collect(self) -> Iterator[Metric]:

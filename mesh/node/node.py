@@ -49,7 +49,7 @@ from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
 from mesh.node.own_capacity import OwnCapacity, OwnHooks
 from mesh.node.own_facts import own_facts
-from mesh.node.reach import Reach
+from mesh.node.reach import ReachProbe
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, capacity_dir
 from mesh.pipeline.askers import Askers
@@ -229,7 +229,7 @@ class Node:
         services = Services(
             steering, harvests, deployments.control, plans, coordination,
             self.weights.pulls(held.models),
-            Reach(self._key.node_id, network, self._store, self.weights.held),
+            ReachProbe(self._key.node_id, network, self._store, self.weights.held),
         )  # fmt: skip
         app = create_app(
             askers, Overview(parts), settings, Control(network), keys, self._queue, services

@@ -34,7 +34,7 @@ from mesh.models.partial_writer import lock_directory
 from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.child import Child
 from mesh.processes.headroom import Headroom, ram
-from mesh.processes.memory_budget import Standing
+from mesh.processes.memory_budget import CappedMemory
 from mesh.processes.messages import Alive, Handlers, Inbox, LastWords
 from mesh.processes.processor import OthersLoad, cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
@@ -99,7 +99,7 @@ class OwnHooks:
     shards: Callable[[], Sequence[Advertisement]]
     on_change: Callable[[], None]
     disk: Callable[[], int | None] = lambda: None
-    cap: Callable[[str, int], Standing | None] = lambda device, total_mb: None
+    cap: Callable[[str, int], CappedMemory | None] = lambda device, total_mb: None
 
 
 async def measured(order: Measure) -> Measurement:
@@ -174,7 +174,7 @@ class OwnCapacity:
         self._told: Capacity | None = None
         self._main: Headroom | None = None
         self._disk_bytes: int | None = None
-        self.cap: Standing | None = None
+        self.cap: CappedMemory | None = None
         """What the owner gives of the device's memory, and what is taken of that."""
         self._is_cpu = False
         """Whether it is known, without measuring, that the device is the processor."""

@@ -32,7 +32,7 @@ Port = tuple[str, int]
 """What is there, and its number."""
 
 
-class Reach:
+class ReachProbe:
     """Implements `mesh.api.services.ReachView`. `own_weights` are what this node offers."""
 
     def __init__(

@@ -22,7 +22,7 @@ from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
 from mesh.processes.headroom import ram
-from mesh.processes.memory_budget import MemoryCaps, Standing
+from mesh.processes.memory_budget import CappedMemory, MemoryCaps
 from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
 from mesh.transfers.commands import NICE, LocalCheckpoint, StartFetcher
@@ -75,12 +75,12 @@ def measure(config: Config) -> Measure:
 
 def blocking_looks(
     config: Config,
-) -> tuple[Callable[[], int], Callable[[str, int], Standing | None]]:
+) -> tuple[Callable[[], int], Callable[[str, int], CappedMemory | None]]:
     """What tells how many bytes weights may still take where they are fetched to, and what of a
     device's memory its owner gives to models, as `OwnHooks` has them."""
     caps = memory_caps(config)
 
-    def cap(device: str, total_mb: int) -> Standing | None:
+    def cap(device: str, total_mb: int) -> CappedMemory | None:
         budget = caps.budget(device, total_mb) if caps is not None else None
         return budget.standing() if budget is not None else None
 

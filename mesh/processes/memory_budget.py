@@ -27,7 +27,7 @@ _AGAIN_S = 0.002
 _CARD = "cuda"
 
 
-class Claim:
+class TakenMemory:
     """So much of a memory is this process' until it is released."""
 
     def __init__(self, fd: int) -> None:
@@ -41,7 +41,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CappedMemory:
     """Of one memory: what may be taken altogether, what is claimed, and by which setting."""
 
     limit_mb: int
@@ -62,7 +62,7 @@ class MemoryBudget:
     limit_mb: int
     setting: str
 
-    def take(self, mb: int) -> Claim | None:
+    def take(self, mb: int) -> TakenMemory | None:
         """So much more for this process; None where it does not fit beside what others have.
 
         Raises NotEnoughMemory when it cannot be written down.
@@ -79,10 +79,10 @@ class MemoryBudget:
                 fix="See to the disk of the state directory.",
             ) from error
 
-    def standing(self) -> Standing:
+    def standing(self) -> CappedMemory:
         """What is claimed now. Raises OSError, TimeoutError included."""
         with self._turn():
-            return Standing(self.limit_mb, self._taken_mb(), self.setting)
+            return CappedMemory(self.limit_mb, self._taken_mb(), self.setting)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ class MemoryBudget:
                 os.close(fd)
         return taken
 
-    def _written(self, mb: int) -> Claim:
+    def _written(self, mb: int) -> TakenMemory:
         file = self.directory / f"{os.getpid()}-{uuid.uuid4().hex}"
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -125,7 +125,7 @@ class MemoryBudget:
             with suppress(OSError):
                 file.unlink()
             raise
-        return Claim(fd)
+        return TakenMemory(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class MemoryCaps:
         return MemoryBudget(self.directory / folder, limit_mb, setting)
 
 
-def over_cap(needs: str, cap: Standing) -> NotEnoughMemory:
+def over_cap(needs: str, cap: CappedMemory) -> NotEnoughMemory:
     """The refusal of what the owner of this machine has not given; `needs` says who needs what."""
     return NotEnoughMemory(
         f"{needs}; {cap.left_mb} MiB are left of the {cap.limit_mb} MiB that this node may give to"

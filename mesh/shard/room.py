@@ -19,7 +19,7 @@ from mesh.models.progress import Progress
 from mesh.processes.attempts import LESS
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.lifecycle import LoadNeed
-from mesh.processes.memory_budget import Claim, MemoryBudget, Standing, over_cap
+from mesh.processes.memory_budget import CappedMemory, MemoryBudget, TakenMemory, over_cap
 from mesh.types import ShardMemory
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Memory:
     device: Headroom
     ram_mb: int
     promised_mb: int = 0
-    cap: Standing | None = None
+    cap: CappedMemory | None = None
 
     @property
     def free_mb(self) -> int:
@@ -79,7 +79,7 @@ class Room:
         self._occupants = occupants
         self._say = say
         self._budget = budget
-        self._claims: dict[str, list[Claim]] = {}
+        self._claims: dict[str, list[TakenMemory]] = {}
         self._turn = asyncio.Lock()
         self._looked_at = float("-inf")
         self.memory: Memory | None = None
@@ -173,7 +173,7 @@ class Room:
         return Memory(self._measure(main), main.free_mb, cap=cap)
 
 
-def _give_back(taking: asyncio.Future[Claim | None]) -> None:
+def _give_back(taking: asyncio.Future[TakenMemory | None]) -> None:
     """Of who has gone meanwhile."""
     if not taking.cancelled() and taking.exception() is None and (claim := taking.result()):
         claim.release()

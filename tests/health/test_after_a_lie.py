@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mesh.pipeline.watch.spot_checks import Finding
+from mesh.pipeline.watch.spot_checks import SpotFinding
 from mesh.types import Done, ShardFailover
 from tests.health.watched import (
     ASKER,
@@ -31,7 +31,7 @@ def _mesh_of(*names: str) -> tuple[ToyNetwork, list[ToyShard], ToyShard]:
 def _catch(mesh: Watched, liar: ToyShard, honest: ToyShard) -> None:
     """What a spot check that ends now says."""
     mesh.engine.oversight.found(
-        Finding(liar.descriptor, honest.descriptor, liar.descriptor, 0, 9.0, ("a", "b"))
+        SpotFinding(liar.descriptor, honest.descriptor, liar.descriptor, 0, 9.0, ("a", "b"))
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mesh.errors import NotEnoughMemory
 from mesh.processes.headroom import ram
-from mesh.processes.memory_budget import Claim, MemoryBudget, MemoryCaps
+from mesh.processes.memory_budget import MemoryBudget, MemoryCaps, TakenMemory
 from mesh.units import memory_limit_mb
 
 LIMIT_MB = 100
@@ -72,7 +72,7 @@ def test_the_sum_of_what_is_held_is_what_is_taken(
     steps: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     budget = MemoryBudget(tmp_path_factory.mktemp("claims"), LIMIT_MB, "here")
-    held: list[tuple[int, Claim]] = []
+    held: list[tuple[int, TakenMemory]] = []
     for mb, gives_back in steps:
         if gives_back and held:
             held.pop(0)[1].release()
@@ -88,7 +88,7 @@ def test_the_sum_of_what_is_held_is_what_is_taken(
 
 
 def test_threads_of_one_process_count_as_processes_do(tmp_path: Path) -> None:
-    budget, got = MemoryBudget(tmp_path, LIMIT_MB, "here"), list[Claim]()
+    budget, got = MemoryBudget(tmp_path, LIMIT_MB, "here"), list[TakenMemory]()
 
     def take() -> None:
         if (claim := budget.take(40)) is not None:

@@ -35,7 +35,7 @@ from mesh.pipeline.watch.sanity import (
     not_finite,
     rows_as_floats,
 )
-from mesh.pipeline.watch.spot_checks import Finding, SpotChecks
+from mesh.pipeline.watch.spot_checks import SpotChecks, SpotFinding
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
@@ -183,7 +183,7 @@ class Oversight:
         self._events.clear()
         return events
 
-    def found(self, finding: Finding) -> None:
+    def found(self, finding: SpotFinding) -> None:
         """A spot check found two hosts that disagree."""
         shards = (finding.checked, finding.reference)
         digests = dict(zip((shard.node_name for shard in shards), finding.digests, strict=True))

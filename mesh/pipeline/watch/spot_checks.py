@@ -78,7 +78,7 @@ class SpotCheckSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SpotFinding:
     """Two hosts gave different answers to the same inputs.
 
     `liar` is the one that was outvoted or contradicted by this machine; None when nobody could
@@ -109,7 +109,7 @@ class SpotChecks:
         links: HopLinks,
         replicas: ShardSource,
         reputations: Reputations,
-        on_finding: Callable[[Finding], None],
+        on_finding: Callable[[SpotFinding], None],
         judge: Judge,
         settings: SpotCheckSettings,
         rng: random.Random,
@@ -267,7 +267,7 @@ class SpotChecks:
         else:
             liar = await self._vote(record, shadow, found)
         digests = (digest(found.said), digest(found.other))
-        finding = Finding(checked, reference, liar, found.start, found.excess, digests)
+        finding = SpotFinding(checked, reference, liar, found.start, found.excess, digests)
         record.close()
         self._on_finding(finding)
         if liar is None:
