@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh.health.metrics import Metrics, PeerNow, Present
+from mesh.health.metrics import Metrics, NodeNow, PeerNow
 from mesh.health.series import PRESENT, SERIES, HopSteps
 from mesh.types import Done, PromptPiece, ShardFailover, ShardId, TokenDelta
 from tests.fakes import done
@@ -12,7 +12,7 @@ from tests.fakes import done
 SHARD = ShardId("m:0-3")
 
 
-def samples_of(metrics: Metrics, present: Present | None = None) -> dict[str, float]:
+def samples_of(metrics: Metrics, present: NodeNow | None = None) -> dict[str, float]:
     """Values by ``name{label=value,...}``, as they are read from the text."""
     text = (metrics.render() if present is None else metrics.render(present)).decode()
     found: dict[str, float] = {}
@@ -88,20 +88,20 @@ def test_replays_say_why() -> None:
 def test_peers_are_those_of_now_each_once() -> None:
     metrics = Metrics()
     attic, cellar = PeerNow("attic", "aaaaaa", True, 0.002), PeerNow("cellar", "b", False, None)
-    found = samples_of(metrics, Present([attic, cellar]))
+    found = samples_of(metrics, NodeNow([attic, cellar]))
     assert found["hearthnet_peer_up{peer=attic}"] == 1
     assert found["hearthnet_peer_up{peer=cellar}"] == 0
     assert found["hearthnet_link_rtt_seconds{peer=attic}"] == 0.002
     assert "hearthnet_link_rtt_seconds{peer=cellar}" not in found
     assert found["hearthnet_peers_up{}"] == 1
     twins = [attic, PeerNow("attic", "cccccc", True, 0.1)]
-    found = samples_of(metrics, Present(twins))
+    found = samples_of(metrics, NodeNow(twins))
     assert found["hearthnet_link_rtt_seconds{peer=attic aaaaaa}"] == 0.002
     assert not any("cellar" in name for name in found)
 
 
 def test_caches_and_generations_have_states() -> None:
-    present = Present(
+    present = NodeNow(
         generations=(("running", 2), ("waiting", 1)),
         kv_bytes=(("active", 1024.0), ("parked", 0.0)),
     )
