@@ -7,7 +7,7 @@ import pytest
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.route import HopLost
 from mesh.pipeline.terms import SessionTerms
-from mesh.pipeline.watch.spot_checks import Finding
+from mesh.pipeline.watch.spot_checks import SpotFinding
 from mesh.types import WireDtype
 from tests.health.watched import halves, watched
 from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, encode
@@ -20,7 +20,7 @@ TERMS = SessionTerms(
 @pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
 async def test_a_hop_that_was_caught_seals_nothing(when: str) -> None:
     network, (liar, other) = halves("a-liar", "b")
-    finding = Finding(liar.descriptor, other.descriptor, liar.descriptor, 0, 9.0, ("a", "b"))
+    finding = SpotFinding(liar.descriptor, other.descriptor, liar.descriptor, 0, 9.0, ("a", "b"))
     with watched(network) as mesh:
         session = await mesh.engine.sessions.open_fresh(TERMS, TOTAL_LAYERS)
         session.route.feed(encode([[1, 2, 3, 4]]))
