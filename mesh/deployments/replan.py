@@ -1,5 +1,5 @@
 """Planning anew without an operator: when a machine stays away, when one has no room for what it
-was given, or when a wish has no plan of its own.
+was given, when a wish has no plan of its own, or when two copies share a machine and need not.
 
 One node does it, the lowest id of those that are alive and trusted; where two believe that they are
 the one, both plans are in the log and the same one counts everywhere. Times are of the loop's clock
@@ -16,6 +16,7 @@ from typing import Protocol
 from mesh.clock import backoff_s, loop_time
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import make_plan, planner, require_pins, stale, without
+from mesh.deployments.spreading import Crowded, crowded, spread
 from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
@@ -62,6 +63,31 @@ class Members(Protocol):
         """Sign it. Raises MeshError."""
 
 
+class _Pace:
+    """When something may be tried that is due: after a while, and less often each time."""
+
+    def __init__(self, settle_s: float) -> None:
+        self._settle_s = settle_s
+        self._since: dict[str, float] = {}
+        self._not_before: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
+
+    def over(self, deployment: str) -> None:
+        """It is not due any more."""
+        self._since.pop(deployment, None)
+        self._tries.pop(deployment, None)
+
+    def may_try(self, deployment: str, now: float) -> bool:
+        """Whether it is time for what has been due since it was first asked about."""
+        since = self._since.setdefault(deployment, now)
+        return now - since >= self._settle_s and now >= self._not_before.get(deployment, 0.0)
+
+    def tried(self, deployment: str, now: float) -> None:
+        """It is tried now."""
+        tries = self._tries[deployment] = self._tries.get(deployment, 0) + 1
+        self._not_before[deployment] = now + backoff_s(tries, RETRY_S, LONGEST_RETRY_S)
+
+
 class Replanner:
     """`start`, then `stop`. A planned node that is away for `limit_s` is planned around."""
 
@@ -75,12 +101,10 @@ class Replanner:
     ) -> None:
         self._members = members
         self._limit_s = limit_s
-        self._settle_s = settle_s
         self._tell = tell
         self._seen: dict[NodeId, float] = {}
-        self._since: dict[str, float] = {}
-        self._not_before: dict[str, float] = {}
-        self._tries: dict[str, int] = {}
+        self._planning = _Pace(settle_s)
+        self._spreading = _Pace(settle_s)
         self._looks = Turns("planning anew")
         self._turns = Turns("planning anew deployment", self._unplanned)
         self._task: asyncio.Task[None] | None = None
@@ -124,18 +148,25 @@ class Replanner:
         refused = self._refused(deployment)
         why = stale(deployment, gone_s, self._members.trusted(), self._limit_s, names)
         why = why or _no_room(refused, names)
-        if why is None:
-            self._since.pop(deployment.id, None)
-            self._tries.pop(deployment.id, None)
+        if why is not None:
+            if self._is_my_turn(self._planning, deployment, alive, now):
+                await self._plan(deployment, machines, why, refused)
             return
-        since = self._since.setdefault(deployment.id, now)
-        is_mine = planner(deployment, alive) == self._members.node
-        waits = now - since < self._settle_s or now < self._not_before.get(deployment.id, 0.0)
-        if is_mine and not waits:
-            tries = self._tries[deployment.id] = self._tries.get(deployment.id, 0) + 1
-            pause_s = backoff_s(tries, RETRY_S, LONGEST_RETRY_S)
-            self._not_before[deployment.id] = now + pause_s
-            await self._plan(deployment, machines, why, refused)
+        self._planning.over(deployment.id)
+        found = crowded(deployment, machines)
+        if found is None:
+            self._spreading.over(deployment.id)
+        elif self._is_my_turn(self._spreading, deployment, alive, now):
+            await self._spread(deployment, found)
+
+    def _is_my_turn(
+        self, pace: _Pace, deployment: Deployment, alive: Collection[NodeId], now: float
+    ) -> bool:
+        is_time = pace.may_try(deployment.id, now)
+        if not is_time or planner(deployment, alive) != self._members.node:
+            return False
+        pace.tried(deployment.id, now)
+        return True
 
     def _refused(self, deployment: Deployment) -> Collection[Span]:
         """Of a plan that counts; what is pinned stays where it is."""
@@ -160,6 +191,16 @@ class Replanner:
         new = make_plan(wish, deployment.event, machines, before, asked=asked, why=why, laid=laid)
         if plan is None or _differs(new, plan):
             await self._members.publish_plan(new)
+        self._tell("deployment_planned", deployment=deployment.id, reason=why)
+
+    async def _spread(self, deployment: Deployment, found: Crowded) -> None:
+        """Move a copy, where the planner knows a place for it."""
+        plan = deployment.plan
+        laid = await self._members.laid_out(found.alone(deployment.wish), None, {})
+        if plan is None or not laid.replicas:
+            return
+        why = found.why(self._members.names())
+        await self._members.publish_plan(spread(plan, found, laid.replicas[0], why))
         self._tell("deployment_planned", deployment=deployment.id, reason=why)
 
     def _unplanned(self, deployment: str, error: MeshError) -> None:

@@ -22,10 +22,12 @@ from mesh.deployments.reconcile import (
     reconcile,
 )
 from mesh.deployments.room import Change, absences
+from mesh.deployments.spreading import crowded, spread
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import Demand, Machine, ModelShape
+from mesh.routing.placement import lay_out
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 LAYER_MB = 10
@@ -146,6 +148,8 @@ class SimulatedHouse:
             refused = self._refused(deployment)
             why = stale(deployment, gone, everybody, limit_s, {})
             why = why or ("no room" if refused else None)
+            if why is None:
+                self._spread(deployment)
             if why is None or planner(deployment, alive) is None:
                 continue
             plan, before = deployment.plan, without(deployment.plan, refused)
@@ -172,31 +176,43 @@ class SimulatedHouse:
         }
 
     def laid(self, deployment: Deployment, before: Plan | None, full: set[NodeId]) -> Laid:
-        """Where the planner puts what the plan lacks, on machines that are not `full`. A megabyte
-        here is a gigabyte there, so that what it keeps free beside everything is small."""
+        """Where the planner puts what the plan lacks, on machines that are not `full`."""
         if not self.is_measured:
             return Laid(rooms=dict.fromkeys(full, 0))
-        wish = deployment.wish
-        shape = ModelShape(
-            wish.model_id, WEIGHTS, (LAYER_MB << 30,) * wish.total_layers, "fp32", 0, 0, 1, 0
-        )
-        machines = [
-            Machine(
-                node.node, node.node,
-                (Device("cpu", node.free_mb << 30, node.total_mb << 30, (
-                    Speed("fp32", 10.0 / (1 + number), 1.0),
-                )),),
-            )
-            for number, node in enumerate(self.nodes) if node.is_up and node.node not in full
-        ]  # fmt: skip
+        shape, machines = shape_of(deployment.wish), self._measured(full)
         filled = {}
-        for gap in gaps(wish, before, {node.node for node in self.up}):
+        for gap in gaps(deployment.wish, before, {node.node for node in self.up}):
             shards = fill(shape, machines, gap.layers, Demand(quant="none", context=1))
             if shards is not None:
                 machines = beside(machines, shards)
                 filled[gap] = tuple(Span(shard.node_id, shard.layers) for shard in shards)
                 self.filled += 1
         return Laid((), filled, rooms=dict.fromkeys(full, 0))
+
+    def _spread(self, deployment: Deployment) -> None:
+        """Move a copy off a machine that has two, where the planner has a place for it."""
+        found = crowded(deployment, self.machines()) if self.is_measured else None
+        if found is None or deployment.plan is None:
+            return
+        others = {node.node for node in self.nodes} - {*found.unused}
+        demand = Demand(quant="none", context=1)
+        laid = lay_out(shape_of(deployment.wish), self._measured(others), demand)
+        if laid.refusal is None:
+            (replica,) = laid.replicas
+            spans = [Span(shard.node_id, shard.layers) for shard in replica.shards]
+            plan = spread(deployment.plan, found, spans, "two copies")
+            self.deployments[deployment.id] = replace(deployment, plan=plan)
+
+    def _measured(self, without: set[NodeId]) -> list[Machine]:
+        return [
+            Machine(
+                node.node, node.node,
+                (Device("cpu", node.free_mb << 30, node.total_mb << 30, (
+                    Speed("fp32", 10.0 / (1 + number), 1.0),
+                )),),
+            )
+            for number, node in enumerate(self.nodes) if node.is_up and node.node not in without
+        ]  # fmt: skip
 
     # Machines
 
@@ -379,6 +395,12 @@ class SimulatedHouse:
 
 def need_mb(deployment: Deployment, layers: LayerRange) -> int:
     return mb_of(deployment.wish, layers)
+
+
+def shape_of(wish: Wish) -> ModelShape:
+    """A megabyte here is a gigabyte there, so that what is kept free beside everything is small."""
+    layers = (LAYER_MB << 30,) * wish.total_layers
+    return ModelShape(wish.model_id, WEIGHTS, layers, "fp32", 0, 0, 1, 0)
 
 
 def mb_of(wish: Wish, layers: LayerRange) -> int:

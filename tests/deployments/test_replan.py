@@ -11,12 +11,12 @@ import pytest
 
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.replan import RETRY_S, SETTLE_S, Replanner
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish
+from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.errors import NoRoute
 from mesh.types import ModelId, NodeId
 from tests.simulation.virtual_loop import run_virtually
 
-HERE = NodeId("a")
+HERE, THERE = NodeId("a"), NodeId("b")
 BAD, GOOD = "0" * 16, "f" * 16
 
 
@@ -122,3 +122,59 @@ def test_what_fails_for_all_is_tried_again() -> None:
     before, then = watched(house, 60.0, 120.0)
     assert before == []
     assert then == [BAD, GOOD]
+
+
+class TwoMachines(House):
+    """Both copies lie on this machine; there is another, on which the planner has room."""
+
+    def __init__(self, *, has_room: bool) -> None:
+        super().__init__()
+        self.has_room = has_room
+        self.plans: list[Plan] = []
+        wish = replace(self.log.pop(BAD).wish, deployment=GOOD, replicas=2)
+        copies = tuple(Replica(number, (Span(HERE, wish.whole),)) for number in range(2))
+        plan = Plan(GOOD, "cd" * 32, 7, copies, 2, asked=True)
+        self.log[GOOD] = Deployment(wish, plan, "cd" * 32, HERE, 0)
+
+    def machines(self) -> Sequence[AvailableNode]:
+        return [*super().machines(), AvailableNode(THERE, "study", 1000)]
+
+    def trusted(self) -> Collection[NodeId]:
+        return [HERE, THERE]
+
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        self.asked.append(wish.deployment)
+        assert (wish.nodes, wish.replicas, before) == ((THERE,), 1, None)
+        return Laid(((Span(THERE, wish.whole),),)) if self.has_room else UNKNOWN
+
+    async def publish_plan(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        await super().publish_plan(plan)
+
+
+def test_a_second_copy_moves_to_a_machine_of_its_own() -> None:
+    house = TwoMachines(has_room=True)
+    assert watched(house, SETTLE_S - 1, 4.0, 600.0) == [[], [GOOD], [GOOD]]
+    (plan,) = house.plans
+    first, second = plan.replicas
+    assert (first.number, first.spans[0].node) == (0, HERE)
+    assert (second.number, second.spans[0].node) == (1, THERE)
+    assert (plan.epoch, plan.next_replica, plan.asked) == (8, 2, False)
+    assert plan.why == "attic held two copies, and there are others now"
+
+
+def test_without_room_elsewhere_copies_stay_and_that_is_asked_less_and_less_often() -> None:
+    house = TwoMachines(has_room=False)
+    assert watched(house, 1200.0) == [[]]
+    assert 3 <= len(house.asked) <= 8
+    assert house.told == []
+
+
+def test_copies_that_are_wished_for_on_these_machines_only_stay() -> None:
+    house = TwoMachines(has_room=True)
+    known = house.log[GOOD]
+    house.log[GOOD] = replace(known, wish=replace(known.wish, nodes=(HERE,)))
+    assert watched(house, 100.0) == [[]]
+    assert house.asked == []
