@@ -8,6 +8,7 @@ on one machine when that is fastest. Says nothing about how it comes to be so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -163,18 +164,25 @@ def _replicas(
     frugal: bool,
     sharing: bool,
 ) -> Laid | None:
-    """One replica after the other on what those before have left."""
+    """One replica after the other on what those before have left, each where as few others are as
+    can be; beside none unless they are `sharing`."""
     used: dict[tuple[str, str], int] = {}
+    beside: Counter[NodeId] = Counter()
     laid: list[tuple[tuple[Bench, LayerRange], ...]] = []
-    for number in range(demand.replicas):
-        nodes = {key[0] for key in used} - pins[number].keys()
-        awaited = {node for later in pins[number + 1 :] for node in later} - pins[number].keys()
-        free = [b for b in found if sharing or b.key[0] not in nodes | awaited]
-        parts = _replica(model, free, pins[number], demand, frugal=frugal, used=used)
-        if parts is None:
+    for number, own in enumerate(pins):
+        awaited = Counter({node for later in pins[number + 1 :] for node in later})
+        others = {b.machine.node_id: (beside + awaited)[b.machine.node_id] for b in found}
+        others.update(dict.fromkeys(own, 0))
+        for most in sorted({0, *others.values()}) if sharing else [0]:
+            free = [bench for bench in found if others[bench.machine.node_id] <= most]
+            parts = _replica(model, free, own, demand, frugal=frugal, used=used)
+            if parts is not None:
+                break
+        else:
             return None
         for bench, layers in parts:
             used[bench.key] = used.get(bench.key, 0) + bench.need(layers).total
+        beside.update({bench.machine.node_id for bench, _ in parts})
         laid.append(parts)
     return tuple(laid)
 

@@ -10,7 +10,7 @@ import pytest
 from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_daemons import hearthnet
-from tests.mesh_e2e.test_deployments import peers, ready, row, until
+from tests.mesh_e2e.test_deployments import peers, ready, row, rows, until
 
 pytestmark = pytest.mark.slow
 
@@ -170,3 +170,24 @@ def test_a_wrong_flag_is_refused_with_its_name(
     assert said in refused.stderr, refused.stderr
     assert "Traceback" not in refused.stderr
     assert attic.get("/mesh/v1/deployments")["deployments"] == []
+
+
+def test_a_copy_beside_another_moves_to_a_machine_that_comes(
+    house: tuple[LocalNode, LocalNode], start_node: StartNode
+) -> None:
+    attic, study = house
+    deployed = hearthnet("deploy", "builtin", "--replicas", "3", "--wait", node=attic)
+    assert deployed.returncode == 0, deployed.stderr
+    assert {span["node"] for span in row(attic)["spans"]} == {"attic", "study"}
+    cellar = start_node("cellar", "--layers", "none")
+    cellar.wait_up()
+
+    def has_parted() -> bool:
+        spans = row(cellar)["spans"] if rows(cellar) else ()
+        return {(span["node"], span["layers"]) for span in spans} == {
+            (name, "0-7") for name in ("attic", "study", "cellar")
+        }
+
+    until(has_parted, "each has its replica", *house, cellar)
+    ready(*house, cellar, replicas=3)
+    assert sorted(serving(study)) == ["attic", "cellar", "study"]

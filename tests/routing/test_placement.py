@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -165,6 +166,17 @@ def test_replicas_lie_on_different_machines_while_there_are_any() -> None:
     assert not first & second
     shared = lay_out(model(), [machine("a", 20)], Demand(replicas=2, quant="none"))
     assert [places(shared, 0), places(shared, 1)] == [[("a", "0-15")], [("a", "0-15")]]
+
+
+def test_replicas_that_share_machines_lie_on_all_of_them() -> None:
+    machines = [machine("a", 30, 40), machine("b", 30), machine("c", 30)]
+    for replicas, counts in ((3, (1, 1, 1)), (4, (2, 1, 1)), (7, (3, 2, 2))):
+        found = lay_out(model(), machines, Demand(replicas=replicas, quant="none"))
+        used = Counter(name for i in range(replicas) for name, _ in places(found, i))
+        assert tuple(sorted(used.values(), reverse=True)) == counts
+    # A machine that is full already is no reason to have fewer.
+    found = lay_out(model(), [machine("a", 30), machine("b", 5)], Demand(replicas=4, quant="none"))
+    assert Counter(n for i in range(4) for n, _ in places(found, i)) == {"a": 3, "b": 1}
 
 
 def test_layers_stay_where_they_are_when_that_costs_little() -> None:
