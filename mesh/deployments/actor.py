@@ -225,13 +225,19 @@ class Reconciler:
     async def _bring_up(self, deployment: Deployment, load: LoadAction, model: LocalModel) -> None:
         shard = load.shard
         self.phases.put(shard, Phase.DEPLOYING)
-        await self._world.ask(model)
-        wished = self._world.deployments().get(deployment.id, deployment)
+        await self._ask_as_wished(deployment, model)
         far = partial(self.phases.bytes, shard)
-        await self._world.serve(wished, load.layers, far)  # as it is wished by now
+        await self._world.serve(self._now(deployment), load.layers, far)
 
     async def _ask_here(self, deployment: Deployment, shard: ShardId) -> None:
-        await self._world.ask(await self._provide(deployment, shard))
+        await self._ask_as_wished(deployment, await self._provide(deployment, shard))
+
+    async def _ask_as_wished(self, deployment: Deployment, model: LocalModel) -> None:
+        await self._world.ask(replace(model, quant=self._now(deployment).wish.quant))
+
+    def _now(self, deployment: Deployment) -> Deployment:
+        """As it is wished by now: files take their time to come."""
+        return self._world.deployments().get(deployment.id, deployment)
 
     async def _provide(self, deployment: Deployment, shard: ShardId) -> LocalModel:
         """The files of what this node is to hold of it, on this disk."""
@@ -300,7 +306,7 @@ class Reconciler:
             comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
             waits = not called and bool(comes_later)
             waits = waits or model_id in self._ends_of_asking
-            waits = waits or asked.get(model_id) == deployment.wish.weights_sha256
+            waits = waits or self._world.asks(deployment.wish)
             if name not in self.phases.not_yet(loop_time()) and not waits:
                 self._begin(self._asks, model_id, self._ask(deployment, name))
         alive = {(each.wish.model_id, each.wish.weights_sha256) for each in live(deployments)}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.weights import OnProgress
-from mesh.deployments.wishes import Deployment
+from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import MeshError
 from mesh.models.local import LocalModel
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
@@ -45,9 +45,11 @@ class World(Protocol):
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         """Why this node's settings do not let it hold these layers at all."""
 
-    def asked(self) -> Mapping[ModelId, str]:
-        """The models that this node asks, held by hand or because they are deployed, with the
-        hashes of their weights."""
+    def asked(self) -> Collection[ModelId]:
+        """The models that this node asks, held by hand or because they are deployed."""
+
+    def asks(self, wish: Wish) -> bool:
+        """Whether this node asks what is wished; in its format, unless it is held by hand."""
 
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on."""

@@ -31,6 +31,8 @@ class LocalModel:
     layers: LayerRange | None
     layers_mb: int = 0
     """What all layers take as stored; the ends come on top."""
+    quant: str = ""
+    """The number format that its deployment says, '' for that of this node's settings."""
 
 
 def find_local_models(

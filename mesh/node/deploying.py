@@ -278,9 +278,13 @@ class House:
 
     # What it does
 
-    def asked(self) -> dict[ModelId, str]:
+    def asked(self) -> Collection[ModelId]:
         """See `World`."""
-        return {name: self._held.models[name].weights_sha256 for name in self._held.askers}
+        return self._held.askers.keys()
+
+    def asks(self, wish: Wish) -> bool:
+        """See `World`."""
+        return self._held.asks(wish.model_id, wish.weights_sha256, wish.quant)
 
     def known(self) -> dict[ModelId, str]:
         """See `World`."""

@@ -109,8 +109,13 @@ class Holdings:
             self._resident = told
 
     async def ask(self, model: LocalModel) -> None:
-        """Ask this model from now on, whose ends are on this disk. Raises WeightsMismatch when
-        another checkpoint is held by its name."""
+        """Ask this model from now on, whose ends are on this disk, in its number format: who asks
+        in another one begins anew. What the configuration names has the configuration's. Raises
+        WeightsMismatch when another checkpoint is held by its name."""
+        if self.asks(model.model_id, model.weights_sha256) and not self.asks(
+            model.model_id, model.weights_sha256, model.quant
+        ):
+            await self.ask_no_more(model.model_id, forget=False)
         assert self._tls is not None  # noqa: S101 - set by `start`
         tls = None if model.model_id in self.askers else await self._tls()
         # Nothing is waited for from here on: of two who ask at once each would start an asker.
@@ -120,11 +125,18 @@ class Holdings:
                 f"{known.directory} is held here as {model.model_id}, with other weights.",
                 fix="Hold it by another name (--model PATH=ID), or deploy those weights.",
             )
-        if known is None:
+        if model.model_id not in self.models.by_hand:
             self.models.put(model)
         if tls is not None and model.model_id not in self.askers:
             self._start_asker(model, tls)
             self.home.add(model)
+
+    def asks(self, model_id: ModelId, weights_sha256: str, quant: str | None = None) -> bool:
+        """Whether this node asks these weights, in this number format where one is given."""
+        known = self.models.get(model_id) if model_id in self.askers else None
+        if known is None or known.weights_sha256 != weights_sha256:
+            return False
+        return quant in (None, known.quant) or model_id in self.models.by_hand
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool = True) -> None:
         """Ask this model no longer; running answers get `drain_seconds` to end. Unless it is to be

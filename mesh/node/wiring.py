@@ -95,7 +95,7 @@ def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest
         model.model_id,
         layers,
         config.dtype,
-        config.quant,
+        model.quant or config.quant,
         ShardSettings(
             max_concurrent_streams=limits.max_concurrent_streams,
             kv_tokens=limits.kv_tokens,
@@ -136,6 +136,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         local_directory(distributed.draft_model) if distributed.draft_model else None,
         distributed.thin,
         memory_caps(config),
+        model.quant,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     nice = distributed.host.nice

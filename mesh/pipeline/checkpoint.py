@@ -193,8 +193,9 @@ def load_asker(
         begins(LoadNeed(model_id, need_mb, ram().free_mb), progress)
         threads = kept_threads(options.threads, device.value, options.threads_dir)
         torch.set_num_threads(threads.value)
+        quant = options.deployed_quant if device.value.type == "cpu" else ""
         plan = EndsPlan(
-            manifest, device.value, options.dtype, dtype, options.quant, threads.value,
+            manifest, device.value, options.dtype, dtype, quant or options.quant, threads.value,
             options.cache_dir,
         )  # fmt: skip
         loaded = load_computed(plan, progress)

@@ -107,7 +107,8 @@ class AskerOptions:
 
     `draft_model` is the directory of a smaller model that guesses for it, if there is one. `thin`:
     whether to leave embedding and head to hops; ``auto`` where they are not on this disk. What is
-    loaded stays within `caps`.
+    loaded stays within `caps`. `deployed_quant` is the format that the model's deployment says, ''
+    for none: its head is in that one, where the device has kernels for it.
     """
 
     dtype: str
@@ -119,6 +120,7 @@ class AskerOptions:
     draft_model: Path | None = None
     thin: Thin = "auto"
     caps: MemoryCaps | None = None
+    deployed_quant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

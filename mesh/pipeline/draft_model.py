@@ -210,7 +210,9 @@ def _load_draft(
     plan = plan_shard(request, host)
     need_mb = plan.need.total_mb + plan.ends_need.total_mb
     with taking("the draft model needs", need_mb, device, options.caps, fix=_SMALLER):
-        own = replace(options, quant="auto", thin="never", caps=None)  # taken with the layers
+        own = replace(
+            options, quant="auto", thin="never", caps=None, deployed_quant=""
+        )  # its memory is taken with the layers
         ends, _ = load_asker(directory, DRAFT_MODEL_ID, own)
         if not _same_tokens(ends.text.vocabulary(), model.text.vocabulary()):
             raise BadValue(

@@ -102,12 +102,15 @@ class ShardSupervisor(Supervisor):
             raise error
 
     async def ensure(self, request: ShardRequest) -> LocalShard:
-        """A shard that this node may use: loaded now, for it alone, unless it is here already.
+        """A shard that this node may use: loaded now, for it alone, unless it is here already. What
+        it has for itself is loaded anew where it is to be otherwise.
 
         One of those it is to serve is waited for, and served as well. Raises what loading raises,
         InternalError when it takes too long, or Busy when the process is being stopped.
         """
         name = request.shard_id
+        if name in self.private and self._asked.get(name) != request:
+            await self.drop(name, 0.0)
         here = self._here(name)
         if here is not None:
             return here

@@ -38,6 +38,8 @@ class World:
         self.loads: list[str] = []
         self.is_quick = asyncio.Event()
         self.is_quick.set()
+        self.quants: dict[ModelId, str] = {}
+        """How those are asked."""
         self.is_broken = False
         self.is_odd = False
         """Asked what it serves it breaks."""
@@ -66,8 +68,12 @@ class World:
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         return None
 
-    def asked(self) -> dict[ModelId, str]:
-        return self.models
+    def asked(self) -> Collection[ModelId]:
+        return self.models.keys()
+
+    def asks(self, wish: Wish) -> bool:
+        asked = self.models.get(wish.model_id), self.quants.get(wish.model_id)
+        return asked == (wish.weights_sha256, wish.quant)
 
     def known(self) -> dict[ModelId, str]:
         return self.models
@@ -76,6 +82,7 @@ class World:
         if self.models.get(model.model_id, model.weights_sha256) != model.weights_sha256:
             raise WeightsMismatch("other weights are held by that name.", fix="Let them go.")
         self.models = {model.model_id: model.weights_sha256}
+        self.quants = {model.model_id: model.quant}
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
         self.models = {}
@@ -250,6 +257,21 @@ async def test_a_gap_that_a_change_opens_is_told_and_no_other_one(watched: Watch
     watched.wish(["0-2"], "int8")
     await watched.until(("0-2", "int8"))
     assert watched.gaps() == ["builtin:0-3", "builtin:0-2"], "both have one name"
+
+
+async def test_who_asks_does_it_in_the_format_that_is_wished_by_now(watched: Watched) -> None:
+    watched.wish(["0-1"])
+    await watched.until(("0-1", "none"))
+    assert list(watched.world.quants.values()) == [""]
+    watched.wish(["0-1"], "int8")
+    await holds(lambda: list(watched.world.quants.values()) == ["int8"])
+    watched.disk.is_there.clear()
+    watched.wish(["2-3"], "int8")
+    await watched.until_phase("2-3", Phase.PROVISIONING)
+    watched.wish(["2-3"], "int4")
+    watched.disk.is_there.set()
+    await watched.until_phase("2-3", Phase.READY)
+    assert list(watched.world.quants.values()) == ["int4"]
 
 
 async def test_what_was_evicted_is_fetched_no_more_to_be_asked_either(watched: Watched) -> None:

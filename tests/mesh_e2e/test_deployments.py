@@ -138,6 +138,13 @@ def loaded(node: LocalNode) -> set[tuple[str, int]]:
     return {(shard["dtype"], shard["kv_tokens"]) for shard in shards}
 
 
+def compiled_heads(node: LocalNode) -> set[str]:
+    """The formats of few bits in which a node, as one that asks, has the model's head."""
+    said = f"ends of {MODEL}: head compiled: "
+    reasons = node.get("/mesh/v1/status")["reasons"]
+    return {each.removeprefix(said) for each in reasons if each.startswith(said)}
+
+
 @pytest.mark.timeout(600)
 def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], models: Path) -> None:
     attic, kitchen, study = house.values()
@@ -181,6 +188,12 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
             assert f"{MODEL} is away for a moment: {gap}" in changed.stderr, changed.stderr
         ready(attic, kitchen, study)
         assert all(loaded(node) == is_loaded for node in house.values())
+        # The ends are in the format of the layers, wherever they are computed.
+        heads = {head for head, _ in is_loaded if head == "int8"}
+        until(
+            lambda heads=heads: all(compiled_heads(n) == heads for n in house.values()),
+            "heads as layers", *house.values(),
+        )  # fmt: skip
         assert len(answer(study, 4)) == 4
     assert parts == [held(node) for node in house.values()]
     assert answer(kitchen) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mesh.config import Config
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
@@ -17,3 +19,10 @@ def test_a_shard_that_computes_every_row_alone_is_a_setting() -> None:
         )
         asked = shard(config, model, LayerRange(0, 2))
         assert asked.settings.batch_invariant is alone
+
+
+def test_a_model_is_computed_in_the_format_of_its_deployment() -> None:
+    config, layers = Config(quant="int8"), LayerRange(0, 2)
+    model = LocalModel(ModelId("tiny"), str(checkpoint_dir()), "a" * 64, 4, None, layers)
+    assert shard(config, model, layers).quant == "int8"
+    assert shard(config, replace(model, quant="none"), layers).quant == "none"

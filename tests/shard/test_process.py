@@ -204,6 +204,10 @@ async def test_what_was_loaded_at_home_is_served_only_where_it_is_asked_for_just
         assert longer.descriptor.kv_tokens == 600
         assert host.shards == {few.shard_id: longer}
         assert not host.private
+        # For itself as well, this node has it as it was asked for last.
+        await host.drop(few.shard_id, 0.0)
+        assert (await host.ensure(few)).descriptor.kv_tokens == 300
+        assert (await host.ensure(more)).descriptor.kv_tokens == 600
 
 
 BROKEN: dict[str, tuple[dict[str, Any], type[MeshError]]] = {
