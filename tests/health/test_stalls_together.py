@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 from mesh.pipeline.watch.latency import FLOOR_S
 from mesh.pipeline.watch.stalls import TICK_S
 from mesh.types import ShardStatus
+from mesh.wire.messages import Result, Step
 from tests.health.test_stalls import CEILING_S, STEP_S, Watching
-from tests.health.watched import Watched, tokens_of, watched
+from tests.health.watched import PROMPT, Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_request
 from tests.simulation.virtual_loop import pass_time, run_virtually
+from tests.wire.memory import MemoryLink
 
 COUNT = 30
 
@@ -149,3 +152,64 @@ def test_answers_that_lay_unread_while_we_were_busy_do_not_make_a_hop_slow() -> 
 
     case.run(body)
     assert case.noticed == {}
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_who_waits_while_a_long_prompt_of_another_is_read_waits(spare: bool) -> None:
+    case, long = Watching(spare=spare, home=not spare), list(range(1, 500))
+    loaded = case.shards[1]
+
+    taken, free_at, answers = deque[int](), [0.0], dict[int, list[int]]()
+
+    def take(step: Step) -> bool:
+        taken.append(step.tensor.shape[1])
+        return True
+
+    def in_turn(link: MemoryLink, result: Result) -> None:
+        loop = asyncio.get_running_loop()
+        free_at[0] = max(free_at[0], loop.time()) + (
+            2.0 if taken.popleft() > len(PROMPT) else STEP_S
+        )
+        loop.call_at(free_at[0], lambda: None if link.is_closed else link.send(result))
+
+    loaded.before_step, loaded.reply = take, in_turn
+
+    async def body(mesh: Watched) -> None:
+        async def read(number: int) -> None:
+            answers[number] = tokens_of(
+                await mesh.ask(3, prompt=[number, *long], name=f"r{number}")
+            )
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(case.ask(mesh, 3 * COUNT))
+            for number in range(3):
+                await asyncio.sleep(30 * STEP_S)
+                tasks.create_task(read(number))
+
+    run_virtually(lambda: case.run(body))
+    assert case.noticed() == []
+    assert case.tokens() == expected_tokens(PROMPT, 3 * COUNT)
+    assert answers == {n: expected_tokens([n, *long], 3) for n in range(3)}
+
+
+def test_one_that_is_never_answered_while_others_are_does_not_wait_for_ever() -> None:
+    case, forgotten = Together(), [0]
+
+    def passes_over(step: Step) -> bool:
+        forgotten[0] = forgotten[0] or step.session
+        return step.session != forgotten[0]
+
+    async def body(mesh: Watched) -> None:
+        await case.ask(mesh, 1)
+        case.bad.before_step = passes_over
+        async with asyncio.timeout(20 * CEILING_S), asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(case.ask(mesh, 2))
+            await asyncio.sleep(STEP_S / 2)
+            number = 2
+            while not first.done():
+                number += 1
+                await case.ask(mesh, number)
+
+    case.run(body)
+    assert case.noticed.keys() == {2}
+    assert 10 * CEILING_S <= case.noticed[2] < 11 * CEILING_S

@@ -27,6 +27,9 @@ _GAIN = 1 / 8
 
 _DEVIATIONS = 4.0
 _MULTIPLE = 6.0
+_TOGETHER = 64
+"""Answers that are looked at to see which steps were computed at the same time."""
+
 _PATIENCE = 3.0
 """Limits' worth of time that may be lost to slow answers in a row."""
 
@@ -61,6 +64,19 @@ class _Usual:
         return max(_MULTIPLE * self.mean_s, self.mean_s + _DEVIATIONS * self.deviation_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A step of a size, waited for from `since` until `at`."""
+
+    size: int
+    since: float
+    at: float
+
+    def waited_for(self, other: _Answer) -> bool:
+        """Whether `other` is larger, and was computed meanwhile."""
+        return other.size > self.size and other.since < self.at and self.since < other.at
+
+
 @dataclass(slots=True)
 class HopLatency:
     """One shard's steps. `ceiling_s` is the configured limit, and the one of unknown sizes.
@@ -72,9 +88,13 @@ class HopLatency:
 
     ceiling_s: float
     strikes: int = 0
+    answered_at: float = 0.0
+    """When it last answered any generation of this asker."""
     _usual: dict[int, _Usual] = field(default_factory=dict)
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _lost_s: float = 0.0
+    _answers: deque[_Answer] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
+    _slow: deque[_Answer] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
+    """Of the latest answers, the slow ones in a row."""
     _in_time: int = 0
     _struck_at: float = -inf
 
@@ -87,29 +107,39 @@ class HopLatency:
         return float(min(self.ceiling_s, max(FLOOR_S, usual.limit_s) * 2**strikes))
 
     def answered(self, rows: int, elapsed_s: float) -> None:
-        """A step took so long. A slow one is counted, and not taken for the new normal."""
+        """A step took so long, until now. A slow one is counted, and not taken for the new
+        normal."""
         self._recent_s.append(elapsed_s)
+        answer = _Answer(_size(rows), self.answered_at - elapsed_s, self.answered_at)
+        self._answers.append(answer)
         limit_s = self.limit_s(rows)
         if limit_s < self.ceiling_s and elapsed_s >= limit_s / 2:
-            self._lost_s += elapsed_s
+            self._slow.append(answer)
             self._in_time = 0
             return
-        self._lost_s = 0.0
+        self._slow.clear()
         self._usual.setdefault(_size(rows), _Usual()).add(elapsed_s)
         self._in_time += 1
         if self._in_time >= _WINDOW and self.strikes:
             self.strikes, self._in_time = self.strikes - 1, 0
 
     def is_slow(self, rows: int) -> bool:
-        """Whether it answers, but has long stopped doing so at its usual pace."""
-        return self._lost_s > _PATIENCE * self.limit_s(rows)
+        """Whether it answers, but has long stopped doing so at its usual pace. What waited for a
+        larger step of another generation to be computed is not held against it."""
+        lost_s = sum(
+            slow.at - slow.since
+            for slow in self._slow
+            if not any(slow.waited_for(other) for other in self._answers)
+        )
+        return lost_s > _PATIENCE * self.limit_s(rows)
 
     def given_up(self, since: float, now: float) -> bool:
         """It was replaced for a step waited for since then; whether that is another strike."""
         if since < self._struck_at:
             return False
         self.strikes = min(self.strikes + 1, 10)
-        self._struck_at, self._lost_s = now, 0.0
+        self._struck_at = now
+        self._slow.clear()
         return True
 
     def percentile_ms(self, share: float) -> float:

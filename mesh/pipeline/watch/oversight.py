@@ -101,8 +101,10 @@ class Oversight:
         if fault:
             return self.corrupted(hop.hop, fault)
         self.reputations.served(key)
+        latency = self.latency(key)
+        latency.answered_at = asyncio.get_running_loop().time()
         if hop.answers:  # the first of a session may have had to wait for the weights
-            self.latency(key).answered(tensor.shape[1], elapsed_s)
+            latency.answered(tensor.shape[1], elapsed_s)
         if self.spot_checks is not None:
             self.spot_checks.answered(hop, position, tensor)
         return None

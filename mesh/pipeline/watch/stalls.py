@@ -2,21 +2,26 @@
 
 Where somebody else, or the local model, could take over, the limit is what this hop usually needs
 (`mesh.pipeline.watch.latency`); where nobody could, the configured one: giving up a slow hop for
-itself helps nobody.
+itself helps nobody. A shard that answers another generation of this asker meanwhile makes progress,
+and is given what the largest of the steps needs that it owes: they take turns on it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 
 from mesh.pipeline.hop import GenerationHop
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.watch.latency import StepOverdue
 from mesh.pipeline.watch.oversight import Oversight
-from mesh.routing.cover import key_of
+from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
 
 TICK_S = 0.25
+_STARVED = 10
+"""Of the ceiling: so long a generation is not without an answer, whoever else gets any."""
+
 _LATE_S = 0.25
 """A tick this late was our own doing: answers lay unread and seem slow."""
 
@@ -46,25 +51,36 @@ class StallWatch:
     def look(self, now: float, *, is_late: bool = False) -> None:
         """Fail every hop that owes an answer for too long at `now`, or long answers too slowly;
         the latter not when it `is_late`, for then it may be us who are slow."""
-        for session in list(self._sessions.live.values()):
-            for hop in list(session.route.hops):
-                since = hop.waiting_since
-                if since is not None and hop.error is None:
-                    self._judge(session, hop, since, now, is_late)
+        sessions = list(self._sessions.live.values())
+        hops = [(session, hop) for session in sessions for hop in session.route.hops]
+        owed = [
+            (session, hop, since)
+            for session, hop in hops
+            if (since := hop.waiting_since) is not None and hop.error is None
+        ]
+        limits_s: defaultdict[ShardKey, float] = defaultdict(float)
+        for _, hop, since in owed:
+            key = key_of(hop.hop.shard)
+            limit_s = self._oversight.latency(key).limit_s(hop.waiting_rows, since)
+            limits_s[key] = max(limits_s[key], limit_s)
+        for session, hop, since in owed:
+            self._judge(session, hop, since, limits_s[key_of(hop.hop.shard)], now, is_late)
 
     def _judge(
         self,
         session: GenerationSession,
         hop: GenerationHop,
         since: float,
+        limit_s: float,
         now: float,
         is_late: bool,
     ) -> None:
-        waited_s, limit_s = now - since, self._oversight.limit_s(hop)
         shard = hop.hop.shard
         latency = self._oversight.latency(key_of(shard))
+        limit_s = max(limit_s, self._oversight.limit_s(hop))
+        waited_s = now - max(since, latency.answered_at)
         slow = not is_late and latency.is_slow(hop.waiting_rows)
-        if waited_s > self._ceiling_s:
+        if waited_s > self._ceiling_s or now - since > _STARVED * self._ceiling_s:
             limit_s, slow = self._ceiling_s, False
         elif not (waited_s > limit_s or slow) or not self._is_replaceable(session, hop):
             return
