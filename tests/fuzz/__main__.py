@@ -5,6 +5,7 @@ Ends with another status than 0 when one is found, or when it takes too much mem
 
 from __future__ import annotations
 
+import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -25,9 +26,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for number, seed in enumerate(seeds()[target]):
             (Path(directory) / str(number)).write_bytes(seed)
+        # The most that libFuzzer reads is that of whoever started this as well, where it was more.
+        before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         limits = [
-            f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY_MB}", "-max_len=20000",
-            f"-timeout={INPUT_SECONDS}", "-print_final_stats=1", f"-artifact_prefix={directory}/",
+            f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY_MB + before_mb}",
+            "-max_len=20000", f"-timeout={INPUT_SECONDS}", "-print_final_stats=1", f"-artifact_prefix={directory}/",
         ]  # fmt: skip
         atheris.Setup(["fuzz", directory, *limits], lambda data: attempt(target, data))
         atheris.Fuzz()
