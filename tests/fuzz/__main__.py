@@ -30,7 +30,8 @@ def main() -> None:
         before_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         limits = [
             f"-max_total_time={seconds}", f"-rss_limit_mb={MEMORY_MB + before_mb}",
-            "-max_len=20000", f"-timeout={INPUT_SECONDS}", "-print_final_stats=1", f"-artifact_prefix={directory}/",
+            "-max_len=20000", f"-timeout={INPUT_SECONDS}", "-print_final_stats=1",
+            f"-artifact_prefix={directory}/",
         ]  # fmt: skip
         atheris.Setup(["fuzz", directory, *limits], lambda data: attempt(target, data))
         atheris.Fuzz()
