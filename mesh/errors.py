@@ -136,6 +136,10 @@ class ServiceRefused(MeshError, code="service_refused"):
     """What starts a user's programs here, such as systemd, refuses or is not there."""
 
 
+class FileRefused(MeshError, code="file_refused"):
+    """The system does not let the command read or write a file: whose it is, or its disk."""
+
+
 class IdentityError(MeshError, code="identity_error"):
     """Root for this node's own key."""
 
@@ -153,7 +157,8 @@ class UntrustedPeer(IdentityError, code="untrusted_peer", http_status=403):
 
 
 class PairingRejected(IdentityError, code="pairing_rejected", http_status=403):
-    """Pairing failed; `param` says at what: code, window, busy, protocol, timeout, refused."""
+    """Pairing failed; `param` says at what: code, window, busy, protocol, timeout, revoked,
+    refused."""
 
 
 class TokenRejected(IdentityError, code="token_rejected", http_status=401):

@@ -7,6 +7,8 @@ the files.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +20,35 @@ _APP = "hearthnet"
 
 
 def default_state_dir() -> Path:
-    """The node's state directory when nobody names another."""
-    return platformdirs.user_state_path(_APP, appauthor=False)
+    """The node's state directory when nobody names another. Raises BadValue without a home."""
+    return _at_home(lambda: platformdirs.user_state_path(_APP, appauthor=False))
 
 
 def default_config_file() -> Path:
-    """The TOML file that is read when it exists and nobody names another."""
-    return platformdirs.user_config_path(_APP, appauthor=False) / "config.toml"
+    """The TOML file that is read when it exists and nobody names another. Raises BadValue without a
+    home."""
+    return _at_home(lambda: platformdirs.user_config_path(_APP, appauthor=False)) / "config.toml"
 
 
 def cache_dir() -> Path:
-    """What can be computed again, such as manifests and hashes; shared by a user's nodes."""
-    return platformdirs.user_cache_path(_APP, appauthor=False)
+    """What can be computed again, such as manifests and hashes; shared by a user's nodes. Raises
+    BadValue without a home."""
+    return _at_home(lambda: platformdirs.user_cache_path(_APP, appauthor=False))
+
+
+def home_dir() -> Path:
+    """This user's. Raises BadValue where there is none."""
+    return _at_home(Path.home)
+
+
+def expanded(path: str | Path) -> Path:
+    """The path, with the home that a ``~`` at its beginning means. Raises BadValue."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise BadValue(
+            f"{path} is in the home of a user that is not known here.", fix="Write the whole path."
+        ) from None
 
 
 def capacity_dir() -> Path:
@@ -45,6 +64,16 @@ def models_dir() -> Path:
 def quantised_dir(cache: Path, weights_sha256: str) -> Path:
     """What was rounded of a checkpoint's weights (`mesh.shard.compiled.store`)."""
     return cache / "quantised" / weights_sha256
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root, as `expanded`; links stay. Raises BadValue."""
+    try:
+        return Path(os.path.abspath(expanded(path)))  # noqa: PTH100 - keep symlinks
+    except FileNotFoundError:
+        raise BadValue(
+            f"{path} is below the current directory, which is gone.", fix="Go to one that is there."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +200,12 @@ class StatePaths:
                     param="state_dir",
                 ) from error
         return self
+
+
+def _at_home(found: Callable[[], Path]) -> Path:
+    try:
+        return found()
+    except RuntimeError:  # no HOME, and the system does not know the user, as in some containers
+        raise BadValue(
+            "This user has no home directory.", fix="Set HOME to a directory of this user's."
+        ) from None

@@ -19,6 +19,7 @@ from mesh.paths import StatePaths, cache_dir, models_dir
 if TYPE_CHECKING:
     from mesh.client import Client
 
+_ANSWERS_WITHIN_S = 10.0
 _SILENT = "If its process is there: `hearthnet logs`, `hearthnet restart`. Or name another."
 
 
@@ -132,7 +133,10 @@ async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
 
     if config is None or not config.is_distributed:
         return []
-    record = await asyncio.to_thread(read_record, StatePaths(config.state_dir).hearth)
+    try:
+        record = await asyncio.to_thread(read_record, StatePaths(config.state_dir).hearth)
+    except MeshError as error:
+        return [failed("hearth", error)]
     known, requested = Known(hearth=record.hearth_id if record is not None else ""), ()
     if told is not None:
         node = told.picture["node"]
@@ -146,7 +150,11 @@ async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
 async def _said(client: Client, findings: list[Finding]) -> _Told | None:
     """What a daemon says of itself; None of one that says nothing."""
     try:
-        return _Told(await client.status(), await client.readiness())
+        async with asyncio.timeout(_ANSWERS_WITHIN_S):
+            return _Told(await client.status(), await client.readiness())
+    except TimeoutError:
+        said = f"The daemon takes connections and does not answer within {_ANSWERS_WITHIN_S:g} s."
+        findings.append(wrong("daemon", said, _SILENT))
     except NotRunning as error:
         findings.append(wrong("daemon", error.message, _SILENT))
     except MeshError as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import ConfigFile, Json, StateDir
+from mesh.cli.options import ConfigFile, Json, StateDir, prompted
 from mesh.cli.output import note, print_json, print_table, report, say
 from mesh.errors import BadRequest, ConfigError
 
@@ -198,9 +198,9 @@ def _let_edit(command: list[str], draft: Path) -> None:
 
 def _is_to_go_on() -> bool:
     """Whether somebody is there who wants to edit again."""
-    if sys.stdin is None or not sys.stdin.isatty():
+    if not sys.stdin.isatty():
         return False
-    return typer.confirm("Edit again?", default=True, err=True)
+    return prompted(typer.confirm, "Edit again?", default=True)
 
 
 def _text(value: object) -> str:

@@ -52,7 +52,12 @@ def start_detached(
     def pid() -> int | None:
         return process.pid if process.poll() is None else None
 
-    record = await_daemon(pid, paths, begin)
+    try:
+        record = await_daemon(pid, paths, begin)
+    except KeyboardInterrupt:
+        process.terminate()
+        note("it was still starting, and is stopped")
+        raise
     if record is None:
         raise typer.Exit(process.returncode or 1)
     return record
@@ -60,11 +65,12 @@ def start_detached(
 
 def log_end(paths: StatePaths) -> int:
     """Where what a daemon prints from now on begins in its log, in bytes; one that is full is moved
-    aside first."""
+    aside first. Raises OSError for one that cannot be written."""
     log = paths.daemon_log
     if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
         move_aside(log)
-    return log.stat().st_size if log.exists() else 0
+    with log.open("ab") as stream:
+        return stream.tell()
 
 
 def await_daemon(

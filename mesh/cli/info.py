@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli.options import ConfigFile, Json, StateDir
 from mesh.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from mesh.paths import StatePaths
+    from mesh.config import Settings
 
 _PACKAGES = (
     "torch", "transformers", "nnsight", "onnxruntime", "websockets", "zeroconf", "huggingface_hub",
@@ -23,13 +22,12 @@ _TELLING = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx5
 def info(state_dir: StateDir = None, config: ConfigFile = None, as_json: Json = False) -> None:
     """Show versions, the machine and where the files lie; nothing private, no daemon needed."""
     from mesh.config import load_config
-    from mesh.paths import StatePaths
 
     loaded = load_config({"state_dir": state_dir}, file=config)
     told = {
         "versions": _versions(),
         "machine": _machine(),
-        "files": _files(StatePaths(loaded.config.state_dir), loaded.file),
+        "files": _files(loaded),
     }
     if as_json:
         print_json(told)
@@ -77,17 +75,18 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _files(paths: StatePaths, config: Path | None) -> dict[str, Any]:
+def _files(loaded: Settings) -> dict[str, Any]:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    from mesh.paths import default_config_file, models_dir
+    from mesh.paths import StatePaths, default_config_file, models_dir
     from mesh.runtime import read_daemon
 
+    paths = StatePaths(loaded.config.state_dir)
     record = read_daemon(paths.runtime_file)
     return {
-        "settings": str(config or f"{default_config_file()} (not there)"),
+        "settings": str(loaded.file or f"{default_config_file()} (not there)"),
         "state": str(paths.root),
-        "models": str(models_dir()),
+        "models": str(loaded.config.models_dir or models_dir()),
         "hub's cache": HF_HUB_CACHE,
         "log": str(paths.daemon_log),
         "daemon": f"process {record.pid}, {record.api_url}" if record else None,

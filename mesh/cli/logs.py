@@ -39,6 +39,8 @@ def logs(
         text = codecs.getincrementaldecoder("utf-8")("replace")
         while follow:
             was_moved = not _is_at(path, stream)
+            if os.fstat(stream.fileno()).st_size < stream.tell():
+                stream.seek(0)  # it was emptied, as some rotate logs
             say(text.decode(stream.read()), end="")
             if was_moved:
                 stream.close()

@@ -5,8 +5,10 @@ Imports nothing heavy: `--help` must stay quick, so every verb imports what it n
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -128,6 +130,7 @@ def hearthnet(
 
 def main() -> NoReturn:
     """The command's entry point."""
+    _open_what_is_closed()
     for stream, errors in (
         (sys.stdout, "replace"),
         (sys.stderr, "replace"),
@@ -143,6 +146,14 @@ def main() -> NoReturn:
     except Exception as error:  # noqa: BLE001 - the outermost edge: everything becomes an exit code
         sys.exit(report(error, debug=flags.debug))
     sys.exit(0)
+
+
+def _open_what_is_closed() -> None:
+    """Python has None for a standard stream that whoever started this has closed."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
+            setattr(sys, name, stream)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, Yes, asks, require_yes
+from mesh.cli.options import AskedDaemon, Yes, asks, prompted, require_yes
 from mesh.cli.output import note, one_line, print_table, say
 from mesh.errors import NotFound
 
@@ -138,7 +138,7 @@ def recover(
     For a hearth whose anchors are lost, stolen, or at odds. Members stay members.
     """
     # Left out of the command line, it is in no shell's history.
-    secret = code if code is not None else typer.prompt("Recovery code", err=True)
+    secret = code if code is not None else prompted(typer.prompt, "Recovery code")
     daemon.show(daemon.ask(lambda client: client.recover(secret)), _recovered)
 
 

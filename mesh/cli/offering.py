@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mesh.cli.options import prompted
 from mesh.cli.output import note
 from mesh.errors import MeshError
 
@@ -33,11 +34,10 @@ def offer_daemon(daemon: AskedDaemon, *, yes: bool) -> None:
     if directory is None or (daemon.state_dir is None and _is_service_stopped()):
         return
     if not yes:
-        if not (_is_terminal(sys.stdin) and _is_terminal(sys.stderr)):
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
             return
-        if not typer.confirm(
-            "No hearthnet runs on this machine. Start one?", default=True, err=True
-        ):
+        question = "No hearthnet runs on this machine. Start one?"
+        if not prompted(typer.confirm, question, default=True):
             return
     import asyncio
 
@@ -62,10 +62,10 @@ def _where_none_runs(daemon: AskedDaemon) -> Path | None:
 
 def _is_service_stopped() -> bool:
     """Whether there is a service, which then is what to start; that is said."""
-    from mesh.cli.service_managers import service_manager
+    from mesh.cli.service_managers import installed_manager
 
-    manager = service_manager()
-    if not manager.file.exists():
+    manager = installed_manager()
+    if manager is None:
         return False
     note(f"The service is installed and does not run; `{manager.how_to_start()}` starts it.")
     return True
@@ -99,8 +99,3 @@ async def _until_it_can_answer(client: Client) -> None:
                     await asyncio.sleep(_POLL_S)
         except (TimeoutError, MeshError):  # whoever asks is told what is wrong
             return
-
-
-def _is_terminal(stream: object) -> bool:
-    isatty = getattr(stream, "isatty", None)
-    return isatty is not None and isatty()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.output import note, print_json
+from mesh.cli.output import INTERRUPTED, note, print_json
 from mesh.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -101,12 +101,23 @@ def with_parameters(
     return verb
 
 
+def prompted(ask: Callable[..., _T], question: str, **how: Any) -> _T:
+    """What `typer.confirm` or `typer.prompt` gives; Ctrl-C is an interruption there as anywhere."""
+    try:
+        return ask(question, err=True, **how)
+    except typer.Abort as abort:
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            note("")
+            raise typer.Exit(INTERRUPTED) from None
+        raise
+
+
 def require_yes(question: str) -> None:
     """Ask whoever did not say --yes; a no ends the command. Raises BadRequest if nobody answers."""
     try:
-        is_wanted = typer.confirm(question, err=True)
+        is_wanted = prompted(typer.confirm, question)
     except typer.Abort:
-        if sys.stdin is not None and sys.stdin.isatty():
+        if sys.stdin.isatty():
             raise
         note("")
         raise BadRequest("Nobody is there to say yes.", fix="Say it with --yes.") from None

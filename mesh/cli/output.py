@@ -6,6 +6,7 @@ only place that turns errors into exit codes.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -13,9 +14,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from mesh.errors import ConfigError, MeshError
+from mesh.errors import ConfigError, FileRefused, MeshError
 
 FAILURE = 1
+INTERRUPTED = 130
 EXIT_CODES_HELP = (
     "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory, no route"
     " or not ready in time, 6 refused, 130 interrupted."
@@ -38,6 +40,9 @@ _EXIT_CODES = {
     "peer_refused": 6,
     "token_rejected": 6,
 }
+_REFUSALS = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR,
+}  # fmt: skip
 # C0 but for newline and tab, DEL, C1, and the controls that reorder text.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BREAKS = re.compile(r"[\n\t\u2028\u2029]")
@@ -97,6 +102,11 @@ def report(error: Exception, *, debug: bool = False) -> int:
     """Print what went wrong and what to do about it; the exit code that says the same."""
     if debug:
         traceback.print_exception(error)
+    if isinstance(error, OSError) and error.errno in _REFUSALS:
+        error = FileRefused(
+            f"{error.filename or 'What is printed'} cannot be used: {error.strerror}.",
+            fix="See whose it is (what `sudo` made belongs to root), and to its disk.",
+        )
     if not isinstance(error, MeshError):
         note(f"error: hearthnet failed: {one_line(error) or type(error).__name__}")
         note("fix:   This is a bug; run again with --debug and report what it prints.")

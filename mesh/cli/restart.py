@@ -37,11 +37,15 @@ def restart(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
 def _restart_detached(record: DaemonRecord, paths: StatePaths, timeout: float | None) -> None:
     import psutil
 
+    from mesh.cli.detached import log_end
     from mesh.cli.up import leave_running
 
     process = psutil.Process(record.pid)
     arguments = _arguments(process.cmdline())
     environment, here = process.environ(), Path(process.cwd())
+    if not here.is_dir():  # removed since; what the flags name in it is gone as well
+        here = paths.root
+    log_end(paths)  # one that cannot be written is better found out while the old one runs
     end_daemon(record, timeout)
     leave_running(arguments, paths, environment=environment, directory=here)
 

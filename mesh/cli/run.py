@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 
+_MOST_PIPED = 16 << 20
+"""More than any context takes: what never ends would fill the memory."""
 _System = Annotated[str | None, typer.Option(help="What the model is told first.")]
 _Temperature = Annotated[
     float, typer.Option(help="0 always takes the likeliest token; higher varies more.")
@@ -65,7 +67,7 @@ def run(  # noqa: PLR0913 - flags
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
         "max_tokens": max_tokens, "ignore_eos": ignore_eos, "wire_dtype": wire_dtype,
     }  # fmt: skip
-    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+    if prompt is None and sys.stdin.isatty():
         if raw or show_why or show_lens:
             raise _no_prompt_to_look_at()
         shown_so = chat.ShownAnswers(markdown=not plain, verbose=verbose, as_json=daemon.json)
@@ -170,7 +172,9 @@ def _explain(seen: dict[str, Any]) -> None:
 
 
 def _whole_prompt(prompt: str | None) -> str:
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read().rstrip("\n")
+    piped = "" if sys.stdin.isatty() else sys.stdin.read(_MOST_PIPED + 1).rstrip("\n")
+    if len(piped) > _MOST_PIPED:
+        raise BadRequest(f"More than {_MOST_PIPED} characters are piped in.", fix="Send less.")
     whole = "\n\n".join(part for part in (prompt, piped) if part)
     if not whole:
         raise BadRequest(

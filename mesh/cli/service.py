@@ -112,13 +112,13 @@ def status(as_json: Json = False) -> None:
 
 
 def _installed() -> ServiceManager:
-    from mesh.cli.service_managers import service_manager
+    from mesh.cli.service_managers import installed_manager, service_manager
     from mesh.errors import NotFound
 
-    manager = service_manager()
-    if not manager.file.exists():
+    manager = installed_manager()
+    if manager is None:
         raise NotFound(
-            f"No service is installed: there is no {manager.file}.",
+            f"No service is installed: there is no {service_manager().file}.",
             fix="`hearthnet service install` makes it.",
         )
     return manager

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mesh.errors import ServiceRefused
+from mesh.errors import BadValue, ServiceRefused
 from mesh.identity.private_files import write_private
+from mesh.paths import home_dir
 
 _PATIENCE_S = 90.0
 """For one command of a manager; systemd stops what it starts again within the limit it was told."""
@@ -75,17 +76,24 @@ class ServiceManager(Protocol):
 
 
 def service_manager() -> ServiceManager:
-    """This system's."""
+    """This system's. Raises BadValue for a user without a home: services are written there."""
     return LaunchAgent() if sys.platform == "darwin" else SystemdUser()
+
+
+def installed_manager() -> ServiceManager | None:
+    """This system's, where the service is installed with it."""
+    try:
+        manager = service_manager()
+    except BadValue:
+        return None
+    return manager if manager.file.exists() else None
 
 
 def manager_of(pid: int) -> ServiceManager | None:
     """The one that runs process `pid` as the service, if any does."""
-    manager = service_manager()
-    if not manager.file.exists():
-        return None
+    manager = installed_manager()
     try:
-        return manager if manager.pid() == pid else None
+        return manager if manager is not None and manager.pid() == pid else None
     except ServiceRefused:  # it does not answer here, so it can be told nothing either
         return None
 
@@ -97,7 +105,7 @@ class SystemdUser:
     _UNIT = "hearthnet.service"
 
     def __init__(self) -> None:
-        self.file = Path.home() / ".config/systemd/user" / self._UNIT
+        self.file = home_dir() / ".config/systemd/user" / self._UNIT
 
     def require(self) -> None:
         """See `ServiceManager`."""
@@ -154,7 +162,7 @@ class LaunchAgent:
     _LABEL = "org.hearthnet.node"
 
     def __init__(self) -> None:
-        self.file = Path.home() / "Library/LaunchAgents" / f"{self._LABEL}.plist"
+        self.file = home_dir() / "Library/LaunchAgents" / f"{self._LABEL}.plist"
         self._domain = f"gui/{os.getuid()}"
         self._target = f"{self._domain}/{self._LABEL}"
 

@@ -43,7 +43,7 @@ from mesh.config.sections import (
     RoutingSection,
 )
 from mesh.errors import BadValue
-from mesh.paths import default_config_file, default_state_dir
+from mesh.paths import absolute, default_config_file, default_state_dir, expanded
 from mesh.types import LayerRange
 
 ENV_PREFIX = "HEARTHNET_"
@@ -171,7 +171,7 @@ class Config(BaseSettings):
     @field_validator("state_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
-        return Path(os.path.abspath(value.expanduser()))  # noqa: PTH100 - keep symlinks
+        return absolute(value)
 
     @field_validator("name")
     @classmethod
@@ -219,7 +219,7 @@ class Config(BaseSettings):
     @field_validator("api_tls_cert", "api_tls_key", "models_dir")
     @classmethod
     def _a_file(cls, value: Path | None) -> Path | None:
-        return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100
+        return None if value is None else absolute(value)
 
     @field_validator("api_key")
     @classmethod
@@ -319,7 +319,7 @@ def flatten(config: Config) -> dict[str, Any]:
 def _config_file(file: Path | None) -> Path | None:
     named = file or os.environ.get(CONFIG_VARIABLE)
     if named:
-        named = Path(named).expanduser()
+        named = expanded(named)
         if not named.is_file():
             raise BadValue(
                 f"There is no configuration file {named}.",

@@ -20,6 +20,7 @@ from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
+from mesh.paths import expanded
 from mesh.types import LayerRange, ModelId
 
 _PATHS = ("/", "~", "./", "../")
@@ -126,7 +127,7 @@ class LocalWeights:
 
     def _manifest(self, model: str) -> Manifest:
         path, _, name = model.partition("=")
-        directory = Path(path).expanduser()
+        directory = expanded(path)
         if looks_like_checkpoint(directory):
             model_id = ModelId(name) if name else checkpoint_name(directory)
             manifest = self._read(directory, model_id)

@@ -138,7 +138,7 @@ class Inviting:
             raise PairingRejected(
                 f"The key of {request.name} was revoked.",
                 fix="Give that machine a new --state-dir, which makes a new key.",
-                param="refused",
+                param="revoked",
             )
         if not hearth.roster.is_member(request.node_id):
             await hearth.decide(Added(request.certificate, request.name, request.level))

@@ -380,9 +380,13 @@ _SENTENCES = {
     "busy": "The inviter has too many callers at the moment.",
     "timeout": "The exchange took too long.",
     "protocol": "The other side did not understand this one.",
+    "revoked": "That hearth has revoked the key of this machine, or this machine has left it.",
     "refused": "The other side refused.",
+}
+_FIXES = {
+    "revoked": "That key never comes back there; a new --state-dir makes a new one.",
 }
 
 
 def _refuse(reason: str, sentence: str) -> NoReturn:
-    raise PairingRejected(sentence, fix=_TRY_AGAIN, param=reason)
+    raise PairingRejected(sentence, fix=_FIXES.get(reason, _TRY_AGAIN), param=reason)

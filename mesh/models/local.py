@@ -14,6 +14,7 @@ from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.paths import expanded
 from mesh.types import LayerRange, ModelId
 
 BUILTIN = "builtin"
@@ -77,7 +78,7 @@ def find_local_models(
 
 def local_directory(text: str) -> Path:
     """Where the checkpoint lies that is called so in the configuration."""
-    return checkpoint_dir() if text == BUILTIN else Path(text).expanduser()
+    return checkpoint_dir() if text == BUILTIN else expanded(text)
 
 
 def local_manifest(

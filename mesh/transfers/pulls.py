@@ -27,6 +27,7 @@ from mesh.errors import (
 )
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
+from mesh.paths import expanded
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
@@ -187,9 +188,8 @@ class Pulls:
         self._require(name).order = order
 
     def _find(self, wish: PullWish, on_order: OnOrder) -> Awaitable[Path]:
-        path = Path(wish.model).expanduser()
         if wish.model.startswith((".", "/", "~")):
-            return self._offer(path)
+            return self._offer(expanded(wish.model))
         fetcher = self._fetcher
         peers = [
             peer for peer in self._around.peers() if wish.source in ("", peer.node_name, peer.node)

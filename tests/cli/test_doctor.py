@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mesh.interventions.jail import kernel
+from mesh.paths import StatePaths
 from tests.api.conftest import Served
 from tests.cli.conftest import Run
 
@@ -69,6 +72,28 @@ async def test_a_daemon_that_is_named_is_asked_and_this_machine_left_alone(
     assert "The daemon is too old to say who reaches whom." in str(found["peers"])
     gone = await hearthnet("doctor", "--api-port", "1", "--json", **HERE)
     assert (gone.code, "Nothing answers at" in gone.out) == (1, True)
+
+
+async def test_what_cannot_be_read_is_a_finding_among_others(
+    hearthnet: Run, tmp_path: Path
+) -> None:
+    state = await asyncio.to_thread(StatePaths(tmp_path / "state").create)
+    await asyncio.to_thread(state.hearth.mkdir)
+    told = await hearthnet("doctor", "--json", "--state-dir", str(state.root), **HERE)
+    found = findings(told.out)
+    assert (told.code, "hearth.json" in found["hearth"][0]["said"]) == (1, True)
+    assert found["disk"]
+
+
+@pytest.mark.slow
+async def test_a_daemon_that_hangs_is_not_waited_for_long(hearthnet: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        told = await hearthnet("doctor", "--json", "--host", url)
+    (found,) = findings(told.out)["daemon"]
+    assert (told.code, found["state"]) == (1, "wrong")
+    assert "takes connections and does not answer" in found["said"]
+    assert "hearthnet restart" in found["fix"]
 
 
 async def test_flags_belong_behind_the_command(hearthnet: Run) -> None:

@@ -26,3 +26,5 @@ async def test_versions_machine_and_files_are_told_and_no_secret(
     in_words = await hearthnet("info", "--state-dir", str(tmp_path / "other"))
     assert str(tmp_path / "other" / "logs" / "daemon.log") in in_words.out
     assert "(not there)" in in_words.out
+    elsewhere = await hearthnet("info", "--json", HEARTHNET_MODELS_DIR=str(tmp_path / "big disk"))
+    assert json.loads(elsewhere.out)["files"]["models"] == str(tmp_path / "big disk")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from pathlib import Path
 
@@ -46,6 +47,13 @@ async def test_who_has_no_log_is_told_why(hearthnet: Run, tmp_path: Path, daemon
     assert "hearthnet up --detach" in never.err
 
 
+async def test_a_log_that_may_not_be_read_is_named(hearthnet: Run, paths: StatePaths) -> None:
+    await asyncio.to_thread(paths.daemon_log.mkdir)
+    told = await hearthnet("logs", "--state-dir", str(paths.root))
+    assert told.code == 1
+    assert f"error: {paths.daemon_log} cannot be used: Is a directory. [file_refused]" in told.err
+
+
 def test_what_follows_is_shown_also_when_the_file_is_moved_aside(
     environment: dict[str, str], paths: StatePaths
 ) -> None:
@@ -65,5 +73,7 @@ def test_what_follows_is_shown_also_when_the_file_is_moved_aside(
                 log.write_text(text)
                 assert process.stdout.readline() == "its last\n"
             assert process.stdout.readline() == "third é\n"
+            log.write_text("4\n")  # emptied, and written to again
+            assert process.stdout.readline() == "4\n"
         finally:
             process.terminate()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.conftest import Run
@@ -30,6 +32,40 @@ async def test_a_no_is_a_no(hearthnet: Run, environment: dict[str, str]) -> None
         await terminal.until("[not_running]")
         assert await terminal.process.wait() == 3
     assert (await hearthnet("down")).code == 3
+
+
+async def test_ctrl_c_at_the_question_is_an_interruption(
+    hearthnet: Run, environment: dict[str, str]
+) -> None:
+    async with Terminal(environment, "chat") as terminal:
+        await terminal.until(QUESTION)
+        await asyncio.sleep(0.3)  # one that comes before readline listens waits for the next key
+        terminal.type("\x03")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 130
+    assert (await hearthnet("down")).code == 3
+
+
+async def test_ctrl_c_while_it_starts_leaves_none_behind(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    own = {"HEARTHNET_PORT": "0", "HEARTHNET_API_PORT": "0", "HEARTHNET_INTERFACE": "lo"}
+    async with Terminal(environment | own, "up", "--detach", "--layers", "none") as terminal:
+        await terminal.until("recovery code")
+        (started,) = await _children(terminal.process.pid)
+        terminal.type("\x03")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 130
+        assert "is stopped" in terminal.everything
+    await asyncio.to_thread(psutil.wait_procs, [started], timeout=20)
+    assert not started.is_running()
+    assert not (tmp_path / ".local/state/hearthnet/daemon.json").exists()
+
+
+async def _children(pid: int) -> list[psutil.Process]:
+    """Those of a process that is just about to have some."""
+    async with asyncio.timeout(20):
+        while not (found := psutil.Process(pid).children()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    return found
 
 
 @pytest.mark.slow

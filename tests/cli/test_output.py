@@ -294,11 +294,12 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
 ) -> None:
     impatient = "from mesh.cli import detached, main; detached._PATIENCE_S = 0.0; main.main()"
     state = ["--state-dir", str(tmp_path / "state")]
+    (here := tmp_path / "here").mkdir()
     free = ["--port", "0", "--api-port", "0", "--interface", "127.0.0.1", "--layers", "none"]
     try:
         finished = subprocess.run(
             [sys.executable, "-c", impatient, "up", "--detach", *free, *state],
-            env=environment, capture_output=True, text=True, timeout=60, check=False,
+            env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=here,
         )  # fmt: skip
         assert finished.returncode == 0
         founded, up = finished.stdout.splitlines()[:2]
@@ -319,6 +320,11 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
         assert "[already_running]" in again.stderr
         log = StatePaths(tmp_path / "state").daemon_log.read_text()
         assert "already" not in log, "another one was started"
+        here.rmdir()
+        anew = subprocess.run(
+            [*COMMAND, "restart", *state], env=environment, timeout=60, check=False
+        )
+        assert anew.returncode == 0, "from where it was started is gone"
     finally:
         down = [*COMMAND, "down", *state]
         assert subprocess.run(down, env=environment, timeout=60, check=False).returncode == 0

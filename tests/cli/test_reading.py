@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
+import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from tests.api.conftest import Served, serving, with_key
-from tests.cli.conftest import Run
+from tests.cli.conftest import COMMAND, Run
 from tests.tui.house import whole
 
 HEAVY = (
@@ -244,3 +247,42 @@ async def test_what_rests_soon_says_in_how_long(hearthnet: Run, daemon: Served) 
     assert "echo 12 ready, rests in 5 min 2048" in text
     assert "llama READY (HOT) 5 min 1 of 1 sofa" in text
     assert "qwen PROVISIONING (WARM) in use 1 of 2 kitchen" in text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors")
+def test_standard_streams_may_be_closed(environment: dict[str, str]) -> None:
+    """As where a scheduler starts it."""
+    for redirected in ("chat <&-", "config show >&-", "chat <&- >&- 2>&-"):
+        command = f"{shlex.join(COMMAND)} {redirected}"
+        done = subprocess.run(
+            ["/bin/sh", "-c", command], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "bug" in done.stderr) == (3 if "chat" in redirected else 0, False)
+
+
+def test_a_user_without_a_home_is_told_so(environment: dict[str, str], tmp_path: Path) -> None:
+    nobody = ["unshare", "--user", "--map-user=54321"]
+    try:
+        subprocess.run([*nobody, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("nobody can be made whom the system does not know")
+    del environment["HOME"]
+
+    def said(*arguments: str, **more: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [*nobody, *COMMAND, *arguments],
+            env=environment | more,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stderr.partition("\n")[0]
+
+    homeless = (2, "error: This user has no home directory. [bad_value]")
+    assert said("config", "path") == homeless
+    elsewhere = {f"XDG_{kind}_HOME": str(tmp_path / kind) for kind in ("STATE", "CONFIG", "CACHE")}
+    assert said("service", "status", **elsewhere) == homeless
+    code, why = said("run", "builtin", "Hi", **elsewhere)
+    assert (code, "[not_running]" in why) == (3, True)
+    code, why = said("status", "--state-dir", "~nosuchuser/x", **elsewhere)
+    assert (code, "in the home of a user that is not known here" in why) == (2, True)

@@ -58,7 +58,11 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
         window = hearthnet("invite", node=attic)
         place = f"{window['host']}:{window['port']}"
         back = ("join", window["code"], "--peer", place, "--state-dir", str(barn.state_dir))
-        assert command(*back).returncode != 0
+        refused = command(*back)
+        assert (refused.returncode, "a new --state-dir makes a new one" in refused.stderr) == (
+            6,
+            True,
+        )
         assert members(barn) == {"barn": "anchor"}
         let_in(barn, attic)
         assert members(attic) == {"attic": "trusted", "barn": "anchor"}
