@@ -119,16 +119,18 @@ class Client(Administration):
         """`POST /mesh/v1/harvest`: run one batch; it may take minutes."""
         return await self._post("/mesh/v1/harvest", batch, timeout_s=_HARVEST_S)
 
-    async def readiness(self) -> list[str]:
-        """What the daemon misses before it can answer; empty when ready."""
+    async def readiness(self) -> list[tuple[str, str]]:
+        """What the daemon misses before it can answer, each with its code (`mesh.api.services`),
+        "" from an older one; empty when ready."""
         try:
             response = await self._http.get("/readyz")
         except httpx.TransportError as error:
             raise self._lost(error) from error
         if response.status_code not in {200, 503}:
             raise _reported(response.content)
-        missing: list[str] = _object(response.content)["missing"]
-        return missing
+        told = _object(response.content)
+        missing: list[str] = told["missing"]
+        return list(zip(told.get("codes", [""] * len(missing)), missing, strict=True))
 
     def chat(
         self, model: str, messages: list[dict[str, str]], **options: Any

@@ -83,6 +83,8 @@ def out_of_order(process: Mapping[str, Any]) -> str | None:
     well."""
     if process["state"] in _WELL:
         return None
+    if process.get("held"):
+        return f"{process['name']} is not started: {process['held']}"
     ending = process["ending"]
     return f"{process['name']} is {process['state']}{f': {ending}' if ending else ''}"
 

@@ -19,13 +19,16 @@ def routes(view: MeshView) -> list[Route]:
         return PlainTextResponse("ok\n")
 
     async def readyz(_request: Request) -> Response:
-        """Whether requests can be answered: ``{"ready", "missing": [in words]}``; 503 while
-        something is missing.
+        """Whether requests can be answered: ``{"ready", "missing": [in words], "codes": [of each:
+        loading, layers, which nobody serves, or failed]}``; 503 while something is missing.
         """
         missing = view.readiness()
-        return JSONResponse(
-            {"ready": not missing, "missing": missing}, status_code=503 if missing else 200
-        )
+        told = {
+            "ready": not missing,
+            "missing": [each.said for each in missing],
+            "codes": [each.code for each in missing],
+        }
+        return JSONResponse(told, status_code=503 if missing else 200)
 
     async def metrics(_request: Request) -> Response:
         """[Metrics](metrics.md) in Prometheus' text format."""

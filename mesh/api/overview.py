@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh.api.services import LOADING, RESTING
+from mesh.api.services import LOADING, RESTING, Lack, Missing
 from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
@@ -43,7 +43,7 @@ class NodeParts:
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
     privacy: Callable[[], dict[str, Any]]
-    lacking: Callable[[], list[str]]
+    lacking: Callable[[], list[Missing]]
     processes: Callable[[], list[Supervisor]]
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
@@ -143,21 +143,25 @@ class Overview:
         """Who can see what of prompts and answers, per model and route."""
         return self._parts.privacy()
 
-    def readiness(self) -> list[str]:
-        """What is missing before a request can be answered, in words; empty when ready."""
+    def readiness(self) -> list[Missing]:
+        """What is missing before a request can be answered; empty when ready."""
         parts = self._parts
-        lacking = self._troubles() + self._not_loaded()
+        lacking = [Missing(Lack.FAILED, said) for said in self._troubles()] + self._not_loaded()
         lacking += [
-            f"the ends of {model_id} are loading"
+            Missing(Lack.LOADING, f"the ends of {model_id} are loading")
             for model_id, asker in parts.askers.items()
             if asker.error is None and not asker.is_ready and asker.trouble is None
         ]
         lacking += [
-            f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
+            Missing(Lack.LOADING, f"{name} is loading")
+            for name in parts.host.wanted()
+            if not parts.host.knows(name)
         ]
         for row in self.models():
             if row["local"] and row["missing"] and row["reason"] != RESTING:
-                lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
+                code = Lack.LOADING if row["reason"] == LOADING else Lack.LAYERS
+                said = f"no node serves layers {', '.join(row['missing'])} of {row['id']}"
+                lacking.append(Missing(code, said))
         return lacking
 
     def batches(
@@ -290,13 +294,13 @@ class Overview:
         troubles = [process.trouble for process in self._parts.processes()]
         return [trouble for trouble in troubles if trouble is not None]
 
-    def _not_loaded(self) -> list[str]:
+    def _not_loaded(self) -> list[Missing]:
         """What this machine is to hold and does not, with the reason where one is known."""
         parts = self._parts
         ends = [(f"the ends of {name}", asker.error) for name, asker in parts.askers.items()]
         tried = [*ends, *parts.host.failed.items()]
-        said = [f"{what} did not load: {why}" for what, why in tried if why is not None]
-        return said + parts.lacking()
+        failed = [f"{what} did not load: {why}" for what, why in tried if why is not None]
+        return [Missing(Lack.FAILED, said) for said in failed] + parts.lacking()
 
     def _local_shards(self) -> list[dict[str, Any]]:
         host = self._parts.host
@@ -316,7 +320,7 @@ class Overview:
             reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.loaded.reasons]
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
-        return reasons + self._troubles() + self._not_loaded()
+        return reasons + self._troubles() + [each.said for each in self._not_loaded()]
 
 
 def _peer_now(peer: PeerView) -> PeerNow:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.hearth.listing import LogFilter
@@ -20,6 +21,24 @@ LOADING = "loading"
 
 RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
 """The `reason` of a model of a deployment that rests."""
+
+
+class Lack(StrEnum):
+    """What kind of thing is missing before requests can be answered."""
+
+    LOADING = "loading"
+    """It comes by itself."""
+    LAYERS = "layers"
+    """No node serves them."""
+    FAILED = "failed"
+    """A process or a load of this node."""
+
+
+class Missing(NamedTuple):
+    """One thing that is missing, and its sentence without a full stop."""
+
+    code: Lack
+    said: str
 
 
 class Generations(Protocol):
@@ -81,8 +100,8 @@ class MeshView(Protocol):
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""
 
-    def readiness(self) -> list[str]:
-        """What is missing before a request can be answered, in words; empty when ready."""
+    def readiness(self) -> list[Missing]:
+        """What is missing before a request can be answered; empty when ready."""
 
     def batches(
         self, after: int | None, *, pace_s: float, idle_s: float

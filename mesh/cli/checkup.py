@@ -28,7 +28,7 @@ class _Told:
     """What a daemon said; `findings` are about what it did not."""
 
     picture: dict[str, Any]
-    missing: list[str]
+    missing: list[tuple[str, str]]
     hearth: dict[str, Any] = field(default_factory=dict)
     tried: dict[str, Any] | None = None
     findings: list[Finding] = field(default_factory=list)

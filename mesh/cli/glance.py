@@ -32,7 +32,7 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
 
     for process in picture["processes"]:
         if trouble := out_of_order(process):
-            return f"{trouble}.", _DOCTOR
+            return f"{trouble.removesuffix('.')}.", _DOCTOR
     if picture["node"]["paused"]:
         return "It is paused: others get nothing from it.", "hearthnet resume"
     ready = [model for model in picture["models"] if model["runnable"]]
@@ -71,4 +71,4 @@ def _silent(models: list[dict[str, Any]]) -> tuple[str, str]:
         return said, f"on another machine, hearthnet up --layers {model['missing'][0]}"
     if model["reason"] == "loading":
         return f"{name} is loading.", "hearthnet chat, in a moment"
-    return f"{name} does not answer: {model['reason']}.", _DOCTOR
+    return f"{name} does not answer: {model['reason'].removesuffix('.')}.", _DOCTOR

@@ -75,8 +75,7 @@ class Supervisor(ABC):
         self._up = asyncio.Event()
         self._stopping = asyncio.Event()
         self._is_ready = False
-        self._silent_s = 0.0
-        self._counted_until_s = 0.0
+        self._silent_s = self._counted_until_s = 0.0
         self._said: MeshError | None = None
         self._burden = LoadUnderWay()
         self._oom_kills: int | None = None
@@ -176,6 +175,7 @@ class Supervisor(ABC):
             "starts": self.starts,
             "why_alone": None if self._child is None else self._child.why_alone,
             "ending": None if self.ending is None else str(self.ending),
+            "held": None if self._held is None else self._held.message,
         }
 
     def load(self) -> dict[str, Any] | None:

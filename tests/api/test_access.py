@@ -142,11 +142,12 @@ async def test_address_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api: Served) -> None:
     ready = await http.get("/readyz")
-    assert (ready.status_code, ready.json()) == (200, {"ready": True, "missing": []})
+    assert (ready.status_code, ready.json()) == (200, {"ready": True, "missing": [], "codes": []})
     api.view.missing = ["layers 8-11 of org/half"]
     ready = await http.get("/readyz")
     assert ready.status_code == 503
-    assert ready.json() == {"ready": False, "missing": ["layers 8-11 of org/half"]}
+    missing = ["layers 8-11 of org/half"]
+    assert ready.json() == {"ready": False, "missing": missing, "codes": ["layers"]}
     models = (await http.get("/v1/models")).json()
     assert [m["id"] for m in models["data"]] == ["echo"]
     facts = {"state": "HOT", "total_layers": 12, "nodes": ["attic", "here"], "context": 2048}

@@ -130,7 +130,7 @@ def test_who_is_no_peer_or_of_another_version_is_wrong() -> None:
     assert "192.0.2.9:8421 is in another hearth" in said(of_peers(seen=stranger), State.NOTE)
 
 
-def of_daemon(missing: Iterable[str] = (), **more: Any) -> list[Finding]:
+def of_daemon(missing: Iterable[tuple[str, str]] = (), **more: Any) -> list[Finding]:
     picture = {"node": NODE, "processes": [], "models": [], "warnings": []} | more
     return list(daemon(picture, missing, OWN, NOW, out_of_order))
 
@@ -143,18 +143,19 @@ def test_a_daemon_that_is_well() -> None:
 
 
 def test_layers_that_are_just_being_loaded_are_waited_for() -> None:
-    loading = {"id": "m", "runnable": False, "reason": "loading"}
-    found = of_daemon(["no node serves layers 4-7 of m"], models=[loading])
+    found = of_daemon([("loading", "no node serves layers 4-7 of m")])
     assert {each.state for each in found} == {State.FINE, State.NOTE}
 
 
 def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
     ended = {"name": "the jobs' process", "state": "ended", "ending": "killed by signal 9"}
+    held = {"name": "the asker", "state": "ended", "ending": None, "held": "it needs 9 MiB."}
     old = {**NODE, "software": "hearthnet/0.1.0", "paused": True}
     warned = {"message": "The disk is full.", "fix": "Free some.", "code": "disk"}
     found = of_daemon(
-        ["m is loading", "the ends of m are loading", "no node serves layers 4-7 of m"],
-        node=old, processes=[ended],
+        [("loading", "m is loading"), ("loading", "the ends of m are loading"),
+         ("layers", "no node serves layers 4-7 of m"), ("failed", "m:0-3 did not load: no room.")],
+        node=old, processes=[ended, held],
         warnings=[
             {**warned, "at": (NOW - timedelta(minutes=5)).isoformat()},
             {**warned, "message": "Long ago.", "at": (NOW - timedelta(hours=5)).isoformat()},
@@ -163,7 +164,9 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
     )  # fmt: skip
     faults, notes = said(found, State.WRONG), said(found, State.NOTE)
     assert "The daemon runs hearthnet 0.1.0, which is older than this command's 0.2.0." in faults
-    assert "the jobs' process is ended: killed by signal 9." in faults
+    assert "the jobs' process is ended: killed by signal 9. It is started again" in faults
+    assert "the asker is not started: it needs 9 MiB. It is started once" in faults
+    assert "m:0-3 did not load: no room. `hearthnet status --all`" in faults
     assert "no node serves layers 4-7 of m. Start the machine that has them" in faults
     assert "The disk is full. (5 min ago) Free some." in faults
     for what in (

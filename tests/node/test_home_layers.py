@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.api.services import Lack
 from mesh.config import Config
 from mesh.errors import NotEnoughMemory, WeightsMissing
 from mesh.models.local import LocalModel
@@ -108,7 +109,7 @@ async def test_what_does_not_fit_holds_up_nothing_else() -> None:
     try:
         async with asyncio.timeout(60):
             await changed.wait()
-            while "is loading" in home.lacking()[0]:
+            while home.lacking()[0].code == Lack.LOADING:
                 changed.clear()
                 await changed.wait()
             home.add(small)
@@ -116,7 +117,7 @@ async def test_what_does_not_fit_holds_up_nothing_else() -> None:
             while len(home.lacking()) > 1:
                 changed.clear()
                 await changed.wait()
-        assert home.lacking()[0].startswith("large:0-0 has to run on this machine")
+        assert home.lacking()[0].said.startswith("large:0-0 has to run on this machine")
     finally:
         await home.stop()
         await host.stop()

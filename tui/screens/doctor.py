@@ -47,7 +47,7 @@ class DoctorScreen(TopScreen):
         missing = await self.ask(lambda client: client.readiness())
         if missing is None:
             return
-        said = [f"✖ {clean(line)}" for line in missing] or ["● ready for requests"]
+        said = [f"✖ {clean(line)}" for _, line in missing] or ["● ready for requests"]
         self.query_one("#missing", Static).update(Text("\n".join(said)))
         report: dict[str, Any] | None = await self.ask(lambda client: client.privacy())
         if report is not None:

@@ -15,13 +15,13 @@ from mesh.health.skew import skew, version_of
 _RECENT = timedelta(hours=1)
 _SEEN_NOW = ("no_multicast", "clock_skew")
 """Warnings of what an examination looks at itself: one that has passed is not wrong any more."""
-_PASSING = (" is loading", " are loading")
-"""The end of what is missing only for a while."""
+LOADING, LAYERS = "loading", "layers"
+"""Codes of ``/readyz``: what is missing only for a while, and layers that nobody serves."""
 
 
 def daemon(
     picture: Mapping[str, Any],
-    missing: Iterable[str],
+    missing: Iterable[tuple[str, str]],
     own: str,
     now: datetime,
     out_of_order: Callable[[Mapping[str, Any]], str | None],
@@ -67,30 +67,31 @@ def _processes(
             well.append(str(row["name"]))
             continue
         yield wrong(
-            "processes", f"{trouble}.",
-            "It is started again by itself; if that does not last, `hearthnet logs` says why.",
+            "processes", f"{trouble.removesuffix('.')}.",
+            "It is started once that is otherwise."
+            if row.get("held")
+            else "It is started again by itself; if that does not last, `hearthnet logs` says why.",
         )  # fmt: skip
     if well:
         yield fine("processes", f"{', '.join(well)}: in order")
 
 
-def _readiness(missing: list[str], models: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
-    rows = list(models)
-    loading = tuple(f" of {model['id']}" for model in rows if model["reason"] == "loading")
-    for what in missing:
-        if what.endswith((*_PASSING, *loading)):
-            yield note("ready", f"{what}.", "Wait for it: `hearthnet status --watch`.")
-        elif "serves layers" in what:
+def _readiness(
+    missing: list[tuple[str, str]], models: Iterable[Mapping[str, Any]]
+) -> Iterator[Finding]:
+    for code, what in missing:
+        said = f"{what.removesuffix('.')}."
+        if code == LOADING:
+            yield note("ready", said, "Wait for it: `hearthnet status --watch`.")
+        elif code == LAYERS:
             yield wrong(
-                "ready", f"{what}.",
+                "ready", said,
                 "Start the machine that has them, or have them loaded: `hearthnet deploy MODEL`.",
             )  # fmt: skip
         else:
-            yield wrong(
-                "ready", f"{what}.", "`hearthnet status --all` and `hearthnet logs` say more."
-            )
+            yield wrong("ready", said, "`hearthnet status --all` and `hearthnet logs` say more.")
     if not missing:
-        names = [str(model["id"]) for model in rows if model["runnable"]]
+        names = [str(model["id"]) for model in models if model["runnable"]]
         said = f"{', '.join(names)} can be asked" if names else "all that is to be loaded is"
         yield fine("ready", said)
 
