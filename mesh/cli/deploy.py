@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import Timeout, follow, pins, shown, warn_of_gaps, within
+from mesh.cli.deploying import (
+    Timeout,
+    follow,
+    pins,
+    require_wait,
+    shown,
+    warn_of_gaps,
+    within,
+)
 from mesh.cli.estimate import print_plan
-from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.options import AskedDaemon, asks, path_from_root
 from mesh.cli.output import exit_code
 from mesh.errors import from_dict
 
@@ -86,6 +94,8 @@ def deploy(  # noqa: PLR0913 - flags
     timeout: Timeout = None,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
+    require_wait(wait=wait, timeout=timeout)
+    model = path_from_root(model)
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
         "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),

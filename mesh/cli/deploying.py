@@ -38,6 +38,12 @@ _Key = tuple[int, str, str]
 """A span's replica, node and layers."""
 
 
+def require_wait(*, wait: bool, timeout: float | None) -> None:
+    """Refuse a time for a wait that nobody asked for."""
+    if timeout is not None and not wait:
+        raise typer.BadParameter("--timeout goes with --wait.")
+
+
 async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
     """Its row once all of it is up, or, if that is enough, once it can be asked.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import Timeout, spans_of, until_unloaded, within
+from mesh.cli.deploying import Timeout, require_wait, spans_of, until_unloaded, within
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import say
 
@@ -25,6 +25,7 @@ def evict(
     timeout: Timeout = None,
 ) -> None:
     """Take a model off the machines; running answers get a while to end."""
+    require_wait(wait=wait, timeout=timeout)
 
     async def question(client: Client) -> list[dict[str, Any]]:
         before = await client.deployments()

@@ -101,6 +101,17 @@ def with_parameters(
     return verb
 
 
+def path_from_root(model: str) -> str:
+    """A model's path (PATH[=ID]) from the root, where it starts from this directory or from a home:
+    the daemon runs elsewhere. A name as it is. Raises BadValue."""
+    from mesh.paths import absolute
+
+    if model not in {".", ".."} and not model.startswith(("./", "../", "~")):
+        return model
+    path, equals, name = model.partition("=")
+    return f"{absolute(Path(path))}{equals}{name}"
+
+
 def prompted(ask: Callable[..., _T], question: str, **how: Any) -> _T:
     """What `typer.confirm` or `typer.prompt` gives; Ctrl-C is an interruption there as anywhere."""
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.options import AskedDaemon, asks, path_from_root
 from mesh.cli.output import note, say
 from mesh.units import data_size, lasting
 
@@ -61,6 +61,7 @@ def pull(  # noqa: PLR0913 - flags
     whole hearth. The daemon fetches it: Ctrl-C ends this command, and --cancel the fetch. One that
     was ended in whatever way goes on where it stopped when it is pulled again.
     """
+    model = path_from_root(model)
     if cancel:
         if layers or not ends or source or revision != "main" or drop or not wait:
             raise typer.BadParameter("--cancel goes with no other option of a pull.")

@@ -14,7 +14,7 @@ from mesh.cli.answers import Display, Hidden, ReceivedAnswer, display, receive
 from mesh.cli.bringing_up import ask_or_bring_up, bring_up
 from mesh.cli.conversation import ALTERNATIVES
 from mesh.cli.offering import StartDaemon, offer_daemon
-from mesh.cli.options import AskedDaemon, Plain, Verbose, asks
+from mesh.cli.options import AskedDaemon, Plain, Verbose, asks, path_from_root
 from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
 
@@ -67,6 +67,7 @@ def run(  # noqa: PLR0913 - flags
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
         "max_tokens": max_tokens, "ignore_eos": ignore_eos, "wire_dtype": wire_dtype,
     }  # fmt: skip
+    model = path_from_root(model)
     if prompt is None and sys.stdin.isatty():
         if raw or show_why or show_lens:
             raise _no_prompt_to_look_at()

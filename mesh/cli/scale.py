@@ -10,6 +10,7 @@ from mesh.cli.deploying import (
     PlacedSpan,
     Timeout,
     follow,
+    require_wait,
     shown,
     spans_of,
     until_unloaded,
@@ -32,6 +33,7 @@ def scale(
     timeout: Timeout = None,
 ) -> None:
     """Have so many replicas of a deployed model, more or fewer than now."""
+    require_wait(wait=wait, timeout=timeout)
 
     async def question(client: Client) -> dict[str, Any]:
         before = spans_of(await client.deployments())

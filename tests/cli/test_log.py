@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ async def test_names_with_commas_are_split_for_an_estimate(hearthnet: Run, house
     asked = ["--without", "attic, kitchen", "--without", "study", "--json"]
     assert (await hearthnet("deploy", "llama", "--estimate", *asked)).code == 0
     assert house.plans.orders[-1]["without"] == ["attic", "kitchen", "study"]
+
+
+async def test_a_path_is_meant_from_where_it_is_written(hearthnet: Run, house: Daemon) -> None:
+    """The daemon was started in another directory."""
+    for written, meant in (("./toy=t", f"{os.getcwd()}/toy=t"), ("org/toy", "org/toy")):  # noqa: PTH109
+        await hearthnet("deploy", written, "--estimate", "--json")
+        assert house.plans.orders[-1]["model"] == meant
+
+
+@pytest.mark.parametrize("verb", [["deploy", "llama"], ["scale", "llama", "2"], ["evict", "llama"]])
+async def test_a_time_for_no_wait_is_refused(hearthnet: Run, verb: list[str]) -> None:
+    refused = await hearthnet(*verb, "--timeout", "5")
+    assert (refused.code, "--timeout goes with --wait" in refused.err) == (2, True)
 
 
 async def test_what_a_job_printed_is_harmless(hearthnet: Run, house: Daemon) -> None:
