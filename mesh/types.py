@@ -18,6 +18,12 @@ ShardId = NewType("ShardId", str)
 Endpoint = NewType("Endpoint", str)
 """Where a shard listens: ``wss://HOST:PORT``."""
 
+
+def host_port(host: str, port: int | str) -> str:
+    """``HOST:PORT``, an IPv6 address in brackets, as RFC 3986 has it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 _INCLUSIVE = re.compile(r"(\d{1,6})-(\d{1,6})")
 
 

@@ -23,6 +23,7 @@ from mesh.api.tls import ApiTls
 from mesh.clock import next_tick
 from mesh.config import is_loopback
 from mesh.errors import BadValue, PortInUse
+from mesh.types import host_port
 
 _GRACE_S = 5
 _MAX_MESSAGE_BYTES = 64 << 10
@@ -107,8 +108,8 @@ class ApiServer:
         host = ipaddress.ip_address(self._host)
         if host.is_unspecified:
             host = ipaddress.ip_address(address or ("::1" if host.version == 6 else "127.0.0.1"))
-        shown = f"[{host}]" if host.version == 6 else str(host)
-        return f"{'http' if self._server.tls is None else 'https'}://{shown}:{self.port}"
+        scheme = "http" if self._server.tls is None else "https"
+        return f"{scheme}://{host_port(str(host), self.port)}"
 
     @property
     def tls(self) -> ApiTls | None:
@@ -198,7 +199,7 @@ def _listen(host: str, port: int) -> socket.socket:
                 param="api_port",
             ) from None
         raise BadValue(
-            f"The API cannot listen on {host}:{port}: {error.strerror}.",
+            f"The API cannot listen on {host_port(host, port)}: {error.strerror}.",
             fix="Name an address of this machine and a port you may use.",
             param="api_host",
         ) from None

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
+        callback=path_from_root,
         help="A model's name, ORG/NAME or ORG/NAME/FILE.gguf of the hub, or a checkpoint's"
-        " directory or GGUF file (PATH[=ID])."
+        " directory or GGUF file (PATH[=ID]).",
     ),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Return once all of it is up.")]
@@ -95,7 +96,6 @@ def deploy(  # noqa: PLR0913 - flags
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
     require_wait(wait=wait, timeout=timeout)
-    model = path_from_root(model)
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
         "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from mesh.errors import BadValue, PortInUse
+from mesh.types import host_port
 
 if TYPE_CHECKING:
     from mesh.config import Config
@@ -54,7 +55,7 @@ def _refusal(error: OSError, flag: str, host: str, port: int) -> BadValue | Port
         fix = f"Stop what uses it, or choose another with --{flag} (0 takes a free one)."
         return PortInUse(f"Port {port} on {host} is taken.", fix=fix, param=param)
     return BadValue(
-        f"Nothing can listen on {host}:{port}: {error.strerror}.",
+        f"Nothing can listen on {host_port(host, port)}: {error.strerror}.",
         fix="Name an address of this machine and a port you may use.",
         param=param,
     )

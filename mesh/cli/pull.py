@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 _LOOK_S = 1
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        callback=path_from_root,
+        help="A neighbour's model, ORG/NAME or ORG/NAME/FILE.gguf of the hub, or a directory"
+        " (./...).",
+    ),
+]
 Drop = Annotated[
     bool, typer.Option("--drop", help="Keep nothing of the hub's that was not asked for.")
 ]
@@ -27,13 +35,7 @@ Cancel = Annotated[bool, typer.Option("--cancel", help="Stop fetching it; what h
 @asks
 def pull(  # noqa: PLR0913 - flags
     daemon: AskedDaemon,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A neighbour's model, ORG/NAME or ORG/NAME/FILE.gguf of the hub, or a directory"
-            " (./...)."
-        ),
-    ],
+    model: Model,
     *,
     layers: Annotated[
         list[str] | None,
@@ -61,7 +63,6 @@ def pull(  # noqa: PLR0913 - flags
     whole hearth. The daemon fetches it: Ctrl-C ends this command, and --cancel the fetch. One that
     was ended in whatever way goes on where it stopped when it is pulled again.
     """
-    model = path_from_root(model)
     if cancel:
         if layers or not ends or source or revision != "main" or drop or not wait:
             raise typer.BadParameter("--cancel goes with no other option of a pull.")

@@ -42,7 +42,7 @@ _Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without ch
 @asks
 def run(  # noqa: PLR0913 - flags
     daemon: AskedDaemon,
-    model: Annotated[str, typer.Argument(help="See `hearthnet models`.")],
+    model: Annotated[str, typer.Argument(callback=path_from_root, help="See `hearthnet models`.")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     *,
     system: _System = None,
@@ -67,7 +67,6 @@ def run(  # noqa: PLR0913 - flags
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
         "max_tokens": max_tokens, "ignore_eos": ignore_eos, "wire_dtype": wire_dtype,
     }  # fmt: skip
-    model = path_from_root(model)
     if prompt is None and sys.stdin.isatty():
         if raw or show_why or show_lens:
             raise _no_prompt_to_look_at()

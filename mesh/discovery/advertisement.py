@@ -28,6 +28,7 @@ from mesh.types import (
     ShardHealth,
     ShardId,
     ShardMemory,
+    host_port,
     shard_id,
 )  # fmt: skip
 
@@ -208,4 +209,4 @@ def decode_all(entries: Sequence[object], *, host: NodeId) -> list[Advertisement
 def at_host(endpoint: Endpoint, host: str) -> Endpoint:
     """The same port at another address."""
     port = endpoint.rpartition(":")[2]
-    return Endpoint(f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}")
+    return Endpoint(f"wss://{host_port(host, port)}")

@@ -27,6 +27,7 @@ from mesh.identity.pairing import (
     Welcome,
     refusal,
 )
+from mesh.types import host_port
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class PairingListener:
             )
         except OSError as error:
             raise PortInUse(
-                f"No pairing listener on {host}:{port}: {error.strerror}.",
+                f"No pairing listener on {host_port(host, port)}: {error.strerror}.",
                 fix="Choose another address or port.",
             ) from error
         self.port = self._server.sockets[0].getsockname()[1]
@@ -214,7 +215,8 @@ async def join(
             )
     except (OSError, TimeoutError) as error:
         raise ConnectFailed(
-            f"Nobody answers at {host}:{port}.", fix="Check that the invitation is still open."
+            f"Nobody answers at {host_port(host, port)}.",
+            fix="Check that the invitation is still open.",
         ) from error
     frames = _Frames(reader, writer, limits.frame_s)
     joiner = Joiner(key, name, ticket)

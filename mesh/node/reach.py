@@ -83,7 +83,7 @@ class ReachProbe:
     ) -> list[dict[str, Any]]:
         """Whether what the peer says that it serves can be reached from here."""
         host, _, control = peer.address.rpartition(":")
-        host = (link.host if link is not None else "") or host
+        host = (link.host if link is not None else "") or host.removeprefix("[").removesuffix("]")
         ports = [(NODES, int(control))] if control.isdecimal() else []
         if view is not None and view.online:
             ports += _served(view)

@@ -24,7 +24,7 @@ from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
-from mesh.types import Endpoint, ModelId, NodeId
+from mesh.types import Endpoint, ModelId, NodeId, host_port
 
 TELL_BYTES_S = 2.0
 """Others are told so often, at most, how far a fetch is; of layers that are there, at once."""
@@ -70,8 +70,7 @@ class Weights:
         port = self.fetcher.port
         if port is None or not self.fetcher.is_answering:
             return ()
-        host = f"[{self._address}]" if ":" in self._address else self._address
-        endpoint = Endpoint(f"wss://{host}:{port}")
+        endpoint = Endpoint(f"wss://{host_port(self._address, port)}")
         moving = self.fetcher.transfers
         return [_said(each, endpoint, _arriving(each, moving)) for each in self.fetcher.holdings]
 

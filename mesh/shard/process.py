@@ -65,7 +65,7 @@ from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.threads import kept_threads
 from mesh.shard.unloading import Leaving, withdraw
 from mesh.shard.weight_watch import WeightWatch
-from mesh.types import Endpoint, NodeId, ShardId
+from mesh.types import Endpoint, NodeId, ShardId, host_port
 from mesh.wire.abilities import says_copies
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
@@ -384,7 +384,7 @@ def _request_of(order: StartShards | Load | Unload) -> ShardRequest | None:
 
 def _endpoint(host: str, port: int) -> Endpoint:
     """Where askers dial."""
-    return Endpoint(f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}")
+    return Endpoint(f"wss://{host_port(host, port)}")
 
 
 def main(load: LoadShard = load_shard, *, stuck_s: float = _STUCK_S) -> None:

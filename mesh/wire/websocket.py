@@ -25,6 +25,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.clock import SystemClock
 from mesh.errors import BadValue, ConnectFailed, LinkLost, PortInUse
+from mesh.types import host_port
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
@@ -68,7 +69,7 @@ async def connect(
     transport: asyncio.Transport | None = None
     is_handed_over = False
     loop = asyncio.get_running_loop()
-    where = f"{host}:{port}"
+    where = host_port(host, port)
     try:
         async with asyncio.timeout(timeout_s):
             transport, _ = await loop.create_connection(lambda: protocol, host, port)
@@ -144,14 +145,15 @@ async def serve(
         else:
             listener = await loop.create_server(server.door, sock=sock, backlog=BACKLOG)
     except OSError as exc:
+        where = host_port(host or "*", port)
         if exc.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"Something else listens on {host}:{port}.",
+                f"Something else listens on {where}.",
                 fix="Stop it, or choose another with --port (0 takes a free one).",
                 param="port",
             ) from exc
         raise BadValue(
-            f"Other nodes cannot be listened for on {host}:{port}: {exc.strerror}.",
+            f"Other nodes cannot be listened for on {where}: {exc.strerror}.",
             fix="Name an address of this machine and a port you may use.",
             param="port",
         ) from exc

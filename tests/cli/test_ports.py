@@ -53,6 +53,8 @@ def test_one_port_for_both_is_refused_and_a_free_one_stays_free(tmp_path: Path, 
 def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match=r"192\.0\.2\.1"):
         require_free(config(tmp_path, interface=("192.0.2.1",)))
+    with pytest.raises(BadValue, match=r"\[2001:db8::1\]:\d+: "):
+        require_free(config(tmp_path, api_host="2001:db8::1"))
 
 
 @pytest.mark.parametrize("api_host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - is refused
