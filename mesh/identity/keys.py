@@ -99,7 +99,8 @@ def load_or_create(path: Path) -> NodeKey:
     except OSError as error:
         raise KeyUnreadable(
             f"The node key {path} cannot be used: {error.strerror or error}.",
-            fix="Make the file and its directory readable and writable for this user only.",
+            fix="Make the file and its directory readable and writable for this user only, and see"
+            " that the disk has room.",
         ) from error
     try:
         return parse_pem(pem)
