@@ -31,6 +31,8 @@ Timeout = Annotated[
 POLL_S = 0.25
 UNLOADED_S = 600.0
 """The longest that layers are waited for to go: those who use them get a while to move."""
+EVICTED_S = 30.0
+"""The same where nothing is to take their place: who hears of it serves them no more at once."""
 REPLANNED_S = 15.0
 """What finds no room on its machine is planned anew after some seconds; that is waited for."""
 
@@ -124,26 +126,31 @@ def spans_of(rows: Iterable[dict[str, Any]]) -> list[PlacedSpan]:
     ]
 
 
-async def until_unloaded(client: Client, spans: Collection[PlacedSpan]) -> None:
+async def until_unloaded(
+    client: Client, spans: Collection[PlacedSpan], *, patience_s: float = UNLOADED_S
+) -> None:
     """Once no machine that is here serves any of these, each of which is said as it goes.
 
-    Raises NotReady after `UNLOADED_S`: layers that a machine was told to hold by hand stay there.
+    Raises NotReady when none has gone for `patience_s`: layers that a machine was told to hold by
+    hand stay there.
     """
     import asyncio
 
     left, loop = list(spans), asyncio.get_running_loop()
-    until = loop.time() + UNLOADED_S
+    until = loop.time() + patience_s
     while True:
         served = _served(await client.status())
         for gone in [each for each in left if each.key not in served]:
             left.remove(gone)
+            until = loop.time() + patience_s
             note(f"{gone.node}: layers {gone.layers} of {gone.model_id} are unloaded")
         if not left:
             return
         if loop.time() >= until:
             raise NotReady(
                 f"{left[0].node} still serves layers {left[0].layers} of {left[0].model_id}.",
-                fix="See `hearthnet status` there: it may have been told to hold them by hand.",
+                fix="It was told to hold them by hand (`layers` of its settings or of its `up`),"
+                " or hears of nothing: see `hearthnet status` there.",
             )
         await asyncio.sleep(POLL_S)
 

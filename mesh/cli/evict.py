@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import Timeout, require_wait, spans_of, until_unloaded, within
+from mesh.cli.deploying import EVICTED_S, Timeout, require_wait, spans_of, until_unloaded, within
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import say
 
@@ -33,7 +33,7 @@ def evict(
         if wait:
             ended = {row["deployment"] for row in evicted}
             spans = spans_of(row for row in before if row["deployment"] in ended)
-            unloading = until_unloaded(client, spans)
+            unloading = until_unloaded(client, spans, patience_s=EVICTED_S)
             await within(timeout, unloading, f"{model} was not unloaded everywhere")
         return evicted
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh.cli.deploying import follow
-from mesh.errors import NotEnoughMemory
+from mesh.cli.deploying import EVICTED_S, PlacedSpan, follow, until_unloaded
+from mesh.errors import NotEnoughMemory, NotReady
 from tests.simulation.virtual_loop import run_virtually
 from tests.tui.house import deployment, span
 
@@ -63,3 +63,24 @@ def test_what_gets_on_between_two_failures_is_waited_for() -> None:
         return row("PROVISIONING", done=int(now) % 100)
 
     assert 600 < run_virtually(lambda: followed(at)) < 602
+
+
+def test_layers_that_are_held_by_hand_are_not_waited_for_long() -> None:
+    """They are those of the second machine; the first lets go of its own after a while."""
+    held = [PlacedSpan(name, name, "toy", "0-3") for name in ("attic", "sofa")]
+    shards = [{"model_id": "toy", "layers": "0-3"}]
+
+    class Client:
+        async def status(self) -> dict[str, Any]:
+            """See `Client`."""
+            now = asyncio.get_running_loop().time()
+            peer = {"id": "sofa", "shards": shards}
+            return {"node": {"id": "attic"}, "shards": shards if now < 20 else [], "peers": [peer]}
+
+    async def main() -> float:
+        with pytest.raises(NotReady, match="sofa still serves layers 0-3 of toy") as caught:
+            await until_unloaded(Client(), held, patience_s=EVICTED_S)  # type: ignore[arg-type]
+        assert "by hand" in caught.value.fix
+        return asyncio.get_running_loop().time()
+
+    assert 20 + EVICTED_S <= run_virtually(main) < 21 + EVICTED_S
