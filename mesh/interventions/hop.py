@@ -48,6 +48,7 @@ class JobHop:
         header["release"], self._released = self._released, False
         reply, received = unpack(self._channel.call(self._number, pack(header, buffers)))
         heed(reply)
+        self.joints.tell_sources(reply.get("sources", []))
         if reply.get("op") == "error":
             raise from_dict(reply["error"])
         return reply, received

@@ -1005,6 +1005,40 @@ def through_a_cache(p: Parts) -> Any:
 
 
 @gradient
+def of_an_output_that_is_kept(p: Parts) -> Any:
+    """Each backward frees its own graph; the next one has nothing to look for there."""
+    weight = torch.linspace(-0.1, 0.1, 64 * 64).reshape(64, 64)
+    with p.model.session():
+        trained = weight.clone().requires_grad_()
+        for _ in range(3):
+            with p.model.trace(PROMPT):
+                hidden = p.layers[2].output
+                p.layers[2].output = hidden + hidden @ trained
+                out = p.model.output
+                out.logits[0, -1].logsumexp(-1).backward()
+            with torch.no_grad():
+                trained -= 0.1 * trained.grad
+        found = nnsight.save([trained.grad, trained.detach()])
+    return found
+
+
+@gradient
+def behind_a_cut(p: Parts) -> Any:
+    """Nothing arrives before it, neither zeros nor an error of a graph that is freed."""
+    with p.model.trace(PROMPT):
+        start = p.layers[0].output
+        start.requires_grad_(True)
+        p.layers[1].output = p.layers[1].output * p.layers[1].output.sigmoid()
+        p.layers[2].mlp.output.sum().backward()
+        fresh = p.layers[3].output.detach().requires_grad_(True)
+        p.layers[3].output = fresh
+        loss = p.model.output.logits.pow(2).sum()
+        asked = [start, fresh]
+        grads = nnsight.save(list(torch.autograd.grad(loss, asked, allow_unused=True)))
+    return grads
+
+
+@gradient
 def of_operations(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output

@@ -26,6 +26,8 @@ from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
 """(joint, its gradient, earlier joints) -> what arrives at each of those, None for nothing."""
+Sources = list[tuple[int, list[int]]]
+"""Joints, each with the earlier ones that a gradient of it arrives at next."""
 
 
 _MAX_VIEWS = 32
@@ -58,11 +60,12 @@ class _Edge(torch.autograd.Function):
     """The way to a tensor's present history, with its shape and no data."""
 
     @staticmethod
-    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # where nothing arrives, there is no gradient of zeros
         return tensor.new_zeros(()).expand(tensor.shape)
 
     @staticmethod
-    def backward(_ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(_ctx: Any, *grads: torch.Tensor | None) -> Any:
         return grads[0]
 
 
@@ -83,7 +86,8 @@ class JobJoints:
         self._ask = ask
         self._on_incomplete = on_incomplete
         self._last_gift = 0
-        self._joints: list[tuple[_Joint, torch.Tensor]] = []
+        self._joints: dict[int, tuple[_Joint, torch.Tensor]] = {}
+        self._sources: dict[int, list[int]] = {}
         self._known: dict[int, tuple[int, bool, Any]] = {}
         self._views: set[int] = set()
         self._unreachable: list[int] = []
@@ -92,9 +96,15 @@ class JobJoints:
         """A trace has ended: what crosses from now on does not depend on what crossed before, if
         nothing of that is `cached`."""
         if not cached:
-            self._joints = []
+            self._joints = {}
+        self._sources.clear()
         self._known.clear()
         self._views.clear()
+
+    def tell_sources(self, sources: Sources) -> None:
+        """What the shard's coming joints depend on. Of one it says nothing about, it may be all
+        that crossed before."""
+        self._sources.update(sources)
 
     def take_unreachable(self) -> list[int]:
         """The joints no gradient can be asked of any more, each once."""
@@ -117,7 +127,11 @@ class JobJoints:
         """`tensor` joined to the shard's graph. Of a negative joint the gradient would be
         incomplete."""
         here = self._new_joint(abs(joint))
-        before = [earlier for earlier, _ in self._joints]
+        # An edge more than there is would be gone along, though it may lead to a graph that is
+        # freed by now.
+        sources = self._sources.pop(here.number, self._joints.keys())
+        joints = [self._joints[number] for number in sources if number in self._joints]
+        before = [earlier for earlier, _ in joints]
 
         def pass_on(grad: torch.Tensor) -> list[torch.Tensor | None]:
             if torch.is_grad_enabled():
@@ -127,7 +141,7 @@ class JobJoints:
             return self._ask(here.number, grad, [earlier.number for earlier in before])
 
         with torch.enable_grad():
-            joined = _join(pass_on, tensor, *(edge for _, edge in self._joints))
+            joined = _join(pass_on, tensor, *(edge for _, edge in joints))
         self._add(here, joined)
         if joint < 0:
             self._on_incomplete(joined)
@@ -172,7 +186,7 @@ class JobJoints:
 
     def _add(self, joint: _Joint, tensor: torch.Tensor) -> None:
         with torch.enable_grad():
-            self._joints.append((joint, _edge(tensor)))
+            self._joints[joint.number] = (joint, _edge(tensor))
 
     def _is_known(self, tag: int, tensor: torch.Tensor) -> bool:
         known = self._known.get(tag)
@@ -195,6 +209,7 @@ class ShardJoints:
         self._edges: dict[int, GradientEdge | torch.Tensor] = {}
         self._graphs: dict[int, object] = {}
         self._known: dict[int, tuple[Node, int] | None] = {}
+        self._sources: Sources = []
         self.graph: object = None
         """What stands for the graph that is being built; kept as long as its joints."""
 
@@ -229,6 +244,7 @@ class ShardJoints:
         edge = get_gradient_edge(tensor)
         late = self._is_late(edge)
         self._last_point += 2
+        self._sources.append((self._last_point, self._sources_of(place)))
         self._keep(self._last_point, edge)
         self._known[tag] = place
         return -self._last_point if late else self._last_point
@@ -245,6 +261,11 @@ class ShardJoints:
         if tensor.requires_grad:
             raise unsupported("Detaching a tensor in place stops at layers on other machines")
         self._keep(joint, tensor.requires_grad_())
+
+    def take_sources(self) -> Sources:
+        """What the joints that left since this was asked last depend on."""
+        sources, self._sources = self._sources, []
+        return sources
 
     def is_shown(self, tag: int) -> bool:
         """Whether the job has this tensor with its history."""
@@ -293,6 +314,25 @@ class ShardJoints:
             for stop in stops:
                 stop.remove()
         return list(found)
+
+    def _sources_of(self, place: tuple[Node, int]) -> list[int]:
+        """The joints that the graph leads to from there, and not only through another joint."""
+        joints = {}
+        for number, end in self._edges.items():
+            edge = end if isinstance(end, GradientEdge) else get_gradient_edge(end)
+            joints[edge.node, edge.output_nr] = number
+        found: set[int] = set()
+        seen: set[Node] = set()
+        places: list[tuple[Node | None, int]] = [place]
+        while places:
+            node, output = places.pop()
+            joint = None if node is None else joints.get((node, output))
+            if joint is not None:
+                found.add(joint)
+            elif node is not None and node not in seen:
+                seen.add(node)
+                places.extend(node.next_functions)
+        return sorted(found)
 
     def _is_late(self, edge: GradientEdge) -> bool:
         """Whether something computed from here was shown before."""

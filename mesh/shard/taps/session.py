@@ -390,6 +390,8 @@ class TapSession:
     def pack(self, header: Header, buffers: Buffers) -> bytes:
         """The bytes of a message to hand out. Raises BadRequest, LimitReached."""
         assert isinstance(buffers, CountedBuffers)  # noqa: S101 - all writers here have such
+        if sources := self._joints.take_sources():
+            header["sources"] = sources
         return self.mail.pack(header, buffers)
 
     def _other(self, run: Run) -> Callable[[Any, Path], list[Any]]:
