@@ -16,6 +16,7 @@ import torch
 from nnsight.intervention.interleaver import Interleaver
 from nnsight.intervention.source import Compiled, bind
 from torch import nn
+from torch.autograd import forward_ad
 
 from mesh.errors import BadRequest, MeshError
 from mesh.interventions.hop import CPU, Header, JobHop
@@ -249,4 +250,10 @@ def _refuse_modes() -> None:
         raise BadRequest(
             "torch.autocast() does not reach layers on other machines.",
             fix="Leave it out: the layers compute in the dtype they are served in.",
+        )
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        raise BadRequest(
+            "What torch.func and torch.autograd.forward_ad do does not reach layers on other"
+            " machines.",
+            fix="Use backward() or torch.autograd.grad, and a batch in the place of vmap.",
         )

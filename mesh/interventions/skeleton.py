@@ -23,6 +23,7 @@ from mesh.interventions.gradients import watch_gradients
 from mesh.interventions.hooks import SpanInterleaver
 from mesh.interventions.hop import JobHop
 from mesh.interventions.spans import Log, RemoteSpans
+from mesh.interventions.unread import watch_transforms
 from mesh.interventions.unseen import watch_memory
 from mesh.interventions.weights import KEPT_BYTES
 from mesh.models import load
@@ -46,6 +47,7 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     """Read ends, tokenizer and configs. Raises as `mesh.models.load.load_ends` does."""
     watch_gradients()
     watch_memory()
+    watch_transforms()
     module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
     directory = Path(manifest.directory)
     module.config._name_or_path = str(manifest.gguf or directory)

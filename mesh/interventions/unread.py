@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -61,7 +63,11 @@ class UnreadTensor(torch.Tensor):
         unread: Any = self
         own = self.__dict__
         # Whatever mode it is first read in, it is read in others later.
-        with torch.inference_mode(mode=False), _disable_current_modes():
+        with (
+            torch.inference_mode(mode=False),
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+        ):
             values = own["_read"]().detach()
             values.requires_grad_(self.requires_grad)
             torch._C._swap_tensor_impl(unread, values)
@@ -119,6 +125,21 @@ def unread_again(parameter: nn.Parameter, read: Callable[[], torch.Tensor]) -> b
     anew.__class__ = UnreadTensor
     anew._read, anew._is_param = read, True
     return True
+
+
+def watch_transforms() -> None:
+    """Make torch.func read what it differentiates by: its own tensors are made around the values
+    there are. For a job's process; safe to repeat."""
+    transforms: Any = eager_transforms
+    wrap = transforms._wrap_for_grad
+    if hasattr(wrap, "_hearthnet"):
+        return
+
+    def wrap_filled(tensor: torch.Tensor, level: int) -> Any:
+        return wrap(tensor.filled() if isinstance(tensor, UnreadTensor) else tensor, level)
+
+    wrap_filled._hearthnet = True  # type: ignore[attr-defined]
+    transforms._wrap_for_grad = wrap_filled
 
 
 def _alias(tensor: torch.Tensor) -> Any:

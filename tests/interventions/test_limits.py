@@ -21,6 +21,7 @@ import pytest
 import torch
 import transformers
 from nnsight.modeling.transformers import TransformersModel
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -195,7 +196,6 @@ def test_however_a_weight_is_edited_it_takes_effect(way: Callable[[torch.Tensor]
     "way",
     [
         torch.vmap(lambda row: row * 2),
-        torch.func.grad(lambda w: w.pow(2).sum()),
         torch.tensor,
         lambda w: setattr(torch.zeros_like(w), "data", w) or w,
         lambda w: torch.utils.checkpoint.checkpoint(torch.square, w, use_reentrant=True),
@@ -208,6 +208,20 @@ def test_a_weight_is_read_right_or_not_at_all(way: Callable[[torch.Tensor], Any]
         found = way(module_of(spread.out(2)).weight)
         if not found.is_meta:
             equal(found, expected, 0.0)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        torch.func.grad(lambda w: w.pow(2).sum()),
+        lambda w: torch.func.vjp(torch.square, w)[1](torch.ones(64, 64))[0],
+        lambda w: torch.func.jvp(torch.square, (w,), (torch.ones(64, 64),))[1],
+        lambda w: torch.vmap(lambda row: row @ w)(torch.eye(64)[:2]),
+    ],
+)
+def test_torch_func_reads_a_weight(way: Callable[[torch.Tensor], Any]) -> None:
+    local, spread, _ = both()
+    equal(way(module_of(spread.out(2)).weight), way(module_of(local.out(2)).weight), 0.0)
 
 
 def test_a_copy_of_a_remote_module_is_a_module_of_the_job() -> None:
@@ -263,6 +277,33 @@ def test_modes_that_do_not_travel_are_refused() -> None:
     for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with mode, pytest.raises(BadRequest, match="does not reach"):
             CASES["logits"](spread)
+
+
+def test_torch_func_and_forward_derivatives_do_not_reach_other_machines() -> None:
+    _, spread, _ = both()
+    hidden, mlp = torch.ones(1, 3, 64), module_of(spread.layers[3].mlp)
+    for transform in (torch.func.grad(lambda h: mlp(h).sum()), torch.func.vmap(mlp)):
+        with pytest.raises(BadRequest, match="does not reach"):
+            transform(hidden)
+    with forward_ad.dual_level(), pytest.raises(BadRequest, match="does not reach"):
+        mlp(forward_ad.make_dual(hidden, hidden))
+
+
+def test_batched_gradients_need_the_layers_in_the_job() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            start = p.layers[1].output
+            start.requires_grad_(True)
+            out, rows = p.layers[3].output[0, -1], torch.eye(64)[:3]
+            found = nnsight.save(torch.autograd.grad(out, start, rows, is_grads_batched=True))
+        return found
+
+    local, spread, _ = both()
+    with pytest.raises(BadRequest, match="Batched gradients"):
+        job(spread)
+    for layer in (2, 3):
+        spread.first_norm(layer).weight.requires_grad_(True)
+    equal(job(spread), job(local), 1e-4)
 
 
 def test_such_a_mode_is_refused_when_it_begins_between_two_layers_of_a_hop() -> None:

@@ -38,6 +38,7 @@ from mesh.interventions.channel import SocketChannel
 from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
+from mesh.interventions.jobs.left import LeftGradients
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
@@ -145,13 +146,20 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
         tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
     except UnknownPersistentIdError as error:
         raise _unknown_part(error) from None
+    gradients = LeftGradients({**tracer.info.frame.f_globals, **tracer.info.frame.f_locals})
     inc()
     try:
         tracer.execute(tracer.info.code)
         saves = _saves()
-        return {n: v for n, v in tracer.info.frame.f_locals.items() if id(v) in saves}
+        saved = {n: v for n, v in tracer.info.frame.f_locals.items() if id(v) in saves}
     finally:
         dec()
+    if left := gradients.names(saved):
+        _say(
+            f"The gradients that backward() gave {', '.join(left)} stay in this job: the client's"
+            " own tensors get none. Save them, or have the optimiser inside a session."
+        )
+    return saved
 
 
 # The result
@@ -169,6 +177,10 @@ class _Portable(pickle.Pickler):
             raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
         if isinstance(obj, UnreadTensor):
             return obj.__reduce_ex__(_PROTOCOL)
+        if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+            # As a leaf it would take a backward() at the client, and pass nothing on.
+            alone: Any = obj.detach()
+            return alone.__reduce_ex__(_PROTOCOL)
         if isinstance(obj, Staying):
             raise pickle.PicklingError(f"{obj.kind} is on another machine")
         module = getattr(obj, "__module__", None) or type(obj).__module__
@@ -180,13 +192,18 @@ class _Portable(pickle.Pickler):
 def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:
     try:
         buffer = _written(saved)
+        if not compress:
+            return buffer.getvalue()
+        return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(buffer.getbuffer())
     except _UNWRITABLE:
         for name, value in saved.items():
             _require_writable(name, value)
         raise
-    if not compress:
-        return buffer.getvalue()
-    return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(buffer.getbuffer())
+    except (MemoryError, RuntimeError) as error:
+        # torch goes on to close its archive, and fails at that.
+        if not any(isinstance(each, MemoryError) for each in (error, error.__context__)):
+            raise
+        raise MemoryError("There is not enough left to write down what was saved.") from None
 
 
 def _written(saved: dict[str, Any]) -> io.BytesIO:

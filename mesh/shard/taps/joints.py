@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.graph_walks import Place, leads_from_any, next_stops, place_of
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
@@ -31,6 +32,7 @@ Sources = list[tuple[int, list[int]]]
 
 
 _MAX_VIEWS = 32
+_BATCHED = (torch._C._functorch.is_batchedtensor, torch._C._functorch.is_legacy_batchedtensor)
 
 
 class _Join(torch.autograd.Function):
@@ -138,6 +140,11 @@ class JobJoints:
                 raise unsupported(
                     "Second derivatives (create_graph=True) stop at layers on other machines"
                 )
+            if any(is_batched(grad) for is_batched in _BATCHED):
+                raise unsupported(
+                    "Batched gradients (is_grads_batched=True, vectorize=True) stop at layers on"
+                    " other machines"
+                )
             return self._ask(here.number, grad, [earlier.number for earlier in before])
 
         with torch.enable_grad():
@@ -208,7 +215,7 @@ class ShardJoints:
         self._last_point = -1
         self._edges: dict[int, GradientEdge | torch.Tensor] = {}
         self._graphs: dict[int, object] = {}
-        self._known: dict[int, tuple[Node, int] | None] = {}
+        self._known: dict[int, Place | None] = {}
         self._sources: Sources = []
         self.graph: object = None
         """What stands for the graph that is being built; kept as long as its joints."""
@@ -238,8 +245,10 @@ class ShardJoints:
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """The number under which the job asks for this tensor's gradient; 0 for none, negative
         where it would be incomplete."""
-        place = _place(tensor)
-        if place is None or self._known.get(tag) == place:
+        if not tensor.requires_grad:
+            return 0
+        place = place_of(tensor)
+        if self._known.get(tag) == place:
             return 0
         edge = get_gradient_edge(tensor)
         late = self._is_late(edge)
@@ -275,7 +284,7 @@ class ShardJoints:
         """The tag, of those that the job has, that `tensor` is a view of; the most direct of
         several."""
         shown = {place: tag for tag in tags if (place := self._known.get(tag)) is not None}
-        place = _place(tensor)
+        place = place_of(tensor) if tensor.requires_grad else None
         for _ in range(_MAX_VIEWS):
             if place is None or place in shown:
                 return None if place is None else shown[place]
@@ -286,7 +295,7 @@ class ShardJoints:
 
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
         """Note the tensor's place in the graph as the job knows it now."""
-        self._known[tag] = _place(tensor)
+        self._known[tag] = place_of(tensor) if tensor.requires_grad else None
 
     def backward(
         self, joint: int, grad: torch.Tensor, earlier: list[int]
@@ -315,51 +324,15 @@ class ShardJoints:
                 stop.remove()
         return list(found)
 
-    def _sources_of(self, place: tuple[Node, int]) -> list[int]:
+    def _sources_of(self, place: Place) -> list[int]:
         """The joints that the graph leads to from there, and not only through another joint."""
-        joints = {}
-        for number, end in self._edges.items():
-            edge = end if isinstance(end, GradientEdge) else get_gradient_edge(end)
-            joints[edge.node, edge.output_nr] = number
-        found: set[int] = set()
-        seen: set[Node] = set()
-        places: list[tuple[Node | None, int]] = [place]
-        while places:
-            node, output = places.pop()
-            joint = None if node is None else joints.get((node, output))
-            if joint is not None:
-                found.add(joint)
-            elif node is not None and node not in seen:
-                seen.add(node)
-                places.extend(node.next_functions)
-        return sorted(found)
+        ends = self._edges.items()
+        return next_stops(place, {place_of(end): number for number, end in ends})
 
     def _is_late(self, edge: GradientEdge) -> bool:
         """Whether something computed from here was shown before."""
-        born = _born(edge.node)
-        younger = [
-            shown.node
-            for shown in self._edges.values()
-            if isinstance(shown, GradientEdge) and _born(shown.node) > born
-        ]
-        seen: set[Node] = set()
-        while younger:
-            node = younger.pop()
-            for source, number in node.next_functions:
-                if source is None or source in seen:
-                    continue
-                if source == edge.node and number == edge.output_nr:
-                    return True
-                if _born(source) >= born:
-                    seen.add(source)
-                    younger.append(source)
-        return False
-
-
-def in_order_of_making(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those with a history, so that none is shown after what was computed from it."""
-    made = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    return sorted(made, key=lambda tensor: _born(get_gradient_edge(tensor).node))
+        shown = (end.node for end in self._edges.values() if isinstance(end, GradientEdge))
+        return leads_from_any(shown, (edge.node, edge.output_nr))
 
 
 def unsupported(what: str) -> BadRequest:
@@ -383,19 +356,6 @@ def _join(
 def _edge(tensor: torch.Tensor) -> torch.Tensor:
     edge: torch.Tensor = _Edge.apply(tensor)  # type: ignore[no-untyped-call]
     return edge
-
-
-def _place(tensor: torch.Tensor) -> tuple[Node, int] | None:
-    if not tensor.requires_grad:
-        return None
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def _born(node: Node) -> int:
-    # The engine numbers nodes as they are made; leaves get the largest number there is.
-    number: int = node._sequence_nr()
-    return number if number < 1 << 63 else -1
 
 
 def _stop(end: GradientEdge) -> Any:

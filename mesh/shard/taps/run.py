@@ -11,8 +11,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from nnsight.util import apply
 
 from mesh.shard.taps.codec import Buffers, Path, Writer
+from mesh.shard.taps.graph_walks import in_order_of_making
 from mesh.shard.taps.guard import GraphShare
-from mesh.shard.taps.joints import in_order_of_making
 from mesh.shard.taps.meter import MemoryMeter, Tally
 from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.tree import SpanTree

@@ -169,6 +169,49 @@ async def test_results_load_where_hearthnet_is_not_installed(here: Bench, tmp_pa
     assert shown.stdout.strip().replace("'start', ", "") == expected.replace("'start', ", ""), shown
 
 
+async def test_a_saved_value_comes_without_its_history(here: Bench) -> None:
+    """`backward()` of it at the client then says so, instead of doing nothing."""
+
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            scale = torch.ones(64, requires_grad=True).save()
+            model.model.layers[2].output = model.model.layers[2].output * scale
+            loss = model.output.logits.sum().save()
+
+    saved = await run(here, saving)
+    assert saved["scale"].requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        saved["loss"].backward()
+
+
+async def test_gradients_that_stay_in_the_job_are_told(here: Bench) -> None:
+    adapter, scale = torch.nn.Linear(64, 64), torch.ones(64, requires_grad=True)
+
+    def lost(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            hidden = model.model.layers[2].output
+            model.model.layers[2].output = adapter(hidden) * scale
+            model.output.logits.sum().backward()
+            own = scale.grad.save()
+
+    def used(model: TransformersModel) -> None:
+        with model.session():
+            optimizer = torch.optim.SGD([scale], lr=0.1)
+            with model.trace(PROMPT):
+                model.model.layers[2].output = model.model.layers[2].output * scale
+                model.output.logits.sum().backward()
+            optimizer.step()
+            trained = scale.detach().save()
+
+    await run(here, lost)
+    (line,) = here.lines
+    assert line.startswith("The gradients that backward() gave adapter stay in this job")
+    here.lines.clear()
+    saved = await run(here, used)
+    assert not torch.equal(saved["trained"], torch.ones(64))
+    assert here.lines == []
+
+
 async def test_what_stands_for_an_object_of_a_shard_cannot_be_saved(here: Bench) -> None:
     def saving(model: TransformersModel) -> None:
         with model.trace(PROMPT):
@@ -284,12 +327,22 @@ def returning_much(model: TransformersModel) -> None:
         much = torch.rand(1 << 20).save()
 
 
+def returning_more_than_fits_twice(model: TransformersModel) -> None:
+    with model.session():
+        much = torch.ones(200 << 20, dtype=torch.uint8).save()
+
+
 @pytest.mark.parametrize(
     ("trace", "limits", "said"),
     [
         (spinning, {"wall_s": 0.5}, "0.5 s, its time limit"),
         (spinning, {"cpu_s": 1}, "1 s of computing"),
         (hoarding, {"memory_bytes": 256 << 20}, r"more memory than a job may use.*jobs\.memory_mb"),
+        (
+            returning_more_than_fits_twice,
+            {"memory_bytes": 320 << 20},
+            r"(?s)write down what was saved.*jobs\.memory_mb",
+        ),
         (returning_much, {"result_bytes": 1 << 20}, r"1048576 are allowed.*jobs\.result_mb"),
     ],
 )
