@@ -185,7 +185,7 @@ class RemoteSpans:
         size = self._weights.pull(number)
         self._caches.take_back(number)
         del self._hop_of[number]
-        for module in self._layers[number].modules():
+        for module in self._weights.modules(number):  # also those that others have replaced
             if isinstance(module.__dict__.get("forward"), RemoteForward):
                 module.__dict__["forward"] = Controller(module, module.__dict__[STATE])
         self._log(

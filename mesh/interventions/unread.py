@@ -89,9 +89,13 @@ class UnreadTensor(torch.Tensor):
             return _HERE[func]
         if func in (_Tensor.detach, torch.detach, _Tensor.data.__get__):
             return _alias(args[0])
-        for value in tree_leaves((args, given)):
-            if isinstance(value, UnreadTensor):
-                value.filled()
+        weights = [
+            v for v in tree_leaves((args, given)) if isinstance(v, UnreadTensor | nn.Parameter)
+        ]
+        held = []  # reading one may let go of another; what a view holds stays
+        for weight in sorted(weights, key=lambda one: isinstance(one, UnreadTensor)):
+            read = weight.filled() if isinstance(weight, UnreadTensor) else weight
+            held.append(read.detach())
         return func(*args, **given)
 
     def __deepcopy__(self, memo: Any) -> Any:

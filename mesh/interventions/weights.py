@@ -51,6 +51,10 @@ class RemoteWeights:
             for name, part in module.named_modules()
         ]
 
+    def modules(self, layer: int) -> list[nn.Module]:
+        """The modules that the layer had at the start."""
+        return [part.module for part in self._parts[layer]]
+
     def is_changed(self, layer: int) -> bool:
         """Whether running the layer on its hop would miss something the job did to it."""
         return any(part.is_changed() or self._is_edited(part) for part in self._parts[layer])

@@ -315,6 +315,23 @@ def test_such_a_mode_is_refused_when_it_begins_between_two_layers_of_a_hop() -> 
     CASES["logits"](spread)
 
 
+def test_a_module_that_was_replaced_for_a_while_takes_effect_again() -> None:
+    def job(p: Parts) -> Any:
+        layer, own = module_of(p.layers[4]), module_of(p.layers[4].mlp)
+        layer.mlp = torch.nn.Identity()
+        with p.model.trace(PROMPT):
+            meanwhile = p.model.output.logits.save()
+            by_hand = nnsight.save(own(torch.ones(1, 2, 64)))
+        layer.mlp = own
+        with p.model.trace(PROMPT):
+            after = p.model.output.logits.save()
+        return meanwhile, by_hand, after
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
 def test_a_replaced_module_takes_effect() -> None:
     def job(p: Parts) -> Any:
         torch.manual_seed(0)

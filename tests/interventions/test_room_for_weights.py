@@ -53,6 +53,16 @@ def test_what_is_let_go_of_is_fetched_anew_and_what_there_is_room_for_is_not() -
     assert traced[0] == traced[1]
 
 
+def test_weights_that_there_is_no_room_for_together_meet_in_one_operation() -> None:
+    def job(p: Parts) -> Any:
+        one, other = (p.out(layer).weight for layer in (2, 3))
+        aliases = [weight.detach() for weight in (one, other)]
+        met = one @ other, torch.maximum(other, one), torch.stack([*aliases, one])
+        return *met, torch.nn.functional.linear(*aliases)
+
+    equal(job(Parts(no_room().model)), job(own_whole("llama")), 1e-6)
+
+
 def _view(w: Any) -> Callable[[], Any]:
     transposed = w.T
     return lambda: transposed.mul(2)
