@@ -4,7 +4,7 @@ The model's own loop calls its layers one by one. The first layer of a run of la
 gives back a stand-in (a tensor with shape and no data), which the next ones recognise as theirs;
 the last one asks the hop to run all of them. So nothing is known here about any architecture: what
 the loop passes to its layers, masks, positions, caches, just travels. Where the operations of the
-loop are traced, each layer asks for itself.
+loop are traced, or the job has its layers in another order, each layer asks for itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class _Deferred:
     hop: JobHop
     hidden: torch.Tensor
     start: int
+    waits: bool
+    """Whether there will be more."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     stand_ins: list[torch.Tensor] = field(default_factory=list)
 
@@ -58,7 +60,9 @@ class RemoteSpans:
         self._hops = hops
         self._log = log
         self._layers: Any = model.get_submodule(layers)
-        self._loop: Any = model.get_submodule(layers.rpartition(".")[0])
+        self._order: list[nn.Module] = list(self._layers)
+        loop, _, self._list_name = layers.rpartition(".")
+        self._loop: Any = model.get_submodule(loop)
         self._hop_of = {
             number: hop for hop in hops for number in range(hop.layers.start, hop.layers.stop)
         }
@@ -86,7 +90,7 @@ class RemoteSpans:
         hop, deferred = self._hop_of[number], self._deferred
         hidden, rest = args[0], args[1:]
         if deferred is None:
-            deferred = self._deferred = _Deferred(hop, hidden, number)
+            deferred = self._deferred = _Deferred(hop, hidden, number, self._calls_in_order())
         elif number != deferred.next or hidden is not deferred.stand_ins[-1]:
             self._deferred = None
             raise _between_layers(self._model)
@@ -94,7 +98,7 @@ class RemoteSpans:
             self._deferred = None
             raise _between_layers(self._model)
         deferred.calls.append((rest, kwargs))
-        if self._hop_of.get(number + 1) is hop and not self._loop.__dict__[STATE].sourced:
+        if deferred.waits and self._hop_of.get(number + 1) is hop:
             stand_in = torch.empty_like(deferred.hidden, device="meta", requires_grad=False)
             deferred.stand_ins.append(stand_in)
             return stand_in
@@ -145,6 +149,15 @@ class RemoteSpans:
         for key, values in captured.items():
             collector[key].extend(values)
         return hidden
+
+    def _calls_in_order(self) -> bool:
+        """Whether the loop calls every layer after the one before it, and nobody looks between."""
+        if self._loop.__dict__[STATE].sourced:
+            return False
+        count = self._model.config.get_text_config().num_hidden_layers
+        return (
+            count == len(self._order) and list(self._loop._modules[self._list_name]) == self._order
+        )
 
     # A trace
 

@@ -11,7 +11,7 @@ import pickletools
 import warnings
 import weakref
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -313,6 +313,30 @@ def test_such_a_mode_is_refused_when_it_begins_between_two_layers_of_a_hop() -> 
         with torch.inference_mode():
             spread.layers[3].output.save()
     CASES["logits"](spread)
+
+
+@pytest.mark.parametrize(
+    "order", [range(5), (0, 1, 2, 4, 5), (0, 2, 1, 3, 4, 5), (3, 3, 0)], ids=str
+)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_left_out_or_in_another_order_are_run_so(family: str, order: Sequence[int]) -> None:
+    def job(p: Parts) -> Any:
+        model = module_of(p.model)
+        loop, name = (model.transformer, "h") if family == "gpt2" else (model.model, "layers")
+        own = getattr(loop, name)
+        setattr(loop, name, torch.nn.ModuleList(own[i] for i in order))
+        model.config.num_hidden_layers = len(order)
+        with p.model.trace(PROMPT, use_cache=False):
+            meanwhile = p.model.output.logits.save()
+        setattr(loop, name, own)
+        model.config.num_hidden_layers = len(own)
+        with p.model.trace(PROMPT):
+            after = p.model.output.logits.save()
+        return meanwhile, after
+
+    world = remote(family, 3)
+    equal(job(Parts(world.model)), job(own_whole(family)), 0.0)
+    assert world.log == []
 
 
 def test_a_module_that_was_replaced_for_a_while_takes_effect_again() -> None:
