@@ -9,9 +9,9 @@ loop are traced, or the job has its layers in another order, each layer asks for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from greenlet import getcurrent
@@ -59,8 +59,7 @@ class RemoteSpans:
         self._interleaver = interleaver
         self._hops = hops
         self._log = log
-        self._layers: Any = model.get_submodule(layers)
-        self._order: list[nn.Module] = list(self._layers)
+        self._layers = list(cast("Iterable[nn.Module]", model.get_submodule(layers)))
         loop, _, self._list_name = layers.rpartition(".")
         self._loop: Any = model.get_submodule(loop)
         self._hop_of = {
@@ -156,7 +155,8 @@ class RemoteSpans:
             return False
         count = self._model.config.get_text_config().num_hidden_layers
         return (
-            count == len(self._order) and list(self._loop._modules[self._list_name]) == self._order
+            count == len(self._layers)
+            and list(self._loop._modules[self._list_name]) == self._layers
         )
 
     # A trace

@@ -339,6 +339,20 @@ def test_layers_left_out_or_in_another_order_are_run_so(family: str, order: Sequ
     assert world.log == []
 
 
+def test_a_layer_that_was_moved_and_changed_is_the_one_that_runs() -> None:
+    def job(p: Parts) -> Any:
+        layers = module_of(p.model).model.layers
+        layers[1], layers[2] = layers[2], layers[1]
+        p.out(2).weight.mul_(0.5)
+        with p.model.trace(PROMPT, use_cache=False):
+            out = p.model.output.logits.save()
+        return out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
 def test_a_module_that_was_replaced_for_a_while_takes_effect_again() -> None:
     def job(p: Parts) -> Any:
         layer, own = module_of(p.layers[4]), module_of(p.layers[4].mlp)
