@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -17,17 +17,17 @@ def place_of(tensor: torch.Tensor | GradientEdge) -> Place:
     return edge.node, edge.output_nr
 
 
-def next_stops(place: Place, stops: Mapping[Place, int]) -> list[int]:
+def next_stops(place: Place, stops: Mapping[Place, Sequence[int]]) -> list[int]:
     """The `stops` that the graph leads back to from a place, itself included, and not only through
-    another stop; in order."""
+    another stop; in order. Of several at one place, which lead to each other, the last."""
     found: set[int] = set()
     seen: set[Node] = set()
     places: list[tuple[Node | None, int]] = [place]
     while places:
         node, output = places.pop()
-        stop = None if node is None else stops.get((node, output))
-        if stop is not None:
-            found.add(stop)
+        here = None if node is None else stops.get((node, output))
+        if here is not None:
+            found.add(here[-1])
         elif node is not None and node not in seen:
             seen.add(node)
             places.extend(node.next_functions)

@@ -214,7 +214,9 @@ class ShardJoints:
         self._meter = meter
         self._last_point = -1
         self._edges: dict[int, GradientEdge | torch.Tensor] = {}
-        self._graphs: dict[int, object] = {}
+        self._kept: dict[int, tuple[Place, object]] = {}
+        """Where each of them was when it crossed, and the graph that it keeps."""
+        self._places: dict[Place, list[int]] = {}
         self._known: dict[int, Place | None] = {}
         self._sources: Sources = []
         self.graph: object = None
@@ -228,7 +230,10 @@ class ShardJoints:
         """Nobody will ask for these any more: free what only they hold of the graph."""
         for joint in joints:
             if self._edges.pop(joint, None) is not None:
-                del self._graphs[joint]
+                place, _ = self._kept.pop(joint)
+                self._places[place].remove(joint)
+                if not self._places[place]:
+                    del self._places[place]
                 self._meter.give(ENTRY_BYTES)
 
     def forget(self) -> None:
@@ -237,10 +242,11 @@ class ShardJoints:
         self.drop(list(self._edges))
 
     def _keep(self, joint: int, edge: GradientEdge | torch.Tensor) -> None:
-        if joint not in self._edges:
-            self._meter.take(ENTRY_BYTES)
-        self._edges[joint] = edge
-        self._graphs[joint] = self.graph
+        self.drop([joint])
+        self._meter.take(ENTRY_BYTES)
+        place = place_of(edge)
+        self._edges[joint], self._kept[joint] = edge, (place, self.graph)
+        self._places.setdefault(place, []).append(joint)
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """The number under which the job asks for this tensor's gradient; 0 for none, negative
@@ -253,7 +259,7 @@ class ShardJoints:
         edge = get_gradient_edge(tensor)
         late = self._is_late(edge)
         self._last_point += 2
-        self._sources.append((self._last_point, self._sources_of(place)))
+        self._sources.append((self._last_point, next_stops(place, self._places)))
         self._keep(self._last_point, edge)
         self._known[tag] = place
         return -self._last_point if late else self._last_point
@@ -323,11 +329,6 @@ class ShardJoints:
             for stop in stops:
                 stop.remove()
         return list(found)
-
-    def _sources_of(self, place: Place) -> list[int]:
-        """The joints that the graph leads to from there, and not only through another joint."""
-        ends = self._edges.items()
-        return next_stops(place, {place_of(end): number for number, end in ends})
 
     def _is_late(self, edge: GradientEdge) -> bool:
         """Whether something computed from here was shown before."""
