@@ -41,7 +41,8 @@ from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.node.coordination import CoordinationHere
-from mesh.node.deploying import DeploymentsHere, House
+from mesh.node.deploying import House
+from mesh.node.deployments_here import DeploymentsHere
 from mesh.node.estimates import EstimateContext, Estimates
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
