@@ -187,7 +187,8 @@ class WakingVerbs(Protocol):
 
 
 class Waker:
-    """Brings a deployment up for a request, and says how far that is."""
+    """Brings a deployment up for a request, waits for layers that are held by hand and loading, and
+    says how far that is."""
 
     def __init__(
         self,
@@ -195,36 +196,43 @@ class Waker:
         is_askable: Callable[[ModelId], bool],
         call_for: Callable[[str], None],
         patience_s: float,
+        loading: Callable[[ModelId], BringingUp | None],
     ) -> None:
-        """`is_askable`: whether this node can ask a model now; `call_for` has it be able to."""
+        """`is_askable`: whether this node can ask a model now; `call_for` has it be able to.
+        `loading`: how far layers are that this node loads because it was told to hold them, None
+        where it loads none."""
         self._verbs = verbs
         self._is_askable = is_askable
         self._call_for = call_for
         self._patience_s = patience_s
+        self._loading = loading
 
     async def bring_up(self, request: GenerationRequest) -> AsyncGenerator[BringingUp, None]:
-        """Yields how far it is whenever that changes, until the model can be asked; at once where
-        it can, or where nothing is on its way.
+        """Yields how far it is whenever that changes, until the model can be asked; ends at once
+        where it can, or where nothing is on its way.
 
         Raises Forbidden when it rests and the request may not wake it, NoRoute with the reason when
         it cannot be brought up, and PipelineStalled when that takes too long.
         """
         model = request.model
-        if self._is_askable(model) or not self._rows(model):
+        if self._is_askable(model):
             return
-        await self._verbs.wake(model, may_wake=request.may_wake)
+        if is_deployed := bool(self._rows(model)):
+            await self._verbs.wake(model, may_wake=request.may_wake)
         for row in self._rows(model):
             self._call_for(row["deployment"])
         told: BringingUp | None = None
         try:
             async with asyncio.timeout(self._patience_s):
                 while not self._is_askable(model):
-                    news = _progress(model, self._rows(model))
-                    if news is None:
+                    news = self._loading(model)
+                    if is_deployed:
+                        news = _progress(model, self._rows(model))
+                    if news is None and (is_deployed or told is None):
                         return  # who asks says what is missing
-                    if news != told:
-                        told = news
+                    if news is not None and news != told:
                         yield news
+                    told = news  # what has loaded this moment is offered in the next
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
             raise PipelineStalled(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from mesh.config import Config
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.levels import Level, level_of
-from mesh.deployments.phases import PhaseProgress
+from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.waking import Use
@@ -31,7 +31,7 @@ from mesh.node import wiring
 from mesh.node.holdings import Holdings
 from mesh.node.layouts import Layouts
 from mesh.node.shards_as_seen import own_shards, served_shard
-from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId, shard_id
 
 
 class House:
@@ -150,6 +150,18 @@ class House:
             if self._network.may_serve(each.descriptor.host)
         ]
         return not uncovered(LayerRange(0, model.total_layers), offered)
+
+    def loading(self, model_id: ModelId) -> BringingUp | None:
+        """How far the layers are that this node was told to hold of a model; None where all have
+        loaded, or did not load."""
+        host = self._held.host
+        names = [each.shard_id for each in host.requests if each.model_id == model_id]
+        if host.trouble is not None or all(map(host.knows, names)):
+            return None
+        load = host.load() or {}
+        total = load.get("total_bytes") if load.get("name") in names else None
+        percent = load["done_bytes"] * 100 // total if total else None
+        return BringingUp(model_id, Phase.DEPLOYING.value, percent)
 
     def _shards(self, model_id: ModelId, weights_sha256: str) -> list[Advertisement]:
         """Those that are offered now, here and elsewhere, in one order."""

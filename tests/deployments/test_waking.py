@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -198,10 +198,19 @@ class Verbs:
         return True
 
 
-async def brought_up(verbs: Verbs, turns: int = 2, patience_s: float = 5.0) -> list[BringingUp]:
-    """What a request is told until the model can be asked, which is after so many looks."""
-    looks = iter(range(turns))
-    waker = Waker(verbs, lambda model: next(looks, None) is None, verbs.called.append, patience_s)
+async def brought_up(
+    verbs: Verbs, turns: int = 2, patience_s: float = 5.0, by_hand: Sequence[int] = ()
+) -> list[BringingUp]:
+    """What a request is told until the model can be asked, which is after so many looks; what is
+    held `by_hand` is so far in percent meanwhile."""
+    looks, far = iter(range(turns)), iter(by_hand)
+
+    def loading(model: ModelId) -> BringingUp | None:
+        return next((BringingUp(model, "DEPLOYING", percent) for percent in far), None)
+
+    waker = Waker(
+        verbs, lambda model: next(looks, None) is None, verbs.called.append, patience_s, loading
+    )
     return [each async for each in waker.bring_up(GenerationRequest("r", MODEL, may_wake=True))]
 
 
@@ -214,7 +223,7 @@ async def test_who_waits_is_told_how_far_it_is() -> None:
 
 async def test_how_far_a_model_is_is_told_until_all_its_layers_are_offered() -> None:
     verbs = Verbs("DEPLOYING", "QUEUED", "READY")
-    waker = Waker(verbs, lambda model: False, verbs.called.append, 5.0)
+    waker = Waker(verbs, lambda model: False, verbs.called.append, 5.0, lambda model: None)
     far = await waker.on_its_way(MODEL, may_wake=True)
     assert far == BringingUp(MODEL, "DEPLOYING", 75)
     assert verbs.woken == [True]
@@ -225,9 +234,9 @@ async def test_how_far_a_model_is_is_told_until_all_its_layers_are_offered() -> 
     assert await waker.on_its_way(MODEL, may_wake=False) is None
     assert await waker.on_its_way(ModelId("another"), may_wake=False) is None
     with pytest.raises(NoRoute, match="needs 900 MiB"):
-        await Waker(Verbs("FAILED"), lambda model: False, print, 5.0).on_its_way(
-            MODEL, may_wake=True
-        )
+        await Waker(
+            Verbs("FAILED"), lambda model: False, print, 5.0, lambda model: None
+        ).on_its_way(MODEL, may_wake=True)
 
 
 async def test_what_was_still_going_to_rest_when_it_was_woken_is_waited_for() -> None:
@@ -243,6 +252,16 @@ async def test_what_can_be_asked_or_is_not_deployed_is_not_waited_for() -> None:
     verbs.rows = []
     assert await brought_up(verbs, 9) == []
     assert verbs.woken == []
+
+
+async def test_layers_that_are_held_by_hand_and_loading_are_waited_for() -> None:
+    verbs = Verbs("READY")
+    verbs.rows = []
+    told = await brought_up(verbs, 99, by_hand=(10, 10, 50))
+    assert [each.percent for each in told] == [10, 50], "then they did not load"
+    assert [each.percent for each in await brought_up(verbs, 2, by_hand=(10, 50))] == [10]
+    with pytest.raises(PipelineStalled):
+        await brought_up(verbs, 999, patience_s=0.3, by_hand=range(9))
 
 
 async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
