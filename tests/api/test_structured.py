@@ -97,7 +97,12 @@ async def test_openais_helpers_read_calls_and_schemas_that_are_streamed() -> Non
         assert message.content == "So."
         assert message.tool_calls is not None
         assert message.tool_calls[0].function.parsed_arguments == Look(city="Köln")
+        result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "21"}
         asker.says("nothing of the kind")
+        again: Any = {**asked, "messages": [*ASK, message, result]}
+        parsed = (await client.chat.completions.parse(**again, response_format=Weather)).choices[0]
+        again["messages"] += [parsed.message.model_dump(warnings=False), *ASK]
+        await client.chat.completions.create(**again)
         async with client.chat.completions.stream(**asked, response_format=Weather) as stream:
             assert [event.type async for event in stream][-1] == "content.done"
         parsed = (await stream.get_final_completion()).choices[0].message.parsed

@@ -79,7 +79,9 @@ async def streamed(client: openai.AsyncOpenAI, **more: Any) -> tuple[str, list[l
         (choice,) = chunk.choices
         text += choice.delta.content or ""
         reason = choice.finish_reason or reason
-        for news in choice.delta.tool_calls or ():
+        told = choice.delta.tool_calls or []
+        assert len({news.index for news in told}) == len(told)
+        for news in told:
             assert news.function is not None
             if news.id:
                 assert (news.type, news.index) == ("function", len(calls))
@@ -114,9 +116,8 @@ async def test_a_stream_tells_of_a_call_by_its_name_and_then_its_arguments() -> 
         assert (text, reason) == ("I look.", "tool_calls")
         assert [name for _, name, *_ in calls] == ["look", "look"]
         assert calls[0][0] != calls[1][0]
-        for _, _, first, *pieces in calls:
-            assert first == ""
-            assert len(pieces) > 2
+        for _, _, *pieces in calls:
+            assert len(pieces) > 3
             assert json.loads("".join(pieces)) == {"city": "Köln"}
 
 
@@ -232,6 +233,15 @@ async def test_a_model_that_was_taught_no_tools_refuses_them(template: str, said
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             await whole(client, messages=history, tools=[])
         assert refused.value.param == "messages"
+
+
+async def test_a_template_is_shown_names_and_earlier_reasoning() -> None:
+    template = "{% for m in messages %}{{ m.name }} {{ m.reasoning_content }}\n{% endfor %}"
+    async with asking(template, "hi") as (client, asker):
+        named = {**ASK[0], "name": "Ida"}
+        before = {"role": "assistant", "content": "It is.", "reasoning_content": "Is it warm?"}
+        await whole(client, messages=[named, before, *ASK], tools=openai.omit)
+        assert asker.prompt() == "Ida \n Is it warm?\n \n"
 
 
 async def test_a_template_that_trips_over_the_messages_says_so() -> None:

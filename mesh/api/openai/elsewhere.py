@@ -19,7 +19,7 @@ INSTEAD = {
     "/v1/responses": (
         "OpenAI's Responses API is not served here; use /v1/chat/completions.",
         "That is `client.chat.completions.create` of OpenAI's SDK, `use_responses_api=False` in"
-        " LangChain.",
+        " LangChain, `provider.chat(MODEL)` in Vercel's AI SDK.",
     ),
     "/v1/messages": (
         "Anthropic's Messages API is not served here; use /v1/chat/completions.",

@@ -154,15 +154,17 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """One turn. What OpenAI's own answers carry besides text and calls is taken while it is
-    empty."""
+    """One turn. `name`, and the `reasoning_content` of an earlier answer, are for the model's chat
+    template, which may leave them out; the result of a call has the function's name. What OpenAI's
+    own answers carry besides text and calls is taken while it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None
     ) = None
-    name: Hint = None
-    reasoning_content: Hint = None  # of an earlier answer; templates leave it out
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    reasoning_content: str | None = None
+    parsed: Hint = None  # beside `content` in what OpenAI's clients parsed
     refusal: Refused = None
     audio: Refused = None
     annotations: Annotated[None, only([])] = None
@@ -181,12 +183,16 @@ class ChatMessage(Strict):
         return self
 
     def to_template(self) -> dict[str, Any]:
-        """The role, text and calls that a chat template knows."""
+        """The role, name, text, reasoning and calls that a chat template may know."""
         content = self.content
         # A question and a file come as two parts: as other servers do, apart from each other.
         text = content if isinstance(content, str) else "\n".join(p.text for p in content or ())
         role = "system" if self.role == "developer" else self.role
         shown: dict[str, Any] = {"role": role, "content": text}
+        if self.name is not None:
+            shown["name"] = self.name
+        if self.reasoning_content:
+            shown["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             shown["tool_calls"] = [call.to_template() for call in self.tool_calls]
         if self.tool_call_id is not None:

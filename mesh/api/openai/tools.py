@@ -53,6 +53,7 @@ class CalledFunction(Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=_MAX_ID)]
     arguments: str
+    parsed_arguments: Any = None  # beside `arguments` in what OpenAI's clients parsed
 
     @field_validator("arguments")
     @classmethod
@@ -128,24 +129,26 @@ class ToolsBody(Strict):
 
 
 def call_chunks(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
-    """The `tool_calls` of a delta."""
-    return [
-        {"index": each.index, "id": each.id, "type": "function", "function": _function(each)}
-        if each.id
-        else {"index": each.index, "function": {"arguments": each.arguments}}
-        for each in news
-    ]
+    """The `tool_calls` of a delta, each call once: OpenAI's clients take two for two calls."""
+    calls: dict[int, dict[str, Any]] = {}
+    for each in news:
+        if each.id:
+            begun = {"id": each.id, "type": "function", "function": _function(each)}
+            calls[each.index] = {"index": each.index, **begun}
+        elif each.index in calls:
+            calls[each.index]["function"]["arguments"] += each.arguments
+        else:
+            more = {"arguments": each.arguments}
+            calls[each.index] = {"index": each.index, "function": more}
+    return list(calls.values())
 
 
 def whole_calls(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
     """The `tool_calls` of a message, of all that was told of them."""
-    calls: dict[int, dict[str, Any]] = {}
-    for each in news:
-        if each.id:
-            calls[each.index] = {"id": each.id, "type": "function", "function": _function(each)}
-        else:
-            calls[each.index]["function"]["arguments"] += each.arguments
-    return list(calls.values())
+    calls = call_chunks(news)
+    for call in calls:
+        del call["index"]
+    return calls
 
 
 def _function(news: ToolCallDelta) -> dict[str, str]:
