@@ -124,14 +124,23 @@ class _Calls:
 
     def _arguments(self, number: int, function: Mapping[str, Any]) -> str:
         schema: Mapping[str, Any] = function["parameters"]
+        kinds = schema.get("type", "object")
+        if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
+            schema, why = {**schema, "type": "object"}, self._objection
+        else:
+            why = _no_object
         if function["name"] in self._tools.strict:
-            _require(schema, f"tools.{number}.function.parameters", self._objection)
-        elif self._objection(schema):
+            _require(schema, f"tools.{number}.function.parameters", why)
+        elif why(schema):
             schema = _ANY_OBJECT
         return _json(schema)
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else _literal(mark)
+
+
+def _no_object(schema: Mapping[str, Any]) -> str:
+    return f"arguments are an object, and its type is {json.dumps(schema['type'])[:64]}"
 
 
 def _require(schema: Mapping[str, Any], param: str, objection: Objection) -> None:

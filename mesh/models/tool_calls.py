@@ -256,7 +256,8 @@ class CallReader:
             if given is None and not self._form.is_bare:
                 given = {}
             # Some write them as OpenAI's own API does, as a text.
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            given = object_in(given) if isinstance(given, str) else given
+            arguments = json.dumps(given, ensure_ascii=False)
         if not isinstance(name, str) or not self._is_wanted(name) or object_in(arguments) is None:
             return None
         return name, arguments

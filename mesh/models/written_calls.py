@@ -129,9 +129,7 @@ class TaggedCall:
         if not self.name:
             head = _TAGGED_HEAD.match(self._left)
             if head is None:
-                # What begins otherwise will be none.
-                self.is_ended = ">" in self._left
-                return ""
+                return self._none()
             self.name, self.arguments, self._left = head[1], "{", self._left[head.end() :]
         while (parameter := self._parameter()) is not None:
             self._left = self._left[parameter.end() :]
@@ -162,6 +160,13 @@ class TaggedCall:
         self.is_ended, self._left = True, ""
         return rest
 
+    def _none(self) -> str:
+        """What stands behind a tag that has no name, or names nothing else can have."""
+        _, mark, rest = self._left.partition(">")
+        self.is_ended = bool(mark)
+        self.text = self.text[: len(self.text) - len(rest)]
+        return rest
+
     def _value(self, key: str, text: str) -> str:
         properties = self._functions.get(self.name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
@@ -190,9 +195,11 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 
 
 def object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none."""
+    """The JSON object that a text is; None where it is none, or none that can be sent on: with half
+    of a surrogate pair, or no number."""
     try:
         found = json.loads(text, strict=False)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

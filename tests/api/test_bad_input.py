@@ -41,6 +41,7 @@ def _nested(depth: int) -> dict[str, Any]:
 DEEP = _nested(70)
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 UNREADABLE = {"name": "look", "arguments": "{'a': 1}"}
+HALF = {"name": "look", "arguments": '{"a": "\\ud800"}'}
 TEXT = {"type": "text", "text": ""}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
@@ -105,6 +106,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ),
         (
             _message(role="assistant", tool_calls=[CALL | {"function": UNREADABLE}]),
+            "messages.1.tool_calls.0.function.arguments",
+            "the text of a JSON object",
+        ),
+        (
+            _message(role="assistant", tool_calls=[CALL | {"function": HALF}]),
             "messages.1.tool_calls.0.function.arguments",
             "the text of a JSON object",
         ),

@@ -199,6 +199,20 @@ async def test_an_answer_may_be_a_call_or_follow_the_schema() -> None:
             "Unimplemented keys",
         ),
         (
+            {"response_format": {"schema": {"type": "integer", "minimum": 10**400}}},
+            "response_format.json_schema.schema",
+            "out of range",
+        ),
+        (
+            {
+                "tools": [
+                    {**STRICT, "function": {**STRICT["function"], "parameters": {"type": "x"}}}
+                ]
+            },
+            "tools.0.function.parameters",
+            "arguments are an object",
+        ),
+        (
             {"response_format": {"schema": {"$ref": "http://127.0.0.1:1/x"}}},
             "response_format.json_schema.schema",
             "not present",
@@ -227,3 +241,14 @@ async def test_a_schema_that_cannot_be_followed_binds_no_function_that_is_not_st
     async with asking(HERMES, "hi") as (client, _):
         choice = await whole(client, tools=[odd], tool_choice="required", max_tokens=60)
         assert choice.finish_reason in ("length", "tool_calls")
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": {"n": {"type": "integer"}}}, {"type": "integer"}]
+)
+async def test_what_is_called_is_called_with_an_object(schema: dict[str, Any]) -> None:
+    tool: Any = {"type": "function", "function": {"name": "count", "parameters": schema}}
+    number = '<tool_call>{"name": "count", "arguments": 5}</tool_call>'
+    async with asking(HERMES, number) as (client, _):
+        choice = await whole(client, tools=[tool], tool_choice="required", max_tokens=60)
+        assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)

@@ -144,6 +144,29 @@ async def test_what_is_no_call_is_text() -> None:
         assert (choice.finish_reason, choice.message.content) == ("stop", broken)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"arguments": {"city": "\\ud800"}, "name": "look"}',
+        '{"name": "look", "arguments": {"city": NaN}}',
+        '{"name": "look", "arguments": {"city": 1e999}}',
+        '{"arguments": {}, "name": "\\ud800"}',
+    ],
+)
+async def test_a_call_that_no_client_could_read_is_text(call: str) -> None:
+    said = f"<tool_call>{call}</tool_call>"
+    async with asking(HERMES, said) as (client, _):
+        choice = await whole(client)
+        assert (choice.finish_reason, choice.message.content) == ("stop", said)
+
+
+async def test_arguments_that_are_written_as_a_text_are_json_for_the_client() -> None:
+    said = '<tool_call>{"name": "look", "arguments": "{\\"city\\": \\"Bad\nEms\\"}"}</tool_call>'
+    async with asking(HERMES, said) as (client, _):
+        (call,) = (await whole(client)).message.tool_calls
+        assert json.loads(call.function.arguments) == {"city": "Bad\nEms"}
+
+
 async def test_an_answer_that_is_cut_in_a_call_says_so() -> None:
     async with asking(HERMES, CALL) as (client, _):
         choice = await whole(client, max_tokens=45)
@@ -200,12 +223,16 @@ async def test_qwens_calls_between_tags_are_json_for_the_client() -> None:
         "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n</function>\n"
         "</tool_call>"
     )
-    async with asking(template, said) as (client, _):
+    async with asking(template, said) as (client, asker):
         (call,) = (await whole(client)).message.tool_calls
         assert json.loads(call.function.arguments) == {"city": "Köln"}
         text, ((_, name, *pieces),), reason = await streamed(client)
         assert (text, name, reason) == ("", "look", "tool_calls")
         assert json.loads("".join(pieces)) == {"city": "Köln"}
+        # What comes behind a broken call is read, also where a stop text had it wait.
+        asker.says(f"<tool_call><function=>{said}")
+        choice = await whole(client, stop=f"<tool_call><function=>{said[:30]}!")
+        assert len(choice.message.tool_calls) == 1
         with pytest.raises(openai.BadRequestError, match="between tags") as refused:
             await whole(client, tool_choice="required")
         assert refused.value.param == "tools"

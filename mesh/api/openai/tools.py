@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, require_flat
+from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta, ToolUse
 
 MAX_TOOLS = 128
@@ -158,8 +158,6 @@ def _function(news: ToolCallDelta) -> dict[str, str]:
 def _parsed(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None where it is none, or too deep."""
     try:
-        value = json.loads(text or "{}")
-        require_flat(value)
-    except (ValueError, RecursionError):
+        return require_flat(object_in(text or "{}"))
+    except ValueError:
         return None
-    return value if isinstance(value, dict) else None
