@@ -45,15 +45,20 @@ def only(*accepted: object) -> BeforeValidator:
 
 
 _MAX_DEPTH = 64
+_INTEGERS = range(-(2**63), 2**64)
+"""What the messages between a node's processes have."""
 
 
-def require_flat(value: _Any) -> _Any:
-    """A value of JSON as it came; ValueError for one nested more deeply than people write."""
+def require_plain(value: _Any) -> _Any:
+    """A value of JSON as it came; ValueError for one nested more deeply than people write, or with
+    integers of more than 64 bits."""
     level: list[Any] = [value]
     for _ in range(_MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return value
+        if any(type(each) is int and each not in _INTEGERS for each in level):
+            raise ValueError("has an integer of more than 64 bits")
     raise ValueError(f"nested more than {_MAX_DEPTH} deep")
 
 

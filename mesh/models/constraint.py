@@ -7,7 +7,6 @@ and says for every token whether it may be next.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +98,7 @@ class Grammars:
             return made
 
         def objection(schema: Mapping[str, Any]) -> str:
-            # As text: what is made of an object has no integers above 64 bits.
-            tried = matcher(library.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+            tried = matcher(library.LLMatcher.grammar_from_json_schema(dict(schema)))
             return _said(tried) if tried.is_error() else ""
 
         made = matcher(library.LLMatcher.grammar_from_lark(grammar_of(request, marks, objection)))

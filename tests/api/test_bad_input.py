@@ -41,6 +41,7 @@ def _nested(depth: int) -> dict[str, Any]:
 DEEP = _nested(70)
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 UNREADABLE = {"name": "look", "arguments": "{'a': 1}"}
+LARGE = {"name": "look", "arguments": '{"a": -9223372036854775809}'}
 HALF = {"name": "look", "arguments": '{"a": "\\ud800"}'}
 TEXT = {"type": "text", "text": ""}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
@@ -57,6 +58,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"tools": _tools("a", "a")}, None, "two of them are called a"),
         ({"tools": _tools("a") * 129}, "tools", "at most 128"),
         ({"tools": _tools("a", parameters=DEEP)}, "tools.0.function.parameters", "nested more"),
+        (
+            {"tools": _tools("a", parameters={"a": [1 << 64]})},
+            "tools.0.function.parameters",
+            "64 bits",
+        ),
         ({"tools": _tools("a", parameters="{}")}, "tools.0.function.parameters", "dictionary"),
         ({"tool_choice": "sometimes"}, "tool_choice", "'none'"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
@@ -108,6 +114,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             _message(role="assistant", tool_calls=[CALL | {"function": UNREADABLE}]),
             "messages.1.tool_calls.0.function.arguments",
             "the text of a JSON object",
+        ),
+        (
+            _message(role="assistant", tool_calls=[CALL | {"function": LARGE}]),
+            "messages.1.tool_calls.0.function.arguments",
+            "64 bits",
         ),
         (
             _message(role="assistant", tool_calls=[CALL | {"function": HALF}]),

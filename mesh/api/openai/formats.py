@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mesh.api.bodies import Strict, require_flat
+from mesh.api.bodies import Strict, require_plain
 from mesh.api.openai.tools import FunctionName
 
 
@@ -30,7 +30,7 @@ class NamedSchema(Strict):
     description: str | None = None
     strict: bool | None = None
 
-    _flat_enough = field_validator("schema_")(require_flat)
+    _plain_enough = field_validator("schema_")(require_plain)
 
 
 class JsonSchemaFormat(Strict):

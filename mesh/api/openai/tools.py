@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mesh.api.bodies import Strict, require_flat
+from mesh.api.bodies import Strict, require_plain
 from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta, ToolUse
 
@@ -29,7 +29,7 @@ class FunctionSpec(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    _flat_enough = field_validator("parameters")(require_flat)
+    _plain_enough = field_validator("parameters")(require_plain)
 
 
 class Tool(Strict):
@@ -58,8 +58,9 @@ class CalledFunction(Strict):
     @field_validator("arguments")
     @classmethod
     def _is_an_object(cls, value: str) -> str:
-        if _parsed(value) is None:
+        if (found := object_in(value or "{}")) is None:
             raise ValueError("expected the text of a JSON object")
+        require_plain(found)
         return value
 
 
@@ -73,7 +74,10 @@ class ToolCall(Strict):
 
     def to_template(self) -> dict[str, Any]:
         """What a chat template is shown of it: the arguments as an object."""
-        function = {"name": self.function.name, "arguments": _parsed(self.function.arguments)}
+        function = {
+            "name": self.function.name,
+            "arguments": object_in(self.function.arguments or "{}"),
+        }
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -153,11 +157,3 @@ def whole_calls(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:
 
 def _function(news: ToolCallDelta) -> dict[str, str]:
     return {"name": news.name, "arguments": news.arguments}
-
-
-def _parsed(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None where it is none, or too deep."""
-    try:
-        return require_flat(object_in(text or "{}"))
-    except ValueError:
-        return None
