@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,19 @@ async def test_what_is_kept_of_the_prompt_hides_none_of_it() -> None:
     later = (await frames_of(orchestrator, toy_request(PROMPT, 3)))[-1]
     assert isinstance(later, Done)
     assert later.cached_tokens == len(PROMPT) - 1  # who was not scored still has it
+
+
+async def test_a_slow_reader_loses_no_row() -> None:
+    network = ToyNetwork()
+    for layer in range(TOTAL_LAYERS):
+        network.add(f"{layer}-{layer}")  # all could be busy at once, with more than is kept
+    orchestrator, _ = toy_orchestrator(network)
+    prompt = (PROMPT * 3)[: 5 * 128 + 2]
+    frames = []
+    async for frame in orchestrator.chat(asked(0, prompt)):
+        frames.append(frame)
+        await asyncio.sleep(0.05)
+    require_scored(frames, prompt)
 
 
 async def test_a_hop_lost_under_way_costs_no_row() -> None:
