@@ -39,8 +39,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
-        is_given = _SANE.fullmatch(given) is not None
-        name = given if is_given else f"req-{secrets.token_hex(8)}"
+        name = given if _SANE.fullmatch(given) else f"req-{secrets.token_hex(8)}"
         scope.setdefault("state", {})[STATE] = name
         REQUEST.set(name)  # each request has a task of its own
         ending = _Ending(scope)
@@ -48,9 +47,7 @@ class RequestIds:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 ending.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                if is_given or HEADER not in headers:
-                    headers[HEADER] = name
+                MutableHeaders(scope=message)[HEADER] = name
             elif not message.get("more_body", False):
                 ending.log()
             await send(message)

@@ -120,7 +120,7 @@ SERIES = (
     Series(
         "hearthnet_generations_ended",
         "counter",
-        "Generations by outcome: stop, length, error, or cancelled (the client left).",
+        "Generations by outcome: stop, length, tool_calls, error, or cancelled (the client left).",
         ("outcome",),
     ),
     Series(

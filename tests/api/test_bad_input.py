@@ -51,6 +51,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
     ("change", "param", "said"),
     [
         ({"temprature": 1}, "temprature", "Unknown field: temprature."),
+        ({"resumable": True}, None, "needs stream"),
         ({"\u0000x": 1}, "\u0000x", "Unknown field"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
         ({"tools": [{"type": "custom"}]}, "tools.0.type", "'function'"),

@@ -120,7 +120,7 @@ async def test_users_are_principals_over_all_their_connections(api: Served) -> N
 
 
 def stream_of(url: str, answer: httpx.Response) -> int:
-    stream_id = answer.headers["x-request-id"]
+    stream_id = answer.headers["x-stream-id"]
     with client(url) as http:
         return http.get(f"/v1/streams/{stream_id}").status_code
 

@@ -64,10 +64,17 @@ async def test_every_outcome_bears_it(shared: Shared, model: str, stream: bool) 
 
 
 @SHARED_LOOP
-async def test_a_stream_to_resume_says_its_own_id_beside_the_clients(shared: Shared) -> None:
+@pytest.mark.parametrize("given", ["family-8", ""])
+async def test_a_stream_to_resume_says_its_own_id_beside_that_of_the_log(
+    shared: Shared, given: str
+) -> None:
     body = {**CHAT, "stream": True, "resumable": True}
-    answer = await post(shared[1], body, "family-8")
-    assert answer.headers["x-request-id"] == "family-8"
+    with log_of("mesh.api") as log:
+        answer = await post(shared[1], body, given)
+    name = answer.headers["x-request-id"]
+    assert name == given or name.startswith("req-")
+    assert f"[request {name}]" in log.getvalue()
+    assert answer.headers["x-stream-id"] not in log.getvalue()
     rest = await shared[1].get(f"/v1/streams/{answer.headers['x-stream-id']}")
     assert rest.text == answer.text
 

@@ -48,7 +48,7 @@ async def test_the_rest_follows_the_last_event_seen(http: httpx.AsyncClient) -> 
     response = await http.post("/v1/chat/completions", json=body("echo"))
     whole = events(response.text.splitlines())
     stream_id = json.loads(whole[0][1])["id"]
-    assert response.headers["x-request-id"] == stream_id
+    assert response.headers["x-stream-id"] == stream_id
     assert [number for number, _ in whole] == list(range(len(whole)))
     assert whole[-1][1] == "[DONE]"
     assert await rest(http, stream_id, None) == whole
@@ -60,7 +60,7 @@ async def test_the_generation_goes_on_while_nobody_reads(
     http: httpx.AsyncClient, api: Served
 ) -> None:
     async with http.stream("POST", "/v1/chat/completions", json=body("silent")) as response:
-        stream_id = response.headers["x-request-id"]
+        stream_id = response.headers["x-stream-id"]
         async for line in response.aiter_lines():
             if line == ": ping":
                 break
@@ -77,7 +77,7 @@ async def test_an_error_is_kept_like_any_event(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/chat/completions", json=body("breaks"))
     whole = events(response.text.splitlines())
     assert "error" in json.loads(whole[-1][1])
-    stream_id = response.headers["x-request-id"]
+    stream_id = response.headers["x-stream-id"]
     assert await rest(http, stream_id, None) == whole
 
 
@@ -89,7 +89,7 @@ async def test_a_stream_is_for_the_key_that_asked_for_it(
     callers = [{}, *({"Authorization": f"Bearer {key}"} for key in keys)]
     for asker in callers:
         response = await http.post("/v1/chat/completions", json=body("echo"), headers=asker)
-        path = f"/v1/streams/{response.headers['x-request-id']}"
+        path = f"/v1/streams/{response.headers['x-stream-id']}"
         for caller in callers:
             again = await http.get(path, headers=caller)
             assert again.status_code == (200 if caller is asker else 404)

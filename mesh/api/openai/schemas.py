@@ -115,6 +115,12 @@ class _SamplingBody(Strict):
             raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
         return value
 
+    @model_validator(mode="after")
+    def _resumes_what_is_streamed(self) -> Self:
+        if self.resumable and not self.stream:
+            raise ValueError("resumable needs stream to be true")
+        return self
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""

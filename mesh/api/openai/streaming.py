@@ -110,8 +110,7 @@ def streamed(
     streams.keep(owner, head.id, chunks)
     kept = streams.follow(owner, head.id, -1)
     # The id is in every chunk, but a connection may break before the first.
-    headers = {"X-Stream-Id": head.id, "X-Request-Id": head.id}
-    return EventStream(kept, headers=headers, ping_s=settings.ping_s)
+    return EventStream(kept, headers={"X-Stream-Id": head.id}, ping_s=settings.ping_s)
 
 
 async def events(
