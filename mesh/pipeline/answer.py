@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mesh.errors import CacheFull
 from mesh.models.reasoning import Thoughts, overlap
 from mesh.models.tool_calls import CallReader
@@ -14,7 +16,6 @@ from mesh.pipeline.sampler import logprob_of
 from mesh.types import GenerationRequest, TokenDelta, TokenLogprob, ToolCallDelta
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -86,6 +87,18 @@ class Answer:
         allowed = constraint.allowed()
         if not self.token_ids and self._thoughts is not None and constraint.thinks_with is not None:
             allowed[constraint.thinks_with] = True
+        return allowed
+
+    def is_cut_short_by(self, token: int) -> bool:
+        """Whether `token` ends the reasoning of an answer that is bound, which then says nothing of
+        what is wanted."""
+        is_end = token in self._text.eos_ids and not self._params.ignore_eos
+        return is_end and self._constraint is not None and self._is_thinking
+
+    def without_ends(self, vocab: int) -> NDArray[np.bool_]:
+        """(vocab,) all tokens but those that end an answer are allowed."""
+        allowed = np.ones(vocab, dtype=np.bool_)
+        allowed[[token for token in self._text.eos_ids if token < vocab]] = False
         return allowed
 
     def certain(self) -> Sequence[int]:

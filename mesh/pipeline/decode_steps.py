@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mesh.clock import loop_time
@@ -25,7 +26,9 @@ from mesh.pipeline.sampler import Sampler
 from mesh.types import StreamFrame, TokenDelta
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,36 @@ class DecodeSteps:
     ) -> TokenDelta:
         """The token behind `position`, of all logits or of the strongest; what happened while those
         that are not here were asked for joins the `notices`."""
-        sampler, answer = self._sampler, self.answer
-        allowed = answer.allowed()
+        answer = self.answer
+        candidates = said if isinstance(said, Candidates) else None
+        if not isinstance(said, Candidates) and answer.tells_logprobs:
+            candidates = candidates_of(said)
+        chosen = partial(self._choice, said, candidates, position, notices)
+        token, row = await chosen(answer.allowed())
+        if answer.is_cut_short_by(token):
+            token, row = await chosen(answer.without_ends(_vocab(said)))
+        return answer.take(token, candidates, row)
+
+    async def _choice(
+        self,
+        said: torch.Tensor | Candidates,
+        candidates: Candidates | None,
+        position: int,
+        notices: list[StreamFrame],
+        allowed: NDArray[np.bool_] | None,
+    ) -> tuple[int, torch.Tensor | None]:
+        """The sampler's token, and the whole row where that is here."""
+        sampler = self._sampler
         if not isinstance(said, Candidates):
-            candidates = candidates_of(said) if answer.tells_logprobs else None
-            return answer.take(sampler.choose(said, candidates, allowed), candidates, said)
+            return sampler.choose(said, candidates, allowed), said
         token = sampler.choose_among(said, allowed)
         if token is not None:
-            return answer.take(token, said)
+            return token, None
         row = await self.feed.row(position, notices)
         if allowed is not None:
-            return answer.take(sampler.choose(row, None, allowed), said, row)
-        return answer.take(sampler.choose_from(row), said, row)
+            return sampler.choose(row, None, allowed), row
+        return sampler.choose_from(row), row
+
+
+def _vocab(said: torch.Tensor | Candidates) -> int:
+    return said.vocab if isinstance(said, Candidates) else len(said)

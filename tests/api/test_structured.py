@@ -129,6 +129,18 @@ async def test_a_model_may_think_before_it_follows_a_schema() -> None:
         Weather.model_validate_json(message.content)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_who_thinks_does_not_end_before_what_is_wanted(temperature: float) -> None:
+    special = ("<think>", "</think>")
+    async with asking(THINKS, "<think>Well", special) as (client, asker):
+        asker.script.rivals[asker.text.vocabulary()["</think>"]] = 6.0
+        more: Any = {**PLAIN, "response_format": FORMAT, "temperature": temperature, "seed": 1}
+        choice = await whole(client, **more)
+        assert choice.finish_reason == "stop"
+        assert choice.message.reasoning_content.startswith("Well")
+        Weather.model_validate_json(choice.message.content)
+
+
 async def test_a_template_that_opens_the_reasoning_leaves_it_free() -> None:
     said = '{"sky": "dark", "degrees": [10, 20]}'
     async with asking(THINKS + "<think>\n", f"Dark {{?\n</think>{said}") as (client, _):
