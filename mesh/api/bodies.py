@@ -21,6 +21,8 @@ from mesh.errors import BadRequest, BodyTooLarge
 _Body = TypeVar("_Body", bound=BaseModel)
 _Any = TypeVar("_Any")
 _SHOWN_CHARS = 100
+_MAX_WHY = 1000
+"""Some reasons repeat what was sent."""
 _HIGH_ALONE = re.compile(r"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])")
 _LOW_ALONE = re.compile(r"\\u[dD](?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F]")
 """Escapes of half a character, in JSON that is valid otherwise and has no escaped backslash."""
@@ -179,7 +181,7 @@ def _bad_request(error: ValidationError, fields: dict[str, Any], known: list[str
         missing = ".".join(map(str, [*path, problem["loc"][-1]]))
         return BadRequest(f"The field {missing} is missing.", fix="Add it.", param=missing)
     same = [p["msg"] for p, its in zip(problems, paths, strict=True) if its == path]
-    why = " / ".join(dict.fromkeys(same)).replace("Value error, ", "")
+    why = " / ".join(dict.fromkeys(same)).replace("Value error, ", "")[:_MAX_WHY]
     where = f"{param}: " if param else ""
     fix = "Leave it out." if problem["type"] == NOT_SUPPORTED else "Correct the request."
     return BadRequest(f"{where}{why}.", fix=fix, param=param)

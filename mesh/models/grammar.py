@@ -7,7 +7,7 @@ knows the form and the special tokens of its calls.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mesh.errors import BadRequest
@@ -20,6 +20,8 @@ Objection = Callable[[Mapping[str, Any]], str]
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACES = r"( |\n[ \t]{0,20})?"
 """Between the parts of JSON. A bound: some models write white space without end."""
+_MAX_REFERRED = 2000
+"""Levels of references in references, at most: some 4000 overflow a stack of 8 MiB."""
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -137,6 +139,32 @@ class _Calls:
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else _literal(mark)
+
+
+def leads_too_deep(schema: Mapping[str, Any]) -> str:
+    """Why a schema's references cannot be followed one within the other; empty where they can.
+
+    llguidance follows them by recursion, and a stack that overflows ends the process.
+    """
+    references, depth = set[str](), 0
+    level: list[Any] = [schema]
+    while level:
+        depth += 1
+        found = [each.get("$ref") for each in level if isinstance(each, Mapping)]
+        references.update(each for each in found if isinstance(each, str))
+        level = [inner for outer in level for inner in _inside(outer)]
+    if len(references) * depth <= _MAX_REFERRED:
+        return ""
+    return (
+        f"its $ref name {len(references)} places, and it is nested {depth} deep; the product may be"
+        f" {_MAX_REFERRED}"
+    )
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _no_object(schema: Mapping[str, Any]) -> str:

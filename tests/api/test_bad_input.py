@@ -411,3 +411,12 @@ async def test_openais_client_gives_up_at_once(api: Served) -> None:
         with pytest.raises(openai.InternalServerError, match="llama-server --embedding"):
             await client.embeddings.create(model="echo", input="text")
     assert asked == ["/v1/embeddings"]
+
+
+@SHARED_LOOP
+async def test_a_refusal_does_not_repeat_all_that_was_sent(shared: Shared) -> None:
+    answer = await shared[1].post(
+        "/v1/chat/completions", json={**CHAT, "response_format": {"type": "x" * 9000}}
+    )
+    assert answer.status_code == 400
+    assert len(answer.content) < 3000

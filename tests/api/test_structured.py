@@ -197,6 +197,14 @@ async def test_an_answer_may_be_a_call_or_follow_the_schema() -> None:
         assert choice.message.content == '{"sky": "dark", "degrees": [10, 20]}'
 
 
+def _nested(depth: int) -> dict[str, Any]:
+    return {"items": _nested(depth - 1)} if depth else {}
+
+
+CHAIN = {f"n{number}": {"$ref": f"#/$defs/n{number + 1}"} for number in range(60)}
+"""Some more would overflow the stack of whoever follows them."""
+
+
 @pytest.mark.parametrize(
     ("more", "param", "said"),
     [
@@ -218,6 +226,15 @@ async def test_an_answer_may_be_a_call_or_follow_the_schema() -> None:
             },
             "tools.0.function.parameters",
             "arguments are an object",
+        ),
+        (
+            {
+                "response_format": {
+                    "schema": {"$defs": {**CHAIN, "n60": _nested(40)}, **CHAIN["n0"]}
+                }
+            },
+            "response_format.json_schema.schema",
+            "name 60 places, and it is nested 43 deep",
         ),
         (
             {"response_format": {"schema": {"$ref": "http://127.0.0.1:1/x"}}},
