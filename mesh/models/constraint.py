@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mesh.errors import BadRequest
-from mesh.models.grammar import grammar_of, is_bound, leads_too_deep
+from mesh.models.grammar import grammar_of, is_bound, is_too_much
 from mesh.models.tool_calls import CallMarks
 from mesh.types import GenerationRequest
 
@@ -98,7 +98,7 @@ class Grammars:
             return made
 
         def objection(schema: Mapping[str, Any]) -> str:
-            if why := leads_too_deep(schema):
+            if why := is_too_much(schema):
                 return why
             tried = matcher(library.LLMatcher.grammar_from_json_schema(dict(schema)))
             return _said(tried) if tried.is_error() else ""

@@ -22,6 +22,7 @@ _SPACES = r"( |\n[ \t]{0,20})?"
 """Between the parts of JSON. A bound: some models write white space without end."""
 _MAX_REFERRED = 2000
 """Levels of references in references, at most: some 4000 overflow a stack of 8 MiB."""
+_MAX_PATTERNS = 12
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -141,24 +142,34 @@ class _Calls:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else _literal(mark)
 
 
-def leads_too_deep(schema: Mapping[str, Any]) -> str:
-    """Why a schema's references cannot be followed one within the other; empty where they can.
+def is_too_much(schema: Mapping[str, Any]) -> str:
+    """Why following a schema could end or block the process; empty where it could not.
 
-    llguidance follows them by recursion, and a stack that overflows ends the process.
+    llguidance follows references by recursion, and a stack that overflows ends the process; its
+    time doubles with each pattern that is to hold together with others.
     """
-    references, depth = set[str](), 0
+    references, depth, patterns, joins = set[str](), 0, 0, 0
     level: list[Any] = [schema]
     while level:
         depth += 1
-        found = [each.get("$ref") for each in level if isinstance(each, Mapping)]
-        references.update(each for each in found if isinstance(each, str))
+        for each in level:
+            if not isinstance(each, Mapping):
+                continue
+            patterns += "pattern" in each
+            if isinstance(together := each.get("allOf"), list):
+                joins += len(together)
+            if isinstance(reference := each.get("$ref"), str):
+                references.add(reference)
+                joins += len(each) > 1
         level = [inner for outer in level for inner in _inside(outer)]
-    if len(references) * depth <= _MAX_REFERRED:
-        return ""
-    return (
-        f"its $ref name {len(references)} places, and it is nested {depth} deep; the product may be"
-        f" {_MAX_REFERRED}"
-    )
+    if min(patterns, joins) > _MAX_PATTERNS:
+        return f"at most {_MAX_PATTERNS} patterns can hold together, by allOf or beside $ref"
+    if len(references) * depth > _MAX_REFERRED:
+        return (
+            f"its $ref name {len(references)} places, and it is nested {depth} deep; the product"
+            f" may be {_MAX_REFERRED}"
+        )
+    return ""
 
 
 def _inside(value: Any) -> Iterable[Any]:

@@ -237,6 +237,15 @@ CHAIN = {f"n{number}": {"$ref": f"#/$defs/n{number + 1}"} for number in range(60
             "name 60 places, and it is nested 43 deep",
         ),
         (
+            {
+                "response_format": {
+                    "schema": {"allOf": [{"pattern": f"a{n}|b+"} for n in range(13)]}
+                }
+            },
+            "response_format.json_schema.schema",
+            "at most 12 patterns can hold together",
+        ),
+        (
             {"response_format": {"schema": {"$ref": "http://127.0.0.1:1/x"}}},
             "response_format.json_schema.schema",
             "not present",
