@@ -9,11 +9,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.deployments.formats import is_as_wished
-from mesh.deployments.laid import AvailableNode, Laid
-from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
+from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.placement import make_plan, require_pins
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
@@ -21,6 +20,7 @@ from mesh.deployments.room import Change, Standing, absences, room_of_others, to
 from mesh.deployments.waking import Stay
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
+from mesh.deployments.world import World
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.types import LayerRange, ModelId, NodeId
@@ -44,36 +44,12 @@ class Order:
     layers: Sequence[str] | None = None
 
 
-class DeployingNode(DeploymentsSeen, Protocol):
-    """What the verbs need of the node."""
-
-    def machines(self) -> Sequence[AvailableNode]:
-        """The trusted nodes that are up now."""
-
-    def need_of(self, wish: Wish, layers: LayerRange) -> int:
-        """What these layers would take, in MiB."""
-
-    async def laid_out(
-        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
-    ) -> Laid:
-        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free."""
-
-    def require_operator(self) -> None:
-        """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
-
-    async def publish_wish(self, wish: Wish) -> Deployment:
-        """Sign it; the deployment as the log has it now. Raises MeshError."""
-
-    async def publish_plan(self, plan: Plan) -> None:
-        """Sign it. Raises MeshError."""
-
-
 class Deploying:
     """The verbs."""
 
     def __init__(
         self,
-        house: DeployingNode,
+        house: World,
         weights: WeightsSource,
         rows: DeploymentRows,
         call_for: Callable[[str], None],

@@ -7,9 +7,9 @@ disks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
@@ -17,51 +17,20 @@ from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
+from mesh.deployments.world import World
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import MeshError
-from mesh.types import ModelId, NodeId, ShardId
+from mesh.types import NodeId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
 ON_ITS_WAY = (Phase.QUEUED, Phase.PROVISIONING, Phase.DEPLOYING)
 
 
-class DeploymentsSeen(Protocol):
-    """What a node sees of deployments."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
-
-    def names(self) -> Mapping[NodeId, str]:
-        """What people call the members."""
-
-    def served(self) -> list[ServedShard]:
-        """What others serve."""
-
-    def serves(self) -> Collection[ServedShard]:
-        """What this node serves."""
-
-    def alive(self) -> Collection[NodeId]:
-        """The nodes that may hold layers and are up now."""
-
-    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
-        """Whether any of its layers is loaded on a device now."""
-
-    def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
-        """What another node says of a shard that it works at."""
-
-    def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
-        """What another node says that it has of a checkpoint; None where it says nothing."""
-
-
 class DeploymentRows:
     """Makes the rows; `phases` are how far this node's own spans are."""
 
-    def __init__(self, seen: DeploymentsSeen, phases: Phases) -> None:
+    def __init__(self, seen: World, phases: Phases) -> None:
         self._seen = seen
         self._phases = phases
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from mesh.clock import backoff_s, loop_time
-from mesh.deployments.laid import AvailableNode, Laid
+from mesh.deployments.laid import AvailableNode
 from mesh.deployments.placement import make_plan, planner, require_pins, stale, without
 from mesh.deployments.spreading import Crowded, crowded, spread
 from mesh.deployments.turns import Turns
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Span, live
+from mesh.deployments.world import World
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -29,38 +29,6 @@ SETTLE_S = 5.0
 RETRY_S = 30.0
 LONGEST_RETRY_S = 600.0
 """Twice as long after each try that left something to be planned."""
-
-
-class Members(Protocol):
-    """Who is there."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
-
-    def machines(self) -> Sequence[AvailableNode]:
-        """The trusted nodes that are up now, this one among them if it is trusted."""
-
-    async def laid_out(
-        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
-    ) -> Laid:
-        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free. Raises
-        MeshError where the wish cannot be planned at all."""
-
-    def refused(self, deployment: Deployment) -> Collection[Span]:
-        """The spans of its plan for which their machines say that they have no room."""
-
-    def trusted(self) -> Collection[NodeId]:
-        """The nodes that may hold layers, up or not."""
-
-    def names(self) -> Mapping[NodeId, str]:
-        """What people call the members, up or not."""
-
-    async def publish_plan(self, plan: Plan) -> None:
-        """Sign it. Raises MeshError."""
 
 
 class _Pace:
@@ -93,7 +61,7 @@ class Replanner:
 
     def __init__(
         self,
-        members: Members,
+        members: World,
         limit_s: float,
         tell: Callable[..., None],
         *,

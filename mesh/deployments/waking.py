@@ -19,10 +19,11 @@ from mesh.clock import loop_time
 from mesh.deployments.listing import ON_ITS_WAY
 from mesh.deployments.phases import Phase
 from mesh.deployments.turns import Turns
-from mesh.deployments.wishes import Deployment, Wish, live
+from mesh.deployments.wishes import Deployment, live
+from mesh.deployments.world import World
 from mesh.errors import MeshError, NoRoute, PipelineStalled
 from mesh.processes.tasks import end, spawn
-from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
+from mesh.types import BringingUp, GenerationRequest, ModelId
 
 logger = logging.getLogger(__name__)
 
@@ -36,14 +37,6 @@ going to rest has to be gone before it is loaded anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """What is seen of a deployment's use: whether it is used now, and what changes when it is."""
-
-    is_busy: bool
-    signs: Hashable
-
-
-@dataclass(frozen=True, slots=True)
 class Stay:
     """Until when a deployment stays up unless somebody uses it: `due_s` by the loop's clock,
     `rests_at` by the wall's. None while it is in use or brought up, and of one that never rests."""
@@ -51,26 +44,6 @@ class Stay:
     in_use: bool = False
     due_s: float | None = None
     rests_at: datetime | None = None
-
-
-class Resting(Protocol):
-    """What having deployments rest asks of the node."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
-
-    def alive(self) -> set[NodeId]:
-        """The trusted nodes that are up now, this one among them."""
-
-    def use(self, deployment: Deployment) -> Use:
-        """What is seen of its use."""
-
-    async def publish_wish(self, wish: Wish) -> Deployment:
-        """Sign it. Raises MeshError."""
 
 
 class Sleeper:
@@ -81,7 +54,7 @@ class Sleeper:
 
     def __init__(
         self,
-        house: Resting,
+        house: World,
         tell: Callable[..., None],
         is_on_its_way: Callable[[Deployment], bool],
     ) -> None:

@@ -94,7 +94,6 @@ class LocalWeights:
         self._cache_dir = cache_dir
 
     async def find(self, model: str) -> Checkpoint:
-        """See `WeightsSource`."""
         return checkpoint(await self.manifest(model))
 
     async def read(

@@ -14,9 +14,9 @@ from mesh.deployments.levels import Level, level_of
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import OwnShard, ServedShard
-from mesh.deployments.waking import Use
 from mesh.deployments.weights import OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
+from mesh.deployments.world import Use, World
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState
@@ -34,8 +34,8 @@ from mesh.node.shards_as_seen import own_shards, served_shard
 from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId, shard_id
 
 
-class House:
-    """What `mesh.deployments` sees of this node."""
+class House(World):
+    """This node."""
 
     def __init__(
         self, config: Config, node: NodeId, held: Holdings, network: Network, store: ShardStore
@@ -56,7 +56,6 @@ class House:
     async def laid_out(
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
     ) -> Laid:
-        """See `DeployingNode`."""
         there = {*self.served(), *self.serves()}
         return await self.layouts.laid_out(wish, before, freed_mb, there, self.alive())
 
@@ -71,17 +70,14 @@ class House:
         return self.layouts.spoken_for(next(own, ""), {*self.served(), *self.serves()})
 
     def refused(self, deployment: Deployment) -> Collection[Span]:
-        """See `Members`."""
         return self.layouts.refused(deployment)
 
     def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
-        """See `DeploymentsSeen`."""
         return self.layouts.told(node, shard)
 
     # What the log says
 
     def deployments(self) -> dict[str, Deployment]:
-        """See `World`."""
         hearth = self._network.hearth
         if hearth is None:
             return {}
@@ -91,7 +87,6 @@ class House:
         return self._read[1]
 
     async def publish_wish(self, wish: Wish) -> Deployment:
-        """See `DeployingNode`."""
         await self._hearth().publish(PLACEMENT_WISHED, wish.payload())
         signed = self.deployments().get(wish.deployment)
         if signed is None:
@@ -99,11 +94,9 @@ class House:
         return signed
 
     async def publish_plan(self, plan: Plan) -> None:
-        """See `Members`."""
         await self._hearth().publish(PLACEMENT_PLANNED, plan.payload())
 
     def alive(self) -> set[NodeId]:
-        """See `DeployingNode` and `Resting`."""
         return {machine.node for machine in self.machines()}
 
     def _free_mb(self, node: NodeId) -> int | None:
@@ -115,7 +108,6 @@ class House:
         return devices[0].free_bytes >> 20 if devices else None
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
-        """See `DeployingNode`."""
         said = (
             held
             for view in self._store.nodes()
@@ -126,12 +118,10 @@ class House:
         return next(said, None)
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
-        """See `DeployingNode`."""
         offered = self._shards(model_id, weights_sha256)
         return level_of(each.health for each in offered) is Level.HOT
 
     def use(self, deployment: Deployment) -> Use:
-        """See `Resting`."""
         wish, asker = deployment.wish, self._held.askers.get(deployment.wish.model_id)
         healths = [each.health for each in self._shards(wish.model_id, wish.weights_sha256)]
         is_busy = any(each.active_streams or each.queue_depth for each in healths)
@@ -178,7 +168,6 @@ class House:
         ]
 
     def require_operator(self) -> None:
-        """See `DeployingNode`."""
         if not self._network.may_serve(self.node) or not self._hearth().may_serve(self.node):
             raise UntrustedPeer(
                 "This node is not trusted to say what others hold.",
@@ -188,7 +177,6 @@ class House:
     # Who is there
 
     def machines(self) -> Sequence[AvailableNode]:
-        """See `Members`."""
         hearth = self._network.hearth
         if hearth is None:
             return ()
@@ -201,7 +189,6 @@ class House:
         ]
 
     def trusted(self) -> Collection[NodeId]:
-        """See `Members`."""
         hearth = self._network.hearth
         if hearth is None:
             return ()
@@ -209,13 +196,11 @@ class House:
         return {member.node_id for member in members if member.level >= TrustLevel.TRUSTED}
 
     def names(self) -> Mapping[NodeId, str]:
-        """See `DeployingNode`."""
         hearth = self._network.hearth
         members = hearth.roster.members.values() if hearth is not None else ()
         return {self.node: self._config.name} | {each.node_id: each.name for each in members}
 
     def served(self) -> list[ServedShard]:
-        """See `World`."""
         return [
             served_shard(d)
             for view in self._store.nodes()
@@ -226,40 +211,32 @@ class House:
         ]
 
     def serves(self) -> Collection[ServedShard]:
-        """See `DeployingNode`."""
         return [served_shard(shard.descriptor) for shard in self._held.host.serving]
 
     # What this node holds
 
     def held(self) -> list[OwnShard]:
-        """See `World`."""
         return own_shards(self._held, self._by_hand)
 
     def failed(self) -> Mapping[ShardId, MeshError]:
-        """See `World`."""
         host = self._held.host
         return {name: why for name, why in host.failed.items() if name not in self._by_hand}
 
     def free_mb(self) -> int | None:
-        """See `World`."""
         memory = self._held.host.memory
         return wiring.free_mb(self._config) if memory is None else memory.free_mb
 
     @property
     def own_quant(self) -> str:
-        """See `World`."""
         return self._config.quant
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
-        """See `World`."""
         return self.layouts.need_mb(deployment.wish, layers)
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
-        """See `DeployingNode`."""
         return self.layouts.taken_mb(wish, layers)
 
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
-        """See `World`."""
         host, wish = self._config.distributed.host, deployment.wish
         if host.serve_shards is False or not self._config.is_distributed:
             return Forbidden(
@@ -275,41 +252,33 @@ class House:
     # What it does
 
     def asked(self) -> Collection[ModelId]:
-        """See `World`."""
         return self._held.askers.keys()
 
     def asks(self, wish: Wish) -> bool:
-        """See `World`."""
         return self._held.asks(wish.model_id, wish.weights_sha256, wish.quant)
 
     def known(self) -> dict[ModelId, str]:
-        """See `World`."""
         models = self._held.models
         return {name: models[name].weights_sha256 for name in models if name not in models.by_hand}
 
     async def ask(self, model: LocalModel) -> None:
-        """See `World`."""
         await self._held.ask(model)
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
-        """See `World`."""
         await self._held.ask_no_more(model_id, forget=forget)
 
     async def serve(
         self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
     ) -> None:
-        """See `World`."""
         wish = deployment.wish
         await self._held.serve(
             wish.model_id, layers, quant=wish.quant, context=wish.context, on_progress=on_progress
         )
 
     async def unserve(self, shard: ShardId) -> int:
-        """See `World`."""
         return await self._held.unserve(shard)
 
     def dedicate(self, shards: Collection[ShardId]) -> None:
-        """See `World`."""
         self._held.keep_resident(shards)
 
     def _hearth(self) -> Hearth:

@@ -11,8 +11,9 @@ import pytest
 
 from mesh.deployments.laid import AvailableNode
 from mesh.deployments.placement import make_plan
-from mesh.deployments.waking import Sleeper, Stay, Use, Waker
+from mesh.deployments.waking import Sleeper, Stay, Waker
 from mesh.deployments.wishes import Deployment, Wish
+from mesh.deployments.world import Use
 from mesh.errors import NoRoute, PipelineStalled
 from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
 from tests.simulation.virtual_loop import run_virtually
