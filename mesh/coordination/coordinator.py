@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.coordination.layered import Records
 from mesh.coordination.ready import ReadyFlags, ReadySignal
@@ -25,44 +25,8 @@ _Found = tuple[ModelRecord | None, str]
 """The ready workers of a model, and in words what lacks; empty when nothing does."""
 
 
-class Coordination(Protocol):
-    """Who holds which model, and whether it is ready."""
-
-    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
-        """Say that these workers hold their parts of the model. They are not ready yet.
-
-        Returns at once where records are kept in memory; a store behind follows. Raises RankTaken,
-        RecordsFull and, where there is no memory, what the store fails with.
-        """
-
-    async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
-        """Say that these workers hold it no more."""
-
-    async def lookup(self, model: ModelRef) -> ModelRecord | None:
-        """Who holds the model, by rank: published workers and those that neighbours offer now."""
-
-    async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
-        """Say that a worker serves, and whether a test inference on it has succeeded. Counts for
-        `READY_LIMIT_S`, unless it is said again; also where the store, which shows it, fails and
-        CoordinationError is raised."""
-
-    async def wait_ready(
-        self,
-        model: ModelRef,
-        *,
-        timeout_s: float,
-        ranks: Collection[int] | None = None,
-        layers: LayerRange | None = None,
-    ) -> ModelRecord:
-        """Wait until all workers of `ranks` are ready, ready workers cover `layers`, or else, with
-        neither, every worker that serves layers is ready and there is one: the ready ones.
-
-        Raises NotReady after `timeout_s` seconds, naming what is missing.
-        """
-
-
 class Coordinator:
-    """See `Coordination`. `start` first, `stop` last."""
+    """Who holds which model, and whether it is ready. `start` first, `stop` last."""
 
     def __init__(self, records: Records, flags: ReadyFlags) -> None:
         self._records = records
@@ -78,20 +42,24 @@ class Coordinator:
         await self._records.stop()
 
     async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
-        """See `Coordination`."""
+        """Say that these workers hold their parts of the model. They are not ready yet.
+
+        Returns at once where records are kept in memory; a store behind follows. Raises RankTaken,
+        RecordsFull and, where there is no memory, what the store fails with.
+        """
         await self._records.publish(model, workers)
         for worker in workers:
             self._flags.clear(model, worker.worker_rank)
         self._flags.stir()
 
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
-        """See `Coordination`."""
+        """Say that these workers hold it no more."""
         for rank in ranks:
             self._flags.clear(model, rank)
         await self._records.withdraw(model, ranks)
 
     async def lookup(self, model: ModelRef) -> ModelRecord | None:
-        """See `Coordination`."""
+        """Who holds the model, by rank: published workers and those that neighbours offer now."""
         return self._with_heard(model, await self._records.get(model))
 
     async def models(self) -> list[ModelRef]:
@@ -101,7 +69,9 @@ class Coordinator:
         return sorted(known.values(), key=lambda model: model.key)
 
     async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
-        """See `Coordination`."""
+        """Say that a worker serves, and whether a test inference on it has succeeded. Counts for
+        `READY_LIMIT_S`, unless it is said again; also where the store, which shows it, fails and
+        CoordinationError is raised."""
         self._flags.set(model, rank, signal)
         await self._records.show_ready(model, [rank])
 
@@ -131,7 +101,11 @@ class Coordinator:
         ranks: Collection[int] | None = None,
         layers: LayerRange | None = None,
     ) -> ModelRecord:
-        """See `Coordination`."""
+        """Wait until all workers of `ranks` are ready, ready workers cover `layers`, or else, with
+        neither, every worker that serves layers is ready and there is one: the ready ones.
+
+        Raises NotReady after `timeout_s` seconds, naming what is missing.
+        """
         return await self._wait(lambda: self._missing(model, ranks, layers), model.name, timeout_s)
 
     async def wait_any_ready(

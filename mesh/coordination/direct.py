@@ -54,7 +54,6 @@ class DirectRecords:
         """See `Records`; the first call connects."""
 
     async def stop(self) -> None:
-        """See `Records`."""
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._store.close()
@@ -70,11 +69,9 @@ class DirectRecords:
         await self._visit(lambda: self._store.withdraw(model, ranks))
 
     async def get(self, model: ModelRef) -> ModelRecord | None:
-        """See `Records`."""
         return await self._visit(lambda: self._store.get(model))
 
     async def models(self) -> list[ModelRef]:
-        """See `Records`."""
         return await self._visit(self._store.models)
 
     async def show_ready(self, model: ModelRef, ranks: Collection[int]) -> None:
@@ -85,7 +82,6 @@ class DirectRecords:
             await self._visit(lambda: store.mirror_ready(model, signals))
 
     def state(self) -> dict[str, Any]:
-        """See `Records`."""
         return {
             "store": f"{self._store.name}-only",
             "reachable": self._is_connected and self._error is None,

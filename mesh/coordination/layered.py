@@ -105,12 +105,10 @@ class LayeredRecords:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """See `Records`."""
         if self._store is not None:
             self._task = spawn(self._keep(self._store), "write records through")
 
     async def stop(self) -> None:
-        """See `Records`."""
         if self._store is None:
             return
         if self._task is not None:
@@ -159,7 +157,6 @@ class LayeredRecords:
             self._due.set()
 
     def state(self) -> dict[str, Any]:
-        """See `Records`."""
         return {
             "store": "memory" if self._store is None else self._store.name,
             "reachable": self._store is None or (self._error is None and self._is_read_back),
