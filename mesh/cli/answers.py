@@ -75,7 +75,7 @@ class Display(Protocol):
         """Nothing more comes: the line on the screen is ended."""
 
 
-class Hidden:
+class Hidden(Display):
     """Shows what happens to the route only; the answer is printed as a whole afterwards."""
 
     def thought(self, text: str) -> None:
@@ -85,14 +85,13 @@ class Hidden:
         """See `Display`."""
 
     def event(self, line: str) -> None:
-        """See `Display`."""
         note(f"[{line}]")
 
     def end(self) -> None:
         """See `Display`."""
 
 
-class Plain:
+class Plain(Display):
     """The text on stdout as it comes, all else on stderr."""
 
     def __init__(self) -> None:
@@ -100,21 +99,17 @@ class Plain:
         self._last = "\n"
 
     def thought(self, text: str) -> None:
-        """See `Display`."""
         self._thinking.show(text)
 
     def text(self, text: str) -> None:
-        """See `Display`."""
         self._thinking.end()
         say(text, end="")
         self._last = text[-1:] or self._last
 
     def event(self, line: str) -> None:
-        """See `Display`."""
         note(f"[{line}]")
 
     def end(self) -> None:
-        """See `Display`."""
         self._thinking.end()
         if self._last != "\n":
             say()

@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.markdown import Markdown
 
-from mesh.cli.answers import Thinking
+from mesh.cli.answers import Display, Thinking
 from mesh.cli.output import note, printable
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _PAUSE_S = 1 / 15
 _PADDING = re.compile(r" +$")
 
 
-class LiveMarkdown:
-    """`mesh.cli.answers.Display` on a terminal. Needs a running event loop."""
+class LiveMarkdown(Display):
+    """On a terminal. Needs a running event loop."""
 
     def __init__(self) -> None:
         self._thinking = Thinking()
@@ -48,11 +48,9 @@ class LiveMarkdown:
         self._keys.enter_context(_silent_keys())
 
     def thought(self, text: str) -> None:
-        """See `Display`."""
         self._thinking.show(text)
 
     def text(self, text: str) -> None:
-        """See `Display`."""
         self._thinking.end()
         self._source += printable(text)
         if self._due is None:
@@ -67,7 +65,6 @@ class LiveMarkdown:
         self._draw()
 
     def end(self) -> None:
-        """See `Display`."""
         with self._keys:
             self._thinking.end()
             self._draw()

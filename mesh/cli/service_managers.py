@@ -98,7 +98,7 @@ def manager_of(pid: int) -> ServiceManager | None:
         return None
 
 
-class SystemdUser:
+class SystemdUser(ServiceManager):
     """systemd's manager of this user's services."""
 
     name = "systemd"
@@ -108,17 +108,14 @@ class SystemdUser:
         self.file = home_dir() / ".config/systemd/user" / self._UNIT
 
     def require(self) -> None:
-        """See `ServiceManager`."""
         self._do("show-environment")
 
     def install(self, service: Service) -> None:
-        """See `ServiceManager`."""
         _write(self.file, unit_of(service).encode())
         self._do("daemon-reload")
         self._do("enable", "--now", self._UNIT)
 
     def uninstall(self) -> None:
-        """See `ServiceManager`."""
         if not self.file.exists():
             return
         self._do("disable", "--now", self._UNIT, patience_s=None)
@@ -128,26 +125,21 @@ class SystemdUser:
             self._do("reset-failed", self._UNIT)
 
     def pid(self) -> int | None:
-        """See `ServiceManager`."""
         return int(self._do("show", "--property=MainPID", "--value", self._UNIT) or 0) or None
 
     def stop(self) -> None:
-        """See `ServiceManager`."""
         self._do("stop", self._UNIT, patience_s=None)
 
     def restart(self) -> None:
-        """See `ServiceManager`."""
         self._do("restart", self._UNIT, patience_s=None)
 
     def starts_when(self) -> str:
-        """See `ServiceManager`."""
         user = _user()
         if Path("/var/lib/systemd/linger", user).exists():
             return "with the machine"
         return f"when {user} logs in; with the machine after `loginctl enable-linger`"
 
     def how_to_start(self) -> str:
-        """See `ServiceManager`."""
         return f"systemctl --user start {self._UNIT}"
 
     def _do(self, *arguments: str, patience_s: float | None = _PATIENCE_S) -> str:
@@ -155,7 +147,7 @@ class SystemdUser:
         return _told(["systemctl", "--user", *arguments], patience_s)
 
 
-class LaunchAgent:
+class LaunchAgent(ServiceManager):
     """launchd's agents of this user."""
 
     name = "launchd"
@@ -167,40 +159,32 @@ class LaunchAgent:
         self._target = f"{self._domain}/{self._LABEL}"
 
     def require(self) -> None:
-        """See `ServiceManager`."""
         self._do("print", self._domain)
 
     def install(self, service: Service) -> None:
-        """See `ServiceManager`."""
         _write(self.file, plist_of(self._LABEL, service))
         self._start()
 
     def uninstall(self) -> None:
-        """See `ServiceManager`."""
         self.stop()
         self.file.unlink(missing_ok=True)
 
     def pid(self) -> int | None:
-        """See `ServiceManager`."""
         found = re.search(r"^\s*pid = (\d+)$", self._loaded() or "", re.MULTILINE)
         return int(found[1]) if found else None
 
     def stop(self) -> None:
-        """See `ServiceManager`."""
         if self._loaded() is not None:
             self._do("bootout", self._target)
 
     def restart(self) -> None:
-        """See `ServiceManager`."""
         self.stop()
         self._start()
 
     def starts_when(self) -> str:
-        """See `ServiceManager`."""
         return f"when {_user()} logs in"
 
     def how_to_start(self) -> str:
-        """See `ServiceManager`."""
         return f"launchctl bootstrap {self._domain} {self.file}"
 
     def _start(self) -> None:

@@ -71,7 +71,6 @@ class FetchedWeights:
     async def read(
         self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
     ) -> Checkpoint:
-        """See `WeightsSource`."""
         found = await self.find(model)
         if found.weights_sha256:
             return found
@@ -93,7 +92,6 @@ class FetchedWeights:
         *,
         runs_ends: bool,
     ) -> Path:
-        """See `WeightsSource`."""
         ends = runs_ends or not self._thin
         try:
             directory = await self._local.ensure(model_id, weights_sha256, layers, on_progress)

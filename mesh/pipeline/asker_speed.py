@@ -118,7 +118,6 @@ class _Echo:
         self._loop = asyncio.get_running_loop()
 
     def send(self, message: Message) -> None:
-        """See `Link`."""
         if isinstance(message, Open):
             self._loop.call_soon(self._hop.message, Opened(message.session, message.max_tokens))
         elif isinstance(message, Step):
@@ -129,5 +128,4 @@ class _Echo:
         """See `Link`."""
 
     def close(self, reason: str = "") -> None:
-        """See `Link`."""
         self.is_closed = True

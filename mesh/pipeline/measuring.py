@@ -35,7 +35,6 @@ class MeasuringProcess(Worker):
     """Measures when it is told to."""
 
     def commands(self) -> Handlers:
-        """See `Worker`."""
         return {Measure: self._start}
 
     async def close(self) -> None:

@@ -27,7 +27,6 @@ class RestingSupervisor(Supervisor):
 
     @property
     def ended_at_will(self) -> bool:
-        """See `Supervisor`."""
         return self._at_will
 
     @property

@@ -56,13 +56,9 @@ def child_environment() -> dict[str, str]:
 class ChildProcess(Protocol):
     """A process of the daemon's, however it was started."""
 
-    @property
-    def pid(self) -> int:
-        """Its number."""
-
-    @property
-    def why_alone(self) -> str | None:
-        """Why it was not forked from the warm parent; None when it was."""
+    pid: int
+    why_alone: str | None
+    """Why it was not forked from the warm parent; None when it was."""
 
     def kill(self) -> None:
         """End it at once with SIGKILL; nothing when it has ended."""
@@ -71,24 +67,18 @@ class ChildProcess(Protocol):
         """Its exit status, negative for a signal. Raises TimeoutError."""
 
 
-class SpawnedProcess:
+class SpawnedProcess(ChildProcess):
     """One that this process has started, and that has imported for itself."""
 
     def __init__(self, process: subprocess.Popen[bytes], why_alone: str) -> None:
-        self.why_alone: str | None = why_alone
+        self.pid = process.pid
+        self.why_alone = why_alone
         self._process = process
 
-    @property
-    def pid(self) -> int:
-        """See `ChildProcess`."""
-        return self._process.pid
-
     def kill(self) -> None:
-        """See `ChildProcess`."""
         self._process.kill()
 
     async def wait(self, timeout_s: float) -> int:
-        """See `ChildProcess`."""
         try:
             return await asyncio.to_thread(self._process.wait, timeout_s)
         except subprocess.TimeoutExpired:
@@ -110,14 +100,14 @@ class WarmParentLost(Exception):
         return "the warm parent ended"
 
 
-class ForkedProcess:
+class ForkedProcess(ChildProcess):
     """One that the warm parent has forked: it waits for it, and reports how it ended.
 
     The process descriptor tells of the end even when the parent does not, and a signal sent over it
     hits no other process that got the same number since.
     """
 
-    why_alone: str | None = None
+    why_alone = None
 
     def __init__(self, report: socket.socket) -> None:
         self.pid = 0
@@ -140,7 +130,6 @@ class ForkedProcess:
             raise
 
     def kill(self) -> None:
-        """See `ChildProcess`."""
         if self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)

@@ -54,11 +54,9 @@ class ComputedEnds:
         self.max_positions = ends.max_positions
 
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """See `ModelEnds`."""
         return self._ends.embed(ids.to(self._device), position)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `ModelEnds`."""
         return self._ends.logits(hidden.to(self._device, self._dtype))
 
 

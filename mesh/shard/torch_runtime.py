@@ -103,7 +103,6 @@ class TorchRuntime:
         return () if self._lean is None else (self._lean,)
 
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache:
-        """See `Runtime`."""
         return SessionCache(len(self.layers), max_tokens)
 
     def layer(self, number: int) -> nn.Module:
@@ -113,14 +112,12 @@ class TorchRuntime:
         return module
 
     def weight_check(self) -> WeightCheck:
-        """See `Runtime`."""
         return WeightCheck(self._module, self.loaded.sha256, *self._beside)
 
     @torch.inference_mode()
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
     ) -> list[torch.Tensor]:
-        """See `Runtime`."""
         require_batch(self, steps)
         for step in steps:
             prepare(step)

@@ -166,8 +166,8 @@ class WeightsLink:
             _fail(question, error)
 
 
-class Peer:
-    """Another node as a `Source` of one checkpoint."""
+class Peer(Source):
+    """Another node as a source of one checkpoint."""
 
     def __init__(self, name: str, link: WeightsLink, sha256: str) -> None:
         self.name = name
@@ -185,7 +185,6 @@ class Peer:
         return parts
 
     def close(self) -> None:
-        """See `Source`."""
         self.link.close("the fetch has ended")
 
 

@@ -102,7 +102,6 @@ class FetcherProcess(Worker):
         self._adding = 0
 
     def commands(self) -> Handlers:
-        """See `Worker`."""
         return {
             StartFetcher: self._begin,
             Ensure: self._ensure,
@@ -116,7 +115,6 @@ class FetcherProcess(Worker):
         }
 
     async def close(self) -> None:
-        """See `Worker`."""
         if self._listener is not None:
             await self._listener.close()
 

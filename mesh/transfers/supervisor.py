@@ -167,7 +167,6 @@ class FetcherSupervisor(RestingSupervisor):
         return self.port is not None and is_well
 
     async def stop(self) -> None:
-        """See `Supervisor`."""
         await super().stop()
         if self.listener is not None:
             self.listener.close()

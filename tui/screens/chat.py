@@ -40,7 +40,6 @@ class ChatScreen(TopScreen):
         self._answering: Worker[None] | None = None
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         with Horizontal():
             with Vertical():
                 yield VerticalScroll(id="said", can_focus=True)
@@ -48,7 +47,6 @@ class ChatScreen(TopScreen):
             yield Beside()
 
     def took(self, picture: Picture) -> None:
-        """See `TopScreen`."""
         known = [model["id"] for model in picture.rows("models")]
         if picture.status and self.model not in (*known, *_at_rest(picture)):
             self.model = next(iter(_askable(picture)), "")

@@ -23,7 +23,6 @@ class DoctorScreen(TopScreen):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("r", "look", "Look again")]
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         with VerticalScroll(can_focus=True):
             yield Findings()
             yield Static(id="missing", markup=False)
@@ -62,7 +61,6 @@ class Findings(Drawn):
     BORDER_TITLE = "this node"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines = []
         for process in picture.rows("processes"):
             trouble = out_of_order(process)

@@ -33,7 +33,6 @@ class JobsScreen(TopScreen):
         self._shown: tuple[str, list[str]] = ("", [])
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         yield Table("job", "model", "key", "status", "age", "note")
         yield Log(max_lines=500, id="printed")
 
@@ -43,7 +42,6 @@ class JobsScreen(TopScreen):
         self.set_interval(LOG_S, self._look)
 
     def took(self, picture: Picture) -> None:
-        """See `TopScreen`."""
         jobs = picture.status.get("jobs") or {"jobs": [], "ended": []}
         rows = [*jobs["jobs"], *jobs["ended"][:20]]
         self.query_one(Table).fill({job["id"]: _row(job, self._now_s()) for job in rows})

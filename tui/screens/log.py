@@ -33,7 +33,6 @@ class LogScreen(TopScreen):
         self._entries: list[str] = []
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         yield Input(placeholder="filter: any text; / to come here, Esc to leave", id="filter")
         yield Log(max_lines=KEPT, id="lines")
 

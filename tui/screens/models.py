@@ -38,7 +38,6 @@ class ModelsScreen(TopScreen):
     ]
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         yield Table("deployed", "replicas", "state", "level")
         with VerticalScroll(can_focus=True):
             yield Spans()
@@ -48,7 +47,6 @@ class ModelsScreen(TopScreen):
             yield NodeMemory()
 
     def took(self, picture: Picture) -> None:
-        """See `TopScreen`."""
         table, found = self.query_one(Table), deployed(picture)
         table.fill({each.key: _row(each) for each in found})
         if bool(found) != table.display:

@@ -28,13 +28,11 @@ class NodesScreen(TopScreen):
     ]
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         yield Table("", "node", "state", "rtt", "layers", "id")
         with VerticalScroll(classes="detail", can_focus=False):
             yield Static(id="chosen", markup=False)
 
     def took(self, picture: Picture) -> None:
-        """See `TopScreen`."""
         self.query_one(Table).fill({node.key: _row(node) for node in nodes(picture)})
         self._show_chosen()
 

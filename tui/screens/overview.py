@@ -17,7 +17,6 @@ class OverviewScreen(TopScreen):
     """Answers at a glance."""
 
     def body(self) -> ComposeResult:
-        """See `TopScreen`."""
         with VerticalScroll(can_focus=True):
             yield People()
             yield Bars()

@@ -19,7 +19,6 @@ class Answers(Drawn):
     BORDER_TITLE = "answers"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines: list[Text] = []
         for running in picture.rows("generations"):
             lines += generation(running, width, own_name(picture))

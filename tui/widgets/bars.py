@@ -16,7 +16,6 @@ class Bars(Drawn):
     BORDER_TITLE = "models"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines = []
         for coverage in coverages(picture):
             line = Text()

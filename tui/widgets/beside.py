@@ -34,7 +34,6 @@ class Beside(Drawn):
         self._draw()
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         rows = picture.rows("generations")
         live = next((row for row in rows if self.shown and row["id"] == self.shown), None)
         own_node = own_name(picture) if picture.status else ""

@@ -17,7 +17,6 @@ class Coming(Drawn):
     IS_AWAY_WHEN_EMPTY = True
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         found = coming(picture)
         found += [("wait", f"loading {loading(load)}") for load in picture.rows("loads")]
         lines = []

@@ -17,7 +17,6 @@ class Downloads(Drawn):
     IS_AWAY_WHEN_EMPTY = True
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         found = downloads(picture)
         lines = []
         for download in found:

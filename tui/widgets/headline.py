@@ -13,7 +13,6 @@ class Headline(Drawn):
     """The readiness, with a glyph, a word and a colour."""
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         found = readiness(picture)
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{GLYPHS[found.state]} ", COLOURS[found.state])

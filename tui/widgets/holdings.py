@@ -17,7 +17,6 @@ class ModelHolders(Drawn):
     BORDER_TITLE = "models"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines: list[Text] = []
         for coverage, row in zip(coverages(picture), picture.rows("models"), strict=True):
             lines += [_head(coverage), bar(coverage, width - 2)]

@@ -17,7 +17,6 @@ class Latest(Drawn):
     BORDER_TITLE = "last events"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines = [Text(event_line(event)) for event in picture.events[-SHOWN:]]
         for line in lines:
             line.truncate(width, overflow="ellipsis")

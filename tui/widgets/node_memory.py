@@ -16,7 +16,6 @@ class NodeMemory(Drawn):
     BORDER_TITLE = "this machine"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines = []
         memory = picture.status.get("memory")
         if memory is not None:

@@ -16,6 +16,5 @@ class OnDisk(Drawn):
     IS_AWAY_WHEN_EMPTY = True
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         lines = on_disk(picture)
         return Text("\n").join(map(Text, lines))

@@ -15,7 +15,6 @@ class People(Drawn):
     BORDER_TITLE = "nodes"
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         seen = nodes(picture)
         wide = min(16, max((len(node.name) for node in seen), default=0))
         words = [node.word.partition(":")[0] for node in seen]

@@ -24,7 +24,6 @@ class Spans(Drawn):
         self._draw()
 
     def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
         found = next((each for each in deployed(picture) if each.key == self.chosen), None)
         if found is None:
             return Text()

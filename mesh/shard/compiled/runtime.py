@@ -83,19 +83,16 @@ class CompiledRuntime:
         settle()
 
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> KeyValueCache:
-        """See `Runtime`."""
         if any(hook.site.part for hook in hooks):
             return self._reference().new_cache(max_tokens)
         return self._banks.open(max_tokens)
 
     def layer(self, number: int) -> nn.Module:
-        """See `Runtime`."""
         layers: Any = self._module.get_submodule(layer_list_name(self._module))
         module: nn.Module = layers[number - self.layers.start]
         return module
 
     def weight_check(self) -> CanaryCheck:
-        """See `Runtime`."""
         return CanaryCheck(self)
 
     def probe(self, layer: int) -> torch.Tensor:
@@ -116,7 +113,6 @@ class CompiledRuntime:
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
     ) -> list[torch.Tensor]:
-        """See `Runtime`."""
         require_batch(self, steps)
         hooked = [i for i, step in enumerate(steps) if isinstance(step.cache, SessionCache)]
         try:
