@@ -8,35 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
 
 from mesh.codec import Int63
 from mesh.errors import UntrustedPeer
+from mesh.events.types import Event
 from mesh.types import NodeId
-
-
-class SignedFact(Protocol):
-    """The fields of a fact in the log that identity reads."""
-
-    @property
-    def author(self) -> NodeId:
-        """The id of the node that signed it."""
-
-    @property
-    def generation(self) -> int:
-        """Which of the author's chains it is in; each replaces those before it."""
-
-    @property
-    def seq(self) -> int:
-        """Its number in that chain, from 1, without gaps."""
-
-    @property
-    def id(self) -> bytes:
-        """The SHA-256 of its body."""
-
-    @property
-    def type(self) -> str:
-        """The event type."""
 
 
 class TrustLevel(IntEnum):
@@ -86,7 +62,7 @@ class Cut:
     last_seq: Int63
     last_hash: bytes
 
-    def voids(self, fact: SignedFact) -> bool:
+    def voids(self, fact: Event) -> bool:
         """Whether a fact of the author falls to the cut."""
         here, end = (fact.generation, fact.seq), (self.generation, self.last_seq)
         return here > end or (here == end and fact.id != self.last_hash)
@@ -185,7 +161,7 @@ class Roster:
         level = TrustLevel.TRUSTED if author in self.forked else member.level
         return level, self.cuts.get(author)
 
-    def admits(self, fact: SignedFact) -> bool:
+    def admits(self, fact: Event) -> bool:
         """Whether a fact counts: before its author's end, and what its level may say."""
         level, cut = self.standing(fact.author)
         if level is None or (cut is not None and cut.voids(fact)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import Acknowledged, Added, Decision, Founded, Recovered
@@ -16,50 +15,6 @@ from mesh.identity.roster import Member, TrustLevel
 from mesh.types import NodeId
 
 Order = tuple[int, NodeId, bytes]
-
-
-class LoggedDecision(Protocol):
-    """The fields of a decision in the log that identity reads."""
-
-    @property
-    def hearth_id(self) -> str:
-        """Which hearth it is about."""
-
-    @property
-    def author(self) -> NodeId:
-        """The id of the node that signed it."""
-
-    @property
-    def depth(self) -> int:
-        """One more than the largest of its parents."""
-
-    @property
-    def wall_ms(self) -> int:
-        """The author's clock."""
-
-    @property
-    def type(self) -> str:
-        """Which decision it is."""
-
-    @property
-    def payload(self) -> dict[str, Any]:
-        """Its content."""
-
-    @property
-    def parents(self) -> tuple[Any, ...]:
-        """The ids of the newest decisions that its author had seen."""
-
-    @property
-    def id(self) -> Any:
-        """The SHA-256 of its body."""
-
-    @property
-    def signature(self) -> bytes:
-        """64 bytes by the author's key."""
-
-    @property
-    def signed_bytes(self) -> bytes:
-        """What the signature covers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,34 +7,28 @@ the log its `Rules` (see `mesh.events.rules`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from mesh.errors import BadEvent
+from mesh.events.decision import SignedDecision
+from mesh.events.graph import Graph
+from mesh.events.types import Event
 from mesh.identity import decisions
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import Decision, Founded, Recovered, Revoked
 from mesh.identity.keys import node_id
-from mesh.identity.membership.acts import Act, Acts, LoggedDecision, let_in
+from mesh.identity.membership.acts import Act, Acts, let_in
 from mesh.identity.membership.reading import Court
 from mesh.identity.membership.resolve import Resolver
 from mesh.identity.membership.rulings import RulingKind, Votes, matter_of
 from mesh.identity.recovery import proves
-from mesh.identity.roster import Roster, SignedFact
+from mesh.identity.roster import Roster
 from mesh.types import NodeId
 
 _NOBODY: frozenset[NodeId] = frozenset()
-
-
-class DecisionGraph(Protocol):
-    """The graph of decisions, as the log keeps it."""
-
-    def reach(self, ids: Sequence[Any]) -> int:
-        """The mask of these decisions and all before them."""
 
 
 class HearthRules:
@@ -45,7 +39,7 @@ class HearthRules:
     def __init__(self, hearth_id: str) -> None:
         self.hearth_id = hearth_id
 
-    def judge(self, graph: DecisionGraph) -> Judge:
+    def judge(self, graph: Graph) -> Judge:
         """The judge of the decisions in a graph, which is empty now."""
         return Judge(self.hearth_id, graph)
 
@@ -56,7 +50,7 @@ class Judge:
     Not for several threads at a time. All else is a function of what is in the graph.
     """
 
-    def __init__(self, hearth_id: str, graph: DecisionGraph) -> None:
+    def __init__(self, hearth_id: str, graph: Graph) -> None:
         self._hearth_id = hearth_id
         self._graph = graph
         self._acts = Acts()
@@ -65,7 +59,7 @@ class Judge:
         self._court = Court(hearth_id, self._acts, self._votes, self._resolver)
         self._keys: dict[NodeId, bytes] = {}
 
-    def key(self, decision: LoggedDecision) -> bytes | None:
+    def key(self, decision: SignedDecision) -> bytes | None:
         """The raw public key of the author; None when nobody let it in and it brings none."""
         known = self._keys.get(decision.author)
         if known is not None:
@@ -76,7 +70,7 @@ class Judge:
         key = check_certificate(said.certificate)
         return key if node_id(key) == decision.author else None
 
-    def permits(self, decision: LoggedDecision) -> bool:
+    def permits(self, decision: SignedDecision) -> bool:
         """Whether a decision whose parents are all here can ever count.
 
         A function of the decision and its past only: the answer is the same on every node. The
@@ -98,7 +92,7 @@ class Judge:
                 return self._may_leave(subject, past)
         return decision.author in self._resolver.holding(past).anchors
 
-    def note(self, decision: LoggedDecision) -> None:
+    def note(self, decision: SignedDecision) -> None:
         """The decision was added to the graph; `permits` let it in."""
         said = decisions.decode(decision.type, decision.payload)
         past = self._graph.reach(decision.parents)
@@ -142,7 +136,7 @@ class Judge:
         reading = self._resolver.holding(self._acts.everything).lenient
         return sum(act.bit for act in self._acts.all if reading.stands(act))
 
-    def is_second_history(self, decision: LoggedDecision) -> bool:
+    def is_second_history(self, decision: SignedDecision) -> bool:
         """Whether the author has signed a decision here that this one's past does not have."""
         if decision.type == decisions.ACKNOWLEDGED:
             return False
@@ -158,7 +152,7 @@ class Judge:
             for twin in self._acts.twins.values()
         )
 
-    def is_recovery(self, decision: LoggedDecision) -> bool:
+    def is_recovery(self, decision: SignedDecision) -> bool:
         """Whether the recovery code's key has signed all of a decision that its author recovers."""
         said = _read(decision)
         if not isinstance(said, Recovered) or not self._acts.all:
@@ -172,7 +166,7 @@ class Judge:
             founding.recovery_key, said.proof, statement
         )
 
-    def rewrites(self, decision: LoggedDecision) -> bool:
+    def rewrites(self, decision: SignedDecision) -> bool:
         """Whether a decision would bring in another history than others have acknowledged here.
 
         Of two histories of one author each can look as true as the other, with anchors that only
@@ -205,7 +199,7 @@ class Judge:
         """How many decisions of an author are here."""
         return len(self._acts.by_author.get(author, ()))
 
-    def _is_founding(self, decision: LoggedDecision, said: Founded) -> bool:
+    def _is_founding(self, decision: SignedDecision, said: Founded) -> bool:
         return (
             not self._acts.all
             and not decision.parents
@@ -235,7 +229,7 @@ class Judge:
         return mask
 
 
-def _read(decision: LoggedDecision) -> Decision | None:
+def _read(decision: SignedDecision) -> Decision | None:
     """What it says; None for what this version cannot read."""
     try:
         return decisions.decode(decision.type, decision.payload)
@@ -243,7 +237,7 @@ def _read(decision: LoggedDecision) -> Decision | None:
         return None
 
 
-def verify(event: SignedFactWithSignature, membership: object) -> bool | None:
+def verify(event: Event, membership: object) -> bool | None:
     """The log's `Verify`: whether the author signed the event; None when its key is unknown.
 
     `membership` is the `Roster` that a `Judge` made.
@@ -265,15 +259,3 @@ def signed_by(key: bytes, signature: bytes, signed_bytes: bytes) -> bool:
 @lru_cache(maxsize=1024)
 def _public_key(raw: bytes) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(raw)
-
-
-class SignedFactWithSignature(SignedFact, Protocol):
-    """A fact together with its signature."""
-
-    @property
-    def signature(self) -> bytes:
-        """64 bytes by the author's key."""
-
-    @property
-    def signed_bytes(self) -> bytes:
-        """What the signature covers."""
