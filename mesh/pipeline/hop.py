@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mesh.errors import (
     BadFrame,
@@ -49,6 +49,9 @@ from mesh.wire.messages import (
     Step,
     WireTensor,
 )
+
+if TYPE_CHECKING:
+    from mesh.pipeline.watch.oversight import Oversight  # which looks at hops
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
@@ -499,43 +502,6 @@ def _takes_no_more(hop: RouteHop, error: MeshError) -> LinkLost:
     )
 
 
-class HopObserver(Protocol):
-    """Who is told what the hops of an asker do, and may refuse what they answer.
-
-    The real one is `mesh.pipeline.watch.oversight`.
-    """
-
-    def claim(self, hop: RouteHop) -> Claim:
-        """A session on this hop is about to be opened."""
-
-    def answered(
-        self, hop: GenerationHop, position: int, tensor: WireTensor, elapsed_s: float
-    ) -> MeshError | None:
-        """An answer of the right shape arrived, before anybody uses it; an error refuses it."""
-
-    def gave_row(self, hop: RouteHop, said: WireTensor, row: WireTensor) -> MeshError | None:
-        """All logits arrived of a row of which the hop `said` candidates, before anybody uses them;
-        an error refuses them."""
-
-    def corrupted(self, hop: RouteHop, what: str) -> MeshError:
-        """A hop answered something else than activations of the right shape: the error of that."""
-
-    def failed(self, hop: RouteHop, error: MeshError) -> None:
-        """A hop could not be opened, or was lost."""
-
-    def lie_of(self, hop: RouteHop) -> MeshError | None:
-        """The error of a shard that was caught in a wrong answer; None for an honest one."""
-
-    async def make_room(self, hop: RouteHop) -> bool:
-        """A hop is full: free what is held there beside generations; whether anything was."""
-
-    def cut(self, hop: GenerationHop, position: int) -> None:
-        """Everything from `position` on was forgotten."""
-
-    def closed(self, hop: GenerationHop) -> None:
-        """The session ended, or was parked."""
-
-
 class GenerationHop(HopSession):
     """One hop of one generation: a session, its inputs, and what of its answers was handed on.
 
@@ -553,7 +519,7 @@ class GenerationHop(HopSession):
         claim: Claim,
         terms: SessionTerms,
         patience: Patience,
-        observer: HopObserver,
+        observer: Oversight,
     ) -> None:
         super().__init__(hop, link, claim, terms, patience)
         self.history = History()

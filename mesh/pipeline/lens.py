@@ -16,12 +16,13 @@ import torch
 
 from mesh.errors import BadRequest, ContextTooLong, PipelineStalled
 from mesh.pipeline.history import chunk_rows, slice_rows
-from mesh.pipeline.hop import GenerationHop, HopObserver, Patience
+from mesh.pipeline.hop import GenerationHop, Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import RowNoise
 from mesh.pipeline.route import FULL_DELAYS_S, HopLost, open_route, open_sessions
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import ShardKey
 from mesh.routing.router import ShardRouter
 from mesh.types import GenerationRequest, LayerRange, RouteHop, WireDtype
@@ -48,7 +49,7 @@ class LogitLens:
         model: AskerModel,
         links: HopLinks,
         router: ShardRouter,
-        observer: HopObserver,
+        observer: Oversight,
         patience: Patience,
         settings: LensSettings,
     ) -> None:

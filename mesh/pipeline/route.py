@@ -24,10 +24,11 @@ from mesh.errors import (
 )
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import rows_of, slice_rows
-from mesh.pipeline.hop import GenerationHop, HopObserver, HopSession, Patience
+from mesh.pipeline.hop import GenerationHop, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.refusal import RouteRefused, why_nobody
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import Pipeline, RouteHop
 from mesh.wire.messages import WireTensor
@@ -158,7 +159,7 @@ class Route:
     """
 
     def __init__(
-        self, links: HopLinks, terms: SessionTerms, observer: HopObserver, patience: Patience
+        self, links: HopLinks, terms: SessionTerms, observer: Oversight, patience: Patience
     ) -> None:
         self.terms = terms
         self.widened = 0

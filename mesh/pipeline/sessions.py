@@ -18,11 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from mesh.clock import Clock
 from mesh.errors import LinkLost, MeshError
-from mesh.pipeline.hop import HopObserver, Patience
+from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.route import HopLost, Route, open_route
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import ShardKey
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import LayerRange, Pipeline, RouteHop
@@ -70,7 +71,7 @@ class Sessions:
         router: ShardRouter,
         clock: Clock,
         patience: Patience,
-        observer: HopObserver,
+        observer: Oversight,
         *,
         max_parked_bytes: int = MAX_PARKED_BYTES,
         line: RoomLine | None = None,

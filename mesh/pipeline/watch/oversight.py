@@ -53,7 +53,7 @@ _NO_FAULT = (
 
 
 class Oversight:
-    """Implements `mesh.pipeline.hop.HopObserver`, once for all generations of an asker.
+    """Is told what all hops of an asker do, and may refuse what they answer.
 
     The owner sets `spot_checks` where there are to be any, and `expel`, which is called with a
     shard that lied and has to keep it, and what it said, out of every generation.
@@ -70,7 +70,7 @@ class Oversight:
         self._latencies: dict[ShardKey, HopLatency] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
 
-    # HopObserver
+    # What hops say
 
     def claim(self, hop: RouteHop) -> Claim:
         """Count a session that is about to be opened on this hop."""
