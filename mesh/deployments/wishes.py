@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import Fault, Int63
+from mesh.codec import Int63
 from mesh.events.state import Fact
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 
@@ -31,11 +31,11 @@ MINIMUM_S = 3600.0
 """The seed's minimum deployment time."""
 
 DeploymentId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-_Model = Annotated[str, Meta(min_length=1, max_length=512)]
-_Weights = Annotated[str, Meta(max_length=128)]
 _Layers = Annotated[str, Meta(pattern=r"\A\d{1,6}-\d{1,6}\Z")]
-_Node = Annotated[str, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
-_Event = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_Node = Annotated[NodeId, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
+_Seconds = Annotated[float, Meta(ge=0, le=86400 * 366)]
+_WrittenSpans = Annotated[list[tuple[_Node, _Layers]], Meta(max_length=MAX_SPANS)]
+_WrittenReplicas = Annotated[list[tuple[Int63, _WrittenSpans]], Meta(max_length=MAX_REPLICAS)]
 Quant = Literal["", "auto", "none", "int8", "int4"]
 
 
@@ -67,18 +67,18 @@ class Wish:
     comes up again. An evicted one wants nothing, for ever.
     """
 
-    deployment: str
-    model_id: ModelId
-    weights_sha256: str
-    total_layers: int
-    layers_mb: int
-    replicas: int = 1
+    deployment: DeploymentId
+    model_id: Annotated[ModelId, Meta(min_length=1, max_length=512)]
+    weights_sha256: Annotated[str, Meta(max_length=128)]
+    total_layers: Annotated[int, Meta(ge=1, le=100_000)]
+    layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]
+    replicas: Annotated[int, Meta(ge=0, le=MAX_REPLICAS)] = 1
     dedicated: bool = False
     quant: Quant = ""
-    context: int = 0
-    minimum_s: float = MINIMUM_S
-    keep_alive_s: float = 0.0
-    nodes: tuple[NodeId, ...] = ()
+    context: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    minimum_s: _Seconds = MINIMUM_S
+    keep_alive_s: _Seconds = 0.0
+    nodes: Annotated[tuple[_Node, ...], Meta(max_length=MAX_SPANS)] = ()
     pins: tuple[Span, ...] = ()
     resting: bool = False
     evicted: bool = False
@@ -90,23 +90,7 @@ class Wish:
 
     def payload(self) -> dict[str, Any]:
         """What the event says."""
-        return {
-            "deployment": self.deployment,
-            "model_id": str(self.model_id),
-            "weights_sha256": self.weights_sha256,
-            "total_layers": self.total_layers,
-            "layers_mb": self.layers_mb,
-            "replicas": self.replicas,
-            "dedicated": self.dedicated,
-            "quant": self.quant,
-            "context": self.context,
-            "minimum_s": self.minimum_s,
-            "keep_alive_s": self.keep_alive_s,
-            "nodes": [str(node) for node in self.nodes],
-            "pins": [_written(span) for span in self.pins],
-            "resting": self.resting,
-            "evicted": self.evicted,
-        }
+        return {**codec.plain(self), "pins": _written(self.pins)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +102,13 @@ class Plan:
     room for old and new; one that a node made by itself never does.
     """
 
-    deployment: str
-    wish: str
-    epoch: int
-    replicas: tuple[Replica, ...]
-    next_replica: int
+    deployment: DeploymentId
+    wish: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+    epoch: Int63
+    replicas: Annotated[tuple[Replica, ...], Meta(max_length=MAX_REPLICAS)]
+    next_replica: Int63
     asked: bool
-    why: str = ""
+    why: Annotated[str, Meta(max_length=512)] = ""
 
     def spans_of(self, node: NodeId) -> list[LayerRange]:
         """What a node is to hold, once each."""
@@ -143,18 +127,8 @@ class Plan:
 
     def payload(self) -> dict[str, Any]:
         """What the event says."""
-        return {
-            "deployment": self.deployment,
-            "wish": self.wish,
-            "epoch": self.epoch,
-            "replicas": [
-                [replica.number, [_written(span) for span in replica.spans]]
-                for replica in self.replicas
-            ],
-            "next_replica": self.next_replica,
-            "asked": self.asked,
-            "why": self.why,
-        }
+        replicas = [[each.number, _written(each.spans)] for each in self.replicas]
+        return {**codec.plain(self), "replicas": replicas}
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,63 +209,15 @@ def merged(deployments: Mapping[str, Deployment], into: str) -> list[Deployment]
     )
 
 
-# The strict form of the events' payloads. Keys that this version does not know are let pass.
-
-
-@dataclass(frozen=True, slots=True)
-class _WishForm:
-    deployment: DeploymentId
-    model_id: _Model
-    weights_sha256: _Weights
-    total_layers: Annotated[int, Meta(ge=1, le=100_000)]
-    layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]
-    replicas: Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
-    dedicated: bool
-    quant: Quant
-    context: Annotated[int, Meta(ge=0, le=1 << 24)]
-    minimum_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
-    keep_alive_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
-    nodes: Annotated[list[_Node], Meta(max_length=MAX_SPANS)]
-    pins: Annotated[list[tuple[_Node, _Layers]], Meta(max_length=MAX_SPANS)]
-    resting: bool
-    evicted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanForm:
-    deployment: DeploymentId
-    wish: _Event
-    epoch: Int63
-    replicas: Annotated[
-        list[tuple[Int63, list[tuple[_Node, _Layers]]]], Meta(max_length=MAX_REPLICAS)
-    ]
-    next_replica: Int63
-    asked: bool
-    why: Annotated[str, Meta(max_length=512)]
+# The events' payloads, which are read strictly. Keys that this version does not know are let pass.
 
 
 def read_wish(payload: Mapping[str, Any]) -> Wish | None:
     """The wish of a payload; None for one of a form that nobody knows here."""
     try:
-        form = codec.convert(dict(payload), _WishForm)
-        wish = Wish(
-            form.deployment,
-            ModelId(form.model_id),
-            form.weights_sha256,
-            form.total_layers,
-            form.layers_mb,
-            form.replicas,
-            form.dedicated,
-            form.quant,
-            form.context,
-            form.minimum_s,
-            form.keep_alive_s,
-            tuple(NodeId(node) for node in form.nodes),
-            _spans(form.pins),
-            form.resting,
-            form.evicted,
-        )
-    except (Fault, ValueError):
+        pins = _spans(codec.convert(payload.get("pins"), _WrittenSpans))
+        wish = codec.convert({**payload, "pins": pins}, Wish, complete=True)
+    except ValueError:
         return None
     return wish if _within(wish.pins, wish.whole) else None
 
@@ -299,26 +225,23 @@ def read_wish(payload: Mapping[str, Any]) -> Wish | None:
 def read_plan(payload: Mapping[str, Any], wish: Wish) -> Plan | None:
     """The plan of a payload; None for one that cannot be a plan of this wish."""
     try:
-        form = codec.convert(dict(payload), _PlanForm)
-        replicas = tuple(Replica(number, _spans(spans)) for number, spans in form.replicas)
-    except (Fault, ValueError):
+        written = codec.convert(payload.get("replicas"), _WrittenReplicas)
+        replicas = tuple(Replica(number, _spans(spans)) for number, spans in written)
+        plan = codec.convert({**payload, "replicas": replicas}, Plan, complete=True)
+    except ValueError:
         return None
     spans = [span for replica in replicas for span in replica.spans]
-    if form.deployment != wish.deployment or len(spans) > MAX_SPANS:
+    if plan.deployment != wish.deployment or len(spans) > MAX_SPANS:
         return None
-    if not _within(spans, wish.whole):
-        return None
-    return Plan(
-        form.deployment, form.wish, form.epoch, replicas, form.next_replica, form.asked, form.why
-    )
+    return plan if _within(spans, wish.whole) else None
 
 
-def _written(span: Span) -> list[str]:
-    return [str(span.node), str(span.layers)]
+def _written(spans: Iterable[Span]) -> list[list[str]]:
+    return [[span.node, str(span.layers)] for span in spans]
 
 
-def _spans(rows: Iterable[tuple[str, str]]) -> tuple[Span, ...]:
-    return tuple(Span(NodeId(node), LayerRange.parse(layers)) for node, layers in rows)
+def _spans(rows: Iterable[tuple[NodeId, str]]) -> tuple[Span, ...]:
+    return tuple(Span(node, LayerRange.parse(layers)) for node, layers in rows)
 
 
 def _within(spans: Iterable[Span], whole: LayerRange) -> bool:
