@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from mesh.cli.answers import Hidden, display, is_screen
 from mesh.cli.offering import StartDaemon, offer_daemon
-from mesh.cli.options import ApiPort, AskedDaemon, Host, Plain, StateDir, Verbose
+from mesh.cli.options import ApiPort, AskedDaemon, Host, Plain, StateDir, Verbose, state_paths
 from mesh.cli.output import note, one_line, print_json_line, report
 from mesh.cli.quotes import unquoted
 from mesh.errors import MeshError
@@ -67,7 +66,7 @@ def converse(
     from mesh.cli.slash import SlashCommands
 
     client = daemon.client()
-    paths = _paths(daemon.state_dir)
+    paths = state_paths(daemon.state_dir)
     commands = SlashCommands(client, conversation, SavedChats(paths.chats_dir))
     with asyncio.Runner() as runner:
         try:
@@ -142,13 +141,6 @@ class _Loop:
             print_json_line(answer.to_dict())
         if self.shown.verbose:
             note(answer.timings())
-
-
-def _paths(state_dir: Path | None) -> StatePaths:
-    from mesh.config import load_config
-    from mesh.paths import StatePaths
-
-    return StatePaths(load_config({"state_dir": state_dir}).config.state_dir)
 
 
 def _reader(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mesh.cli.options import StateDir, finite
+from mesh.cli.options import StateDir, finite, running_daemon, state_paths
 from mesh.cli.output import note
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
 ENDING_S = 30.0
 """For the processes and the network, beside what running answers get."""
+NOTHING_TO_STOP = "There is nothing to stop"
 _KILLING_S = 10.0
 _POLL_S = 0.05
 
@@ -36,7 +36,7 @@ def down(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
     from mesh.cli.service_managers import manager_of
 
-    _, record = running_daemon(state_dir)
+    record = running_daemon(state_paths(state_dir), NOTHING_TO_STOP)
     manager = manager_of(record.pid)
     end_daemon(record, timeout)
     if manager is None:
@@ -45,23 +45,6 @@ def down(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     manager.stop()  # or it would start anew what had to be killed
     note(f"stopped; {manager.name} starts it {manager.starts_when()}, or now:")
     note(f"  {manager.how_to_start()}")
-
-
-def running_daemon(state_dir: Path | None) -> tuple[Path, DaemonRecord]:
-    """The state directory that is meant, and the daemon that runs with it. Raises NotRunning."""
-    from mesh.config import load_config
-    from mesh.errors import NotRunning
-    from mesh.paths import StatePaths
-    from mesh.runtime import read_daemon
-
-    directory = load_config({"state_dir": state_dir}).config.state_dir
-    record = read_daemon(StatePaths(directory).runtime_file)
-    if record is None:
-        raise NotRunning(
-            f"No hearthnet daemon runs with the state directory {directory}.",
-            fix="There is nothing to stop, unless another --state-dir was meant.",
-        )
-    return directory, record
 
 
 def end_daemon(record: DaemonRecord, timeout: float | None, *, ending_s: float = ENDING_S) -> None:

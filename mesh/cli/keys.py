@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.options import AskedDaemon, ask, asks
+from mesh.cli.options import AskedDaemon, ask, asks, state_paths
 from mesh.cli.output import note, print_table, say
 from mesh.errors import BadValue, NotRunning
 
@@ -120,12 +120,9 @@ def _either(
     try:
         client = daemon.client()
     except NotRunning:
-        from mesh.config import load_config
         from mesh.identity.api_keys import ApiKeys
-        from mesh.paths import StatePaths
 
-        paths = StatePaths(load_config({"state_dir": daemon.state_dir}).config.state_dir).create()
-        return directly(ApiKeys.load(paths.api_keys))
+        return directly(ApiKeys.load(state_paths(daemon.state_dir).create().api_keys))
     return ask(client, asked)
 
 

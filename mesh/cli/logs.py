@@ -12,7 +12,7 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from mesh.cli.options import StateDir
+from mesh.cli.options import StateDir, state_paths
 from mesh.cli.output import note, say
 from mesh.logs import log_files
 
@@ -53,12 +53,10 @@ def logs(
 
 def _opened(state_dir: Path | None) -> tuple[Path, BinaryIO]:
     """Raises NotFound."""
-    from mesh.config import load_config
     from mesh.errors import NotFound
-    from mesh.paths import StatePaths
     from mesh.runtime import read_daemon
 
-    paths = StatePaths(load_config({"state_dir": state_dir}).config.state_dir)
+    paths = state_paths(state_dir)
     record = read_daemon(paths.runtime_file)
     if record is not None and not record.log:
         raise NotFound(

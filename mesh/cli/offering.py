@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mesh.cli.options import prompted
+from mesh.cli.options import AskedDaemon, prompted, state_paths
 from mesh.cli.output import note
 from mesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from mesh.cli.options import AskedDaemon
     from mesh.client import Client
 
 START_HELP = "Start a daemon where none runs, without asking."
@@ -48,16 +47,15 @@ def offer_daemon(daemon: AskedDaemon, *, yes: bool) -> None:
 def _where_none_runs(daemon: AskedDaemon) -> Path | None:
     """The state directory that the flags mean, unless a daemon runs there or one elsewhere is
     meant."""
-    from mesh.config import client_host, load_config
-    from mesh.paths import StatePaths
+    from mesh.config import client_host
     from mesh.runtime import read_daemon
 
     if daemon.host is not None or daemon.api_port is not None:
         return None
     if daemon.state_dir is None and client_host() is not None:
         return None
-    directory = load_config({"state_dir": daemon.state_dir}).config.state_dir
-    return directory if read_daemon(StatePaths(directory).runtime_file) is None else None
+    paths = state_paths(daemon.state_dir)
+    return paths.root if read_daemon(paths.runtime_file) is None else None
 
 
 def _is_service_stopped() -> bool:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from mesh.cli.output import INTERRUPTED, note, print_json
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, NotRunning
 
 if TYPE_CHECKING:
     from mesh.client import Client
+    from mesh.paths import StatePaths
+    from mesh.runtime import DaemonRecord
 
 _T = TypeVar("_T")
 
@@ -141,6 +143,28 @@ def finite(number: float | None) -> float | None:
     if number is not None and not math.isfinite(number):
         raise typer.BadParameter(f"{number:g} is not a finite number.")
     return number
+
+
+def state_paths(state_dir: Path | None) -> StatePaths:
+    """The files of the state directory that is meant. Raises ConfigError."""
+    from mesh.config import load_config
+    from mesh.paths import StatePaths
+
+    return StatePaths(load_config({"state_dir": state_dir}).config.state_dir)
+
+
+def running_daemon(paths: StatePaths, otherwise: str) -> DaemonRecord:
+    """The daemon that runs with this state directory. Raises NotRunning, with what is to be done
+    `otherwise`."""
+    from mesh.runtime import read_daemon
+
+    record = read_daemon(paths.runtime_file)
+    if record is None:
+        raise NotRunning(
+            f"No hearthnet daemon runs with the state directory {paths.root}.",
+            fix=f"{otherwise}, unless another --state-dir was meant.",
+        )
+    return record
 
 
 def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None) -> Client:

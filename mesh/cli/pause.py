@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import StateDir, ask, finite
+from mesh.cli.options import StateDir, ask, finite, running_daemon, state_paths
 from mesh.cli.output import note
 
 if TYPE_CHECKING:
@@ -76,17 +76,6 @@ def _running(picture: dict[str, Any]) -> str:
 
 
 def _signal(state_dir: Path | None, number: signal.Signals, otherwise: str) -> DaemonRecord:
-    from mesh.config import load_config
-    from mesh.errors import NotRunning
-    from mesh.paths import StatePaths
-    from mesh.runtime import read_daemon
-
-    directory = load_config({"state_dir": state_dir}).config.state_dir
-    record = read_daemon(StatePaths(directory).runtime_file)
-    if record is None:
-        raise NotRunning(
-            f"No hearthnet daemon runs with the state directory {directory}.",
-            fix=f"{otherwise}, unless another --state-dir was meant.",
-        )
+    record = running_daemon(state_paths(state_dir), otherwise)
     os.kill(record.pid, number)
     return record

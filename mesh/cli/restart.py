@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mesh.cli.down import StopTimeout, end_daemon, running_daemon
-from mesh.cli.options import StateDir
+from mesh.cli.down import NOTHING_TO_STOP, StopTimeout, end_daemon
+from mesh.cli.options import StateDir, running_daemon, state_paths
 
 if TYPE_CHECKING:
     from mesh.cli.service_managers import ServiceManager
@@ -23,10 +23,9 @@ def restart(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     Where it ran in a terminal, the new one runs detached.
     """
     from mesh.cli.service_managers import manager_of
-    from mesh.paths import StatePaths
 
-    directory, record = running_daemon(state_dir)
-    paths = StatePaths(directory)
+    paths = state_paths(state_dir)
+    record = running_daemon(paths, NOTHING_TO_STOP)
     manager = manager_of(record.pid)
     if manager is None:
         _restart_detached(record, paths, timeout)
