@@ -6,6 +6,7 @@ Which HTTP library is used stays in this file. Errors that the daemon reports co
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import ssl
@@ -14,12 +15,11 @@ from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import httpx
 
 from mesh import codec
-from mesh.administration import READ_S, Administration, quoted
 from mesh.codec import Fault
 from mesh.config import is_loopback
 from mesh.errors import (
@@ -35,14 +35,20 @@ from mesh.errors import (
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
 
+_READ_S = 60.0
+"""Longer than the server's pause between keep-alive comments."""
 _CONNECT_S = 5.0
 _LENS_S = 900.0
 _HARVEST_S = 1000.0
 """Longer than the daemon waits for a batch."""
+_SIGN_S = 1000.0
+"""A checkpoint that is deployed for the first time is read to its last byte."""
+_DEPLOYMENTS = "/mesh/v1/deployments"
+_WEIGHTS = "/mesh/v1/weights"
 _JSON = {"Content-Type": "application/json"}
 
 
-class Client(Administration):
+class Client:
     """A connection to one daemon; use it as ``async with``.
 
     Every method raises NotRunning when no daemon answers, LinkLost when it goes away meanwhile,
@@ -69,7 +75,7 @@ class Client(Administration):
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            timeout=httpx.Timeout(READ_S, connect=_CONNECT_S),
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             trust_env=certificate is None and not is_loopback(parsed.host),
             verify=checked,
         )
@@ -95,13 +101,11 @@ class Client(Administration):
 
     async def peers(self) -> list[dict[str, Any]]:
         """`GET /mesh/v1/peers`."""
-        found: list[dict[str, Any]] = (await self._get("/mesh/v1/peers"))["peers"]
-        return found
+        return await self._list("/mesh/v1/peers", "peers")
 
     async def models(self) -> list[dict[str, Any]]:
         """`GET /mesh/v1/models`: all models, also those that miss layers."""
-        found: list[dict[str, Any]] = (await self._get("/mesh/v1/models"))["models"]
-        return found
+        return await self._list("/mesh/v1/models", "models")
 
     async def jobs(self) -> dict[str, Any]:
         """`GET /mesh/v1/jobs`: the queue of nnsight clients' jobs."""
@@ -109,7 +113,7 @@ class Client(Administration):
 
     async def kill_job(self, job_id: str) -> dict[str, Any]:
         """`POST /mesh/v1/jobs/ID/kill`: end a job now."""
-        return await self._post(f"/mesh/v1/jobs/{quoted(job_id)}/kill", {})
+        return await self._post(f"/mesh/v1/jobs/{_quoted(job_id)}/kill", {})
 
     async def privacy(self) -> dict[str, Any]:
         """`GET /mesh/v1/privacy`: who can see what of prompts and answers."""
@@ -152,13 +156,6 @@ class Client(Administration):
         """`POST /mesh/v1/lens`: what each layer would say next; see `mesh.api.lens.LensBody`."""
         return await self._post("/mesh/v1/lens", body, timeout_s=_LENS_S)
 
-    async def events(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
-        """What happens in the mesh, from event `after` on; ends when the daemon stops."""
-        headers = {} if after is None else {"Last-Event-ID": str(after)}
-        async with aclosing(self._stream("GET", "/mesh/v1/events", headers=headers)) as stream:
-            async for data in stream:
-                yield _object(data)
-
     async def follow(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The feed: events from `after` on, and what of the status changed, together.
 
@@ -186,7 +183,115 @@ class Client(Administration):
 
     async def job_log(self, job_id: str) -> dict[str, Any]:
         """`GET /mesh/v1/jobs/ID/log`: what a job has printed lately."""
-        return await self._get(f"/mesh/v1/jobs/{quoted(job_id)}/log")
+        return await self._get(f"/mesh/v1/jobs/{_quoted(job_id)}/log")
+
+    async def weights(self) -> dict[str, Any]:
+        """`GET /mesh/v1/weights`: models on disks, here and nearby, and what is under way."""
+        return await self._get(_WEIGHTS)
+
+    async def pull(self, model: str, **wanted: Any) -> str:
+        """`POST /mesh/v1/weights/pull`: begin to fetch a model; the pull's name."""
+        return str((await self._post(f"{_WEIGHTS}/pull", {"model": model, **wanted}))["pull"])
+
+    async def pull_outcome(self, pull: str, wait_s: int = 0) -> dict[str, Any]:
+        """`GET /mesh/v1/weights/pulls/NAME`: how it is, after it ended or a while."""
+        return await self._get(f"{_WEIGHTS}/pulls/{quote(pull, safe='')}?wait={wait_s}")
+
+    async def cancel_pull(self, pull: str) -> dict[str, Any]:
+        """`POST /mesh/v1/weights/pulls/NAME/cancel`: what came is kept."""
+        return await self._post(f"{_WEIGHTS}/pulls/{quote(pull, safe='')}/cancel", {})
+
+    async def remove_model(self, model: str) -> dict[str, Any]:
+        """`POST /mesh/v1/weights/remove`: delete a model that was fetched."""
+        return await self._post(f"{_WEIGHTS}/remove", {"model": model})
+
+    async def reach(self) -> dict[str, Any]:
+        """`POST /mesh/v1/reach`: who can open connections to whom, tried now."""
+        return await self._post("/mesh/v1/reach", {})
+
+    async def hearth(self) -> dict[str, Any]:
+        """`GET /mesh/v1/hearth`: who is in."""
+        return await self._get("/mesh/v1/hearth")
+
+    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/invite`: open a pairing window."""
+        return await self._post("/mesh/v1/hearth/invite", {"level": level, "ttl_s": ttl_s})
+
+    async def invitation(self, port: int) -> dict[str, Any]:
+        """`GET /mesh/v1/hearth/invitation/PORT`: what became of it; waits a while for that."""
+        return await self._get(f"/mesh/v1/hearth/invitation/{port}")
+
+    async def close_invitation(self) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/invitation/close`: the code is good for nothing from now on."""
+        return await self._post("/mesh/v1/hearth/invitation/close", {})
+
+    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/join`: take up an invitation."""
+        return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
+
+    async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/VERB`: promote, demote, revoke or readmit a member."""
+        return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
+
+    async def leave_hearth(self) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/leave`: take the node out of its hearth."""
+        return await self._post("/mesh/v1/hearth/leave", {})
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/recover`: make the node the only anchor."""
+        return await self._post("/mesh/v1/hearth/recover", {"code": code})
+
+    async def keys(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/keys`: the API keys, without the keys themselves."""
+        return await self._list("/mesh/v1/keys", "keys")
+
+    async def create_key(self, name: str, scopes: list[str], **more: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/keys`: a new key; ``key`` of the answer is shown this once."""
+        return await self._post("/mesh/v1/keys", {"name": name, "scopes": scopes, **more})
+
+    async def revoke_key(self, key_id: str) -> dict[str, Any]:
+        """`POST /mesh/v1/keys/revoke`: the key is good for nothing from now on."""
+        return await self._post("/mesh/v1/keys/revoke", {"key_id": key_id})
+
+    async def steerings(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/steering`: the hearth's published steering edits."""
+        return await self._list("/mesh/v1/steering", "edits")
+
+    async def publish_steering(
+        self, name: str, model: str, path: str, side: str, tensors: bytes
+    ) -> dict[str, Any]:
+        """`POST /mesh/v1/steering/publish`; `tensors` is a safetensors file."""
+        encoded = base64.b64encode(tensors).decode()
+        body = {"name": name, "model": model, "path": path, "side": side, "tensors": encoded}
+        return await self._post("/mesh/v1/steering/publish", body)
+
+    async def remove_steering(self, name: str) -> dict[str, Any]:
+        """`POST /mesh/v1/steering/remove`."""
+        return await self._post("/mesh/v1/steering/remove", {"name": name})
+
+    async def deployments(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/deployments`: what the hearth wishes to have loaded, and how far it is."""
+        return await self._list(_DEPLOYMENTS, "deployments")
+
+    async def deploy(self, model: str, **order: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/deployments`; see `mesh.api.deployments.DeployBody` for the `order`."""
+        return await self._post(_DEPLOYMENTS, {"model": model, **order}, timeout_s=_SIGN_S)
+
+    async def plan(self, model: str, **wish: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/plan`: what deploying it needs and gives; see `mesh.api.plan.PlanBody`."""
+        return await self._post("/mesh/v1/plan", {"model": model, **wish}, timeout_s=_SIGN_S)
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        """`PATCH /mesh/v1/deployments/MODEL`: have so many replicas."""
+        path, body = f"{_DEPLOYMENTS}/{_quoted(model)}", {"replicas": replicas}
+        return await self._post(path, body, timeout_s=_SIGN_S, method="PATCH")
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        """`DELETE /mesh/v1/deployments/MODEL`: end its deployments."""
+        path = f"{_DEPLOYMENTS}/{_quoted(model)}"
+        answer = await self._post(path, {}, timeout_s=_SIGN_S, method="DELETE")
+        found: list[dict[str, Any]] = answer["evicted"]
+        return found
 
     async def _completion(
         self, path: str, body: dict[str, Any]
@@ -213,12 +318,16 @@ class Client(Administration):
             raise _reported(response.content)
         return _object(response.content)
 
+    async def _list(self, path: str, name: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await self._get(path))[name]
+        return found
+
     async def _post(
         self,
         path: str,
         body: dict[str, Any],
         *,
-        timeout_s: float = READ_S,
+        timeout_s: float = _READ_S,
         method: str = "POST",
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
@@ -267,22 +376,18 @@ class Client(Administration):
         )
 
 
-def locate(
-    *, host: str | None = None, state_dir: Path | None = None, api_key: str | None = None
-) -> Client:
+def locate(host: str | None, state_dir: Path, api_key: str | None) -> Client:
     """A client of the daemon at URL `host`, else of the one that runs with `state_dir`.
 
     Raises NotRunning when `state_dir` has no running daemon.
     """
-    record = None if state_dir is None else read_daemon(StatePaths(state_dir).runtime_file)
+    record = read_daemon(StatePaths(state_dir).runtime_file)
     if host is not None:
         url = host if "://" in host else f"http://{host}"
         # The owner's key goes to the daemon that wrote it down, under the very name it gave.
         if record is not None and url.rstrip("/") == record.api_url:
             return client_of(record, api_key)
         return Client(url, api_key=api_key)
-    if state_dir is None:
-        raise not_running("No daemon was named.")
     if record is None:
         raise not_running(f"No hearthnet daemon runs with the state directory {state_dir}.")
     return client_of(record, api_key)
@@ -327,6 +432,11 @@ def _parsed(url: str) -> httpx.URL:
             f"{url} is no URL: {why}.", fix="Name the daemon as http://HOST:PORT.", param="host"
         )
     return parsed
+
+
+def _quoted(name: str) -> str:
+    """A name as one part of a path."""
+    return quote(name, safe="", errors="surrogateescape")
 
 
 def _encoded(body: dict[str, Any]) -> bytes:

@@ -23,6 +23,7 @@ ONE_IDEA: dict[str, str] = {
     "mesh/errors.py": "every error that is raised on purpose",
     "mesh/shard/taps/session.py": "all that one job can do on one shard",
     "mesh/shard/scheduler.py": "what a device computes next",
+    "mesh/client.py": "all that a daemon can be asked",
     "mesh/pipeline/hop.py": "a session on one hop, from the asker's side",
 }
 """Files that one idea fills beyond the limit of lines, each with that idea."""

@@ -184,7 +184,7 @@ def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None
         host = record.api_url if record and is_own else f"http://127.0.0.1:{api_port}"
     if host is None and state_dir is None:
         host = client_host()
-    return locate(host=host, state_dir=config.state_dir, api_key=config.api_key)
+    return locate(host, config.state_dir, config.api_key)
 
 
 def ask(client: Client, question: Callable[[Client], Awaitable[_T]]) -> _T:
