@@ -362,7 +362,7 @@ def _generation(live: LiveGeneration) -> dict[str, Any]:
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:
-    candidates = [Candidate(shard.descriptor, 0, 1) for shard in shards]
+    candidates = [Candidate(shard.descriptor, 0) for shard in shards]
     return [str(part) for part in missing_layers(candidates, LayerRange(0, total_layers))]
 
 

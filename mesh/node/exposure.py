@@ -101,7 +101,6 @@ class PrivacyReport:
         return Candidate(
             offer.shard.descriptor,
             offer.shard.health.queue_depth,
-            streams_left=1,
             hop_weight=offer.hop_weight,
             is_self=is_self,
             penalty=2 * (offer.verdict is Verdict.SUSPECT),

@@ -208,7 +208,7 @@ class Holdings:
         if self._config.is_distributed:
             return None
         local = self.models.get(model_id)
-        served = [Candidate(shard.descriptor, 0, 1) for shard in self.host.serving]
+        served = [Candidate(shard.descriptor, 0) for shard in self.host.serving]
         if local is None or not missing_layers(served, LayerRange(0, local.total_layers)):
             return None
         return f"distributed inference is switched off and {model_id} is not held here as a whole."

@@ -45,7 +45,6 @@ class KnownShards:
         return Candidate(
             shard,
             queue_depth=health.queue_depth + self._claims.depth(key),
-            streams_left=1,
             hop_weight=offer.hop_weight,
             is_self=shard.host == self._node_id,
             penalty=full + 2 * suspect + self._reputations.penalty(key),

@@ -54,7 +54,7 @@ def cover(
     short enough. Raises as `greedy_cover` does."""
     if rules.policy == "greedy":
         return greedy_cover(candidates, span, rules, exclude, like)
-    free = [c for c in candidates if c.streams_left > 0 and key_of(c.descriptor) not in exclude]
+    free = [c for c in candidates if key_of(c.descriptor) not in exclude]
     cheapest = cheapest_cover(free, span, rules, like)
     if cheapest is None:
         return greedy_cover(candidates, span, rules, exclude, like)

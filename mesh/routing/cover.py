@@ -32,16 +32,14 @@ class Candidate:
     """A shard that may be picked, with what its host last said of it.
 
     `queue_depth` is the steps that wait there and what the asker itself has under way.
-    `hop_weight` is the price of reaching it: 1 on the same LAN, more beyond. `streams_left` counts
-    the sessions it may still open; 0 takes it out of the choice. `penalty` ranks shards that
-    recently failed behind all others (0: never failed). Of equals the one with the lowest `lot` is
-    taken. `layer_ms` is what a layer of a decode step took there lately, `rtt_ms` the way there and
-    back; None where nobody has measured it.
+    `hop_weight` is the price of reaching it: 1 on the same LAN, more beyond. `penalty` ranks
+    shards that recently failed, or are full, behind all others (0: neither). Of equals the one with
+    the lowest `lot` is taken. `layer_ms` is what a layer of a decode step took there lately,
+    `rtt_ms` the way there and back; None where nobody has measured it.
     """
 
     descriptor: ShardDescriptor
     queue_depth: int
-    streams_left: int
     hop_weight: float = LAN_HOP_WEIGHT
     is_self: bool = False
     penalty: int = 0
@@ -108,7 +106,7 @@ def greedy_cover(
         NoRoute: some layer has no usable shard (the message names the layers and why), only shards
             of different formats would do, or the cover needs more than `rules.max_shards` hops.
     """
-    free = [c for c in candidates if c.streams_left > 0 and key_of(c.descriptor) not in exclude]
+    free = [c for c in candidates if key_of(c.descriptor) not in exclude]
     if rules.mix_formats:
         return _cover(candidates, free, span, rules, exclude, like)
     refusal: NoRoute | None = None
@@ -181,11 +179,10 @@ def _cover(
 
 
 def missing_layers(candidates: Sequence[Candidate], span: LayerRange) -> list[LayerRange]:
-    """The parts of `span` that no candidate with a free stream holds, in order."""
+    """The parts of `span` that no candidate holds, in order."""
     held = {
         layer
         for c in candidates
-        if c.streams_left > 0
         for layer in range(c.descriptor.layer_range.start, c.descriptor.layer_range.stop)
     }
     missing: list[LayerRange] = []
@@ -252,15 +249,9 @@ def _no_route(
 ) -> NoRoute:
     free = [c for c in candidates if key_of(c.descriptor) not in exclude]
     missing = ", ".join(str(part) for part in missing_layers(free, span))
-    full = sorted({c.descriptor.node_name for c in free if c.streams_left <= 0})
     failed = sorted({c.descriptor.node_name for c in candidates if c not in free})
-    reasons = "".join(
-        [
-            f" At their limit of concurrent streams: {', '.join(full)}." if full else "",
-            f" Tried in vain: {', '.join(failed)}." if failed else "",
-        ]
-    )
+    reason = f" Tried in vain: {', '.join(failed)}." if failed else ""
     return NoRoute(
-        f"no node serves layers {missing}.{reasons}",
+        f"no node serves layers {missing}.{reason}",
         fix="Start a node that holds them (`hearthnet up --layers LO-HI`), or try again later.",
     )

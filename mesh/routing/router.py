@@ -56,7 +56,6 @@ class ShardRouter:
             for candidate in self._store.candidates(hops[0].shard.model_id)
             if (key := key_of(candidate.descriptor)) in now
             and not (candidate.penalty or candidate.queue_depth)
-            and candidate.streams_left > 0
         }
 
     def repick(

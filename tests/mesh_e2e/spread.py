@@ -89,7 +89,7 @@ class Spread:
         self._allowed.append(shard)
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
-        return [Candidate(descriptor, 0, 1) for descriptor in self._allowed]
+        return [Candidate(descriptor, 0) for descriptor in self._allowed]
 
     def chat(
         self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32

@@ -39,7 +39,7 @@ class Served:
         self._host = host
 
     def candidates(self, _model_id: ModelId) -> list[Candidate]:
-        return [Candidate(hosted.descriptor, 0, 1) for hosted in self._host.shards.values()]
+        return [Candidate(hosted.descriptor, 0) for hosted in self._host.shards.values()]
 
 
 async def over_two_hops(directory: Path, cache: Path) -> dict[str, Any]:

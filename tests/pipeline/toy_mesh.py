@@ -296,7 +296,7 @@ class ToyNetwork:
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         listed = [shard for shard in self.shards.values() if shard.is_advertised]
-        return [Candidate(shard.descriptor, 0, 1) for shard in listed]
+        return [Candidate(shard.descriptor, 0) for shard in listed]
 
     def home(self) -> ToyShard:
         """The whole model at the asker's; advertised to nobody."""

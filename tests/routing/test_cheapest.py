@@ -106,9 +106,9 @@ def test_a_lost_hop_is_replaced_by_its_like() -> None:
     assert nodes_of(cover(quantised, WHOLE, RULES, like=like)) == ["same"]
 
 
-def test_excluded_and_full_shards_are_not_used() -> None:
+def test_excluded_shards_are_not_used() -> None:
     gone = timed("0-15", "gone", 0.1)
-    shards = [gone, timed("0-15", "full", 0.1, streams=0), timed("0-15", "slow", 9.0)]
+    shards = [gone, timed("0-15", "slow", 9.0)]
     exclude = {key_of(gone.descriptor)}
     assert nodes_of(cover(shards, WHOLE, RULES, exclude)) == ["slow"]
 

@@ -41,7 +41,6 @@ def shard(
     node: str = "",
     *,
     queue: int = 0,
-    streams: int = 4,
     weights: str = "a" * 64,
     is_self: bool = False,
     hop_weight: float = 1.0,
@@ -54,7 +53,7 @@ def shard(
         shard_id(MODEL, span), MODEL, weights, span, 16, 100, 4, NodeId(name), name,
         Endpoint("wss://127.0.0.1:1"), dtype, f"{kernels}/{dtype}", datetime.now(UTC),
     )  # fmt: skip
-    return Candidate(descriptor, queue, streams, hop_weight, is_self)
+    return Candidate(descriptor, queue, hop_weight, is_self)
 
 
 def layers_of(hops: tuple[object, ...]) -> list[str]:
@@ -84,8 +83,6 @@ def test_what_is_far_serves_only_when_nobody_near_can() -> None:
     far = shard("0-15", "far", hop_weight=2.0)
     near = shard("0-15", "near", queue=7, hop_weight=1.5)
     assert nodes_of(greedy_cover([far, near], LayerRange(0, 16), RULES)) == ["near"]
-    full = shard("0-15", "near", streams=0)
-    assert nodes_of(greedy_cover([far, full], LayerRange(0, 16), RULES)) == ["far"]
     failed = replace(near, penalty=1)
     assert nodes_of(greedy_cover([far, failed], LayerRange(0, 16), RULES)) == ["far"]
 
@@ -136,14 +133,13 @@ def test_the_asker_may_be_a_later_hop() -> None:
 
 
 def test_a_shard_at_its_limit_is_passed_over() -> None:
-    shards = [shard("0-15", "full", streams=0), shard("0-15", "free", queue=9)]
+    shards = [replace(shard("0-15", "full"), penalty=1), shard("0-15", "free", queue=9)]
     assert nodes_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["free"]
 
 
-def test_missing_layers_are_named_with_the_reason() -> None:
-    shards = [shard("0-3"), shard("4-11", "busy", streams=0)]
-    with pytest.raises(NoRoute, match=r"layers 4-15.*limit of concurrent streams: busy") as raised:
-        greedy_cover(shards, LayerRange(0, 16), RULES)
+def test_missing_layers_are_named() -> None:
+    with pytest.raises(NoRoute, match=r"layers 4-15") as raised:
+        greedy_cover([shard("0-3")], LayerRange(0, 16), RULES)
     assert raised.value.code == "shard_unavailable"
 
 
@@ -234,7 +230,6 @@ def topologies(draw: st.DrawFn) -> tuple[int, list[Candidate]]:
                 str(LayerRange(start, stop)),
                 f"n{number}",
                 queue=draw(st.integers(0, 3)),
-                streams=draw(st.integers(0, 2)),
                 is_self=draw(st.booleans()),
             )
         )
@@ -257,10 +252,8 @@ def test_a_cover_is_complete_and_disjoint_or_the_missing_layers_are_named(
     assert [layer for hop in hops for layer in range(hop.layers.start, hop.layers.stop)] == list(
         range(total)
     )
-    free = {id(s.descriptor) for s in shards if s.streams_left}
     for hop in hops:
         assert hop.shard.layer_range.covers(hop.layers)
-        assert id(hop.shard) in free
 
 
 def at_home(keep_first: int = 0, keep_last: int = 0) -> CoverRules:

@@ -373,7 +373,6 @@ class SpotChecks:
             and shard.dtype == hop.shard.dtype  # another format honestly differs by percents
             and shard.layer_range.covers(hop.layers)
             and terms.is_served_by(shard, hop.layers)
-            and candidate.streams_left > 0
             and (candidate.penalty == 0 or candidate.is_self)
         )
 

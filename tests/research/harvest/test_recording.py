@@ -64,7 +64,7 @@ class Field:
         )
 
     def candidates(self, _model_id: ModelId) -> list[Candidate]:
-        return [Candidate(hosted.descriptor, 0, 1) for hosted in self.host.shards.values()]
+        return [Candidate(hosted.descriptor, 0) for hosted in self.host.shards.values()]
 
     async def reap(self, pattern: str, batch: int = 0, **changes: Any) -> dict[str, Any]:
         fields = {"texts": TEXTS, "max_tokens": 200, "layer_prefix": "model.layers.", **changes}
