@@ -9,7 +9,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
 
 from mesh.clock import loop_time
 from mesh.config import Config
@@ -22,6 +21,7 @@ from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
 from mesh.errors import MeshError, WeightsMismatch
+from mesh.node.estimates import Estimates
 from mesh.node.shards_as_seen import becomes_free_mb, served_shard
 from mesh.routing.machines import ITEMSIZE
 from mesh.types import LayerRange, NodeId, ShardId
@@ -31,24 +31,6 @@ LAYOUT_S = 20.0
 for."""
 
 logger = logging.getLogger(__name__)
-
-
-class Planner(Protocol):
-    """`mesh.node.estimates.Estimates`, as far as deployments ask it."""
-
-    async def layout(
-        self,
-        wish: Wish,
-        before: Plan | None,
-        alive: Collection[NodeId],
-        said: RoomAdjustments,
-        *,
-        evenly: bool = False,
-    ) -> Laid:
-        """Where what `before` lacks of a wish goes."""
-
-    def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
-        """What these layers take of this machine; None where nobody knows yet."""
 
 
 class Layouts:
@@ -61,7 +43,7 @@ class Layouts:
         store: ShardStore,
         deployments: Callable[[], Mapping[str, Deployment]],
     ) -> None:
-        self.planner: Planner | None = None
+        self.planner: Estimates | None = None
         self._config = config
         self._node = node
         self._store = store
