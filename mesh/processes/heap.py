@@ -35,8 +35,8 @@ def part_with_blocks() -> None:
 
 
 def give_back() -> None:
-    """Give the kernel what is kept and not in use."""
-    malloc_trim = getattr(_libc(), "malloc_trim", None)
+    """Give the kernel what is kept and not in use. Takes milliseconds."""
+    malloc_trim = getattr(_libc(), "malloc_trim", None)  # glibc has it, musl does not
     if malloc_trim is not None:
         malloc_trim(0)
 

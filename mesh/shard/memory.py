@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import sys
 
 import torch
 
+from mesh.processes.heap import give_back
 from mesh.processes.shared_pages import unmap_files
 
 
@@ -33,12 +32,4 @@ def shed() -> None:
     """Return the heap's free pages and those of libraries that loading alone needed. Takes
     milliseconds."""
     unmap_files()
-    trim_heap()
-
-
-def trim_heap() -> None:
-    """Return the heap's free pages. Takes milliseconds."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl does not
-        if trim is not None:
-            trim(0)
+    give_back()

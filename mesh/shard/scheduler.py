@@ -24,10 +24,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from mesh.errors import Busy, DeviceFailed, DeviceLost, MeshError
+from mesh.processes.heap import give_back
 from mesh.shard.device import is_lost
 from mesh.shard.failures import lost
 from mesh.shard.gathering import Gathering, enough_rows
-from mesh.shard.memory import trim_heap
 from mesh.shard.runtime import StepInput, may_batch
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, WireDtype
@@ -143,7 +143,7 @@ class Task:
             tensor = ends.given(self.step, whole)
         if not self.is_short:
             self.inputs, self.outputs = None, []
-            trim_heap()  # the scratch memory of a chunk is many times that of a decode step
+            give_back()  # the scratch memory of a chunk is many times that of a decode step
         return tensor
 
     def result(self, tensor: WireTensor | None, took_s: float) -> Result | None:
