@@ -203,7 +203,7 @@ class CoordinationHere:
             await self.coordinator.publish(model, [worker])
             known = self._published[key] = _Published(held, new_session(), now - RENEW_S)
         if held.shard is not None and now - known.renewed_at >= RENEW_S:
-            # It was tested as it was loaded (`mesh.shard.selftest`); since then its weights are
+            # It was tested as it was loaded (`mesh.shard.loading`); since then its weights are
             # watched, and it is not served once they change or its process is silent.
             signal = ReadySignal(known.session, ready=True, stability_verified=True)
             await self.coordinator.mark_ready(model, rank, signal)

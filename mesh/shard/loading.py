@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mesh.errors import BadCheckpoint, UnsupportedFamily
+from mesh.errors import BadCheckpoint, ShardCorrupt, UnsupportedFamily
 from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
@@ -39,7 +39,7 @@ from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb, estimate
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import kept_dtype
-from mesh.shard.selftest import self_test
+from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.server import TapServer
+
+_TEST_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
     """
     started = time.perf_counter()
     runtime, bytes_read = _load(plan)
-    self_test(runtime)
+    _test(runtime)
     spare = [runtime]
 
     def load() -> Runtime:
@@ -333,6 +335,22 @@ def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> Lo
         progress=plan.progress,
         defer=defer,
     )
+
+
+def _test(runtime: Runtime) -> None:
+    """A test inference: a few rows through every layer, as a session's first step.
+
+    Raises ShardCorrupt when what comes out is not finite, and what the device raises.
+    """
+    size = runtime.hidden_size
+    row = torch.linspace(-1, 1, size, dtype=runtime.dtype, device=runtime.device)
+    hidden = row.expand(1, _TEST_ROWS, size).contiguous()
+    (output,) = runtime.forward([StepInput(runtime.new_cache(_TEST_ROWS), 0, hidden)])
+    if output.shape != hidden.shape or not bool(torch.isfinite(output).all()):
+        raise ShardCorrupt(
+            f"Layers {runtime.layers} gave something else than finite numbers in their test.",
+            fix="Download the checkpoint again; if it is whole, choose another --dtype.",
+        )
 
 
 def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 from mesh.clock import loop_time
 from mesh.errors import BadRequest, MeshError
 from mesh.shard.ends import SessionEnds
-from mesh.shard.hidden_rows import require_hidden
 from mesh.shard.prefixes import copy_prefix, visited
 from mesh.shard.scheduler import Reply, Sequence, Task
 from mesh.shard.session import Session, gone
-from mesh.types import Principal
+from mesh.types import HIDDEN_DTYPES, Principal
 from mesh.wire.messages import Blob, Failure, Open, OpenEnds, Result, Step
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ class ChatSession(Session):
         if self._ends is not None and self._ends.takes_ids:
             self._ends.check(step)
         else:
-            require_hidden(step, self._server.hidden_size)
+            _require_hidden(step, self._server.hidden_size)
         if not 0 <= step.position <= self.end:
             raise BadRequest(
                 f"The step starts at position {step.position}; the session holds {self.end}.",
@@ -339,3 +338,23 @@ class ChatSession(Session):
 def _refuse(tasks: list[Task], error: MeshError) -> None:
     for task in tasks:
         task.reply(Failure(error.to_dict(), task.step.session, task.step.step))
+
+
+def _require_hidden(step: Step, hidden_size: int) -> None:
+    """Raise BadRequest unless the tensor is (1, rows > 0, hidden_size) in a floating wire dtype."""
+    tensor = step.tensor
+    shape_fits = len(tensor.shape) == 3 and tensor.shape[0] == 1 and tensor.shape[1] > 0
+    if not shape_fits or tensor.shape[2] != hidden_size:
+        raise BadRequest(
+            f"The tensor has shape {tuple(tensor.shape)}; (1, rows, {hidden_size}) is expected.",
+            fix="Send hidden states of this model.",
+            param="tensor",
+        )
+    itemsize = 4 if tensor.dtype == "fp32" else 2
+    whole = tensor.shape[1] * hidden_size * itemsize
+    if tensor.dtype not in HIDDEN_DTYPES or tensor.gradient or len(tensor.data) != whole:
+        raise BadRequest(
+            f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",
+            fix="Send fp16, bf16 or fp32 activations of full length.",
+            param="tensor",
+        )
