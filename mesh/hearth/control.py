@@ -65,11 +65,11 @@ class Control:
             ],
             "models": [
                 {**fact.payload, "id": name, "by": _name(roster, fact.author)}
-                for name, fact in sorted(hearth.models().items())
+                for name, fact in sorted(hearth.log.state.models().items())
             ],
             "shards": [
                 {**fact.payload, "node": _name(roster, node)}
-                for (node, _), fact in sorted(hearth.recorded_shards().items())
+                for (node, _), fact in sorted(hearth.log.state.advertised_shards().items())
             ],
         }
 

@@ -212,29 +212,9 @@ class Hearth:
         await self.heard()
         await self._log.append(event_type, payload)
 
-    def models(self) -> dict[str, Fact]:
-        """The newest publication of each model, by model id."""
-        return self._log.state.models()
-
-    def steering(self) -> dict[str, Fact]:
-        """The newest steering edit of each name."""
-        return self._log.state.steering()
-
-    def wishes(self) -> dict[str, Fact]:
-        """The newest wish of each deployment, by its id."""
-        return self._log.state.wishes()
-
-    def plans(self) -> dict[str, list[Fact]]:
-        """Each member's newest plan of each deployment, newest first."""
-        return self._log.state.plans()
-
     def revoked_tokens(self) -> frozenset[str]:
         """Ids of tokens that no shard honours any more."""
         return self._revocations.tokens
-
-    def recorded_shards(self) -> dict[tuple[NodeId, str], Fact]:
-        """The log's record of shards that were served or withdrawn, by node and shard id."""
-        return self._log.state.advertised_shards()
 
     def own_facts(self, event_type: str) -> dict[str, Fact]:
         """What this node itself last said about each subject of that type."""

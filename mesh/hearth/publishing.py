@@ -106,7 +106,10 @@ class Publisher:
     async def _publish_model(self, shard: Advertisement) -> None:
         descriptor = shard.descriptor
         own = self._hearth.own_facts(MODEL_PUBLISHED)
-        said = (own.get(descriptor.model_id), self._hearth.models().get(descriptor.model_id))
+        said = (
+            own.get(descriptor.model_id),
+            self._hearth.log.state.models().get(descriptor.model_id),
+        )
         if not any(_same(fact, shard) for fact in said):
             payload = {
                 "model_id": str(descriptor.model_id),

@@ -83,7 +83,7 @@ class House(World):
             return {}
         state = hearth.log.state
         if self._read is None or self._read[0] is not state:
-            self._read = state, read(hearth.wishes(), hearth.plans())
+            self._read = state, read(state.wishes(), state.plans())
         return self._read[1]
 
     async def publish_wish(self, wish: Wish) -> Deployment:

@@ -186,10 +186,6 @@ class Sessions:
         """Live and parked sessions."""
         return [*self.live.values(), *self._parked]
 
-    def expire(self) -> None:
-        """Drop what was parked too long; called now and then."""
-        self._trim()
-
     async def close(self) -> None:
         """Free everything."""
         for session in self.known():
@@ -251,7 +247,7 @@ class Sessions:
             return False
         session.parked_at = self._clock.monotonic()
         self._parked.append(session)
-        self._trim()
+        self.expire()
         return True
 
     def _is_served(self, terms: SessionTerms, total_layers: int) -> bool:
@@ -287,7 +283,8 @@ class Sessions:
         self._parked.remove(best[1])
         return best[1], best[0]
 
-    def _trim(self) -> None:
+    def expire(self) -> None:
+        """Drop what was parked too long, or is too much; called now and then."""
         oldest = self._clock.monotonic() - PARKED_SECONDS
         while self._parked and (
             len(self._parked) > MAX_PARKED

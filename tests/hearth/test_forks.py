@@ -164,7 +164,7 @@ async def test_a_restored_founder_that_hears_from_a_member_goes_on(household: Ho
         await until(lambda: "n" in barn.models() and len(barn.roster.members) == 4)
         for hearth in (attic, barn):
             assert set(hearth.roster.anchors) == {household.key("attic"), household.key("barn")}
-            assert set(hearth.models()) == {"m", "n"}
+            assert set(hearth.log.state.models()) == {"m", "n"}
 
 
 async def fork(home: Household, stack: AsyncExitStack) -> tuple[Hearth, Hearth]:

@@ -121,7 +121,7 @@ async def test_other_weights_are_other_facts(tmp_path: Path) -> None:
         await node.serve(advertised(key.node_id))
         await node.serve(advertised(key.node_id, weights="b" * 64))
         assert node.said == 2 * [MODEL_PUBLISHED, SHARD_ADVERTISED]
-        assert node.hearth.models()["tiny"].payload["weights_sha256"] == "b" * 64
+        assert node.hearth.log.state.models()["tiny"].payload["weights_sha256"] == "b" * 64
 
 
 async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ class Steering:
         return hearth
 
     def _published(self, hearth: Hearth) -> dict[str, tuple[Published, NodeId]]:
-        read = {name: read_fact(fact) for name, fact in hearth.steering().items()}
+        read = {name: read_fact(fact) for name, fact in hearth.log.state.steering().items()}
         return {name: one for name, one in read.items() if one is not None and one[0].name == name}
 
     async def _manifest(self, model: ModelId) -> Manifest:

@@ -200,7 +200,7 @@ class _Run:
         if any(other != first for other in others):
             return False
         return all(
-            said in node.hearth.models()
+            said in node.hearth.log.state.models()
             for node in self._house.nodes.values()
             for models in self._facts.values()
             for said in models
@@ -274,7 +274,7 @@ class _Run:
     def _check_facts(self, name: str, node: Node) -> None:
         """What honest members recorded is everywhere."""
         for author, models in self._facts.items():
-            lost = [model for model in models if model not in node.hearth.models()]
+            lost = [model for model in models if model not in node.hearth.log.state.models()]
             if lost:
                 self._ledger.broke(f"{name} has not what {author} published: {lost}")
 
