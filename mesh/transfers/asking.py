@@ -60,7 +60,6 @@ class WeightsLink:
         self.host = host
         self._silence_s = silence_s
         self._least_bytes_s = least_bytes_s
-        self.bytes_received = 0
         self._link: Link | None = None
         self._numbers = itertools.count(1)
         self._questions: dict[int, _Question] = {}
@@ -135,7 +134,6 @@ class WeightsLink:
             elif (question := self._questions.get(message.session)) is not None:
                 _fail(question, error)
         elif isinstance(message, Blob) and message.kind is BlobKind.ANSWER:
-            self.bytes_received += len(message.data)
             question = self._questions.get(message.session)
             if question is not None and not question.done.done():
                 if message.data:  # what nobody has asked for proves nothing

@@ -58,8 +58,6 @@ class Product:
 
 
 QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
-PRODUCTS = (QKV, OUTPUT, UP, DOWN)
-"""The products of a layer."""
 
 
 def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
