@@ -152,7 +152,7 @@ class Deploying:
         self, model_id: ModelId, weights_sha256: str, *, dedicated: bool
     ) -> Mapping[NodeId, int]:
         """MiB that would get free on each machine if all rested that may for this model."""
-        found = Checkpoint(model_id, weights_sha256, 0, None, 0)
+        found = Checkpoint(model_id, weights_sha256, 0, 0)
         known = self._of(model_id, weights_sha256)
         wish = _new_wish("", found) if known is None else known.wish
         wish = replace(wish, dedicated=dedicated)

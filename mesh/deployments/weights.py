@@ -39,7 +39,6 @@ class Checkpoint:
     model_id: ModelId
     weights_sha256: str
     total_layers: int
-    context: int | None
     layers_mb: int
     """All layers as they are stored."""
 
@@ -206,7 +205,6 @@ def checkpoint(manifest: Manifest) -> Checkpoint:
         manifest.model_id,
         manifest.weights_sha256,
         manifest.total_layers,
-        manifest.max_positions,
         sum(manifest.layer_bytes) >> 20,
     )
 

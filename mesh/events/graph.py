@@ -39,10 +39,6 @@ class Graph:
         """The mask of all decisions."""
         return (1 << len(self._decisions)) - 1
 
-    def position(self, decision_id: DecisionId) -> int | None:
-        """Where a decision stands here; None when it is not here."""
-        return self._positions.get(decision_id)
-
     def past(self, position: int) -> int:
         """The mask of all that a decision's author had seen, without the decision itself."""
         return self._past[position]

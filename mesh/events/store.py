@@ -179,13 +179,6 @@ class Store:
                 found.append(((a, a_signature), (b, b_signature)))
         return found
 
-    async def sizes(self) -> dict[NodeId, tuple[int, int]]:
-        """How many events there are of each author, and how many bytes their bodies have."""
-        rows = await self._fetch(
-            "SELECT author, COUNT(*), SUM(LENGTH(body)) FROM events GROUP BY author", ()
-        )
-        return {NodeId(author): (count, size) for author, count, size in rows}
-
     async def _fitting(self, ranges: Sequence[Range], room_bytes: int) -> list[tuple[Range, int]]:
         """How many events of each range come first and fit one page, read from sizes alone."""
         ahead = max(4, MAX_PAGE_EVENTS // max(1, len(ranges)))

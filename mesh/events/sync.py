@@ -58,11 +58,6 @@ class Turn:
     ingest: Received | None = None
     fruitless: bool = False
 
-    @property
-    def over(self) -> bool:
-        """Whether the exchange is at its end."""
-        return self.send is None and self.ingest is None
-
 
 @dataclass(slots=True)
 class _Search:

@@ -42,11 +42,6 @@ class EventFeed:
         for reader in self._readers:
             reader.set()
 
-    @property
-    def last_id(self) -> int:
-        """The id of the newest event; 0 when there was none."""
-        return self._last_id
-
     def latest(self, count: int) -> list[dict[str, Any]]:
         """The newest `count` events, oldest first."""
         return list(self._events)[-count:]

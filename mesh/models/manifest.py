@@ -36,7 +36,6 @@ _SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
@@ -59,7 +58,6 @@ class Manifest:
     model_id: ModelId
     directory: Path
     config: Mapping[str, Any]
-    architecture: str
     model_type: str
     total_layers: int
     hidden_size: int
@@ -72,7 +70,6 @@ class Manifest:
     ends_bytes: int
     tied: bool
     weights_sha256: str
-    has_tokenizer: bool
     eos_ids: tuple[int, ...]
     bytes_hashed: int
     cache_dir: Path | None
@@ -134,7 +131,6 @@ class _Contents(NamedTuple):
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
-    has_tokenizer: bool
     eos_ids: tuple[int, ...]
     heads: Mapping[Path, int] = MappingProxyType({})
 
@@ -155,8 +151,8 @@ def read_manifest(
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
     for weights that are stored quantised and for a model that is not read from GGUF.
     """
-    directory, config, stored, has_tokenizer, eos_ids, heads = _read(path)
-    text, architectures = _parts(directory, config)
+    directory, config, stored, eos_ids, heads = _read(path)
+    text = _of_text(directory, config)
     prefix, total_layers = find_layers(directory, list(stored), text)
     partial = read_partial(directory)
     if partial is not None:
@@ -170,7 +166,6 @@ def read_manifest(
         model_id=model_id or checkpoint_name(path),
         directory=directory,
         config=config,
-        architecture=str([*architectures, config.get("model_type", "")][0]),
         model_type=str(text.get("model_type", config.get("model_type", ""))),
         total_layers=total_layers,
         hidden_size=number_in(text, "hidden_size", "n_embd", "d_model") or embedding().shape[1],
@@ -183,7 +178,6 @@ def read_manifest(
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
         tied=not any(map(is_head, tensors)),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
-        has_tokenizer=has_tokenizer,
         eos_ids=eos_ids,
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
@@ -191,15 +185,15 @@ def read_manifest(
     )
 
 
-def _parts(directory: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Any]]:
-    """What a config says of the language model, and its architectures. Raises BadCheckpoint."""
+def _of_text(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the language model. Raises BadCheckpoint."""
     text, architectures = config.get("text_config") or config, config.get("architectures") or []
     if not isinstance(text, Mapping) or not isinstance(architectures, list):
         raise BadCheckpoint(
             f"{directory / 'config.json'} has text_config or architectures of another form.",
             fix="Download it again, or use another checkpoint.",
         )
-    return text, architectures
+    return text
 
 
 def _hashed(
@@ -229,16 +223,11 @@ def _read(path: Path) -> _Contents:
         )
     if (gguf := _gguf_of(path)) is not None:
         found = read_gguf(gguf)
-        return _Contents(
-            gguf.parent, found.config, found.tensors, found.has_tokenizer, found.eos_ids,
-            found.heads,
-        )  # fmt: skip
+        return _Contents(gguf.parent, found.config, found.tensors, found.eos_ids, found.heads)
     config = _read_object(path / "config.json")
     require_unquantised(config, checkpoint_name(path))
-    text, _ = _parts(path, config)
-    has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
-    eos_ids = _eos_ids(path, config, text)
-    return _Contents(path, config, read_tensors(path), has_tokenizer, eos_ids)
+    eos_ids = _eos_ids(path, config, _of_text(path, config))
+    return _Contents(path, config, read_tensors(path), eos_ids)
 
 
 def _gguf_of(path: Path) -> Path | None:

@@ -86,10 +86,6 @@ class SessionTerms:
             request,
         ]
 
-    def gives_candidates(self, layers: LayerRange) -> bool:
-        """Whether a hop on these layers answers with candidates."""
-        return self.remote_ends is not None and self.remote_ends.gives_candidates(layers)
-
     def is_served_by(self, shard: ShardDescriptor, layers: LayerRange) -> bool:
         """Whether a shard that holds these layers can do all that is asked of a hop on them."""
         return self.remote_ends is None or self.remote_ends.is_served_by(shard, layers)

@@ -150,16 +150,6 @@ class PiecePicker:
             own.in_hand.append(piece)
         return piece
 
-    def failed(self, source: str, piece: Piece) -> None:
-        """It did not give it, though it stays."""
-        own = self._sources.get(source)
-        if own is not None and piece in own.in_hand:
-            own.in_hand.remove(piece)
-            self._reopen(piece)
-            tensor = self._waiting.get(piece.tensor)
-            if tensor is not None and tensor.owner == source:
-                tensor.owner = None
-
     def arrived(self, source: str, piece: Piece, seconds: float) -> bool:
         """It came, after so long; False when it is here already, from elsewhere."""
         own = self._sources.get(source)

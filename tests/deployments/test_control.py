@@ -98,7 +98,7 @@ class Models:
 
     async def find(self, model: str) -> Checkpoint:
         layers = int(model.rpartition("-")[2])
-        return Checkpoint(ModelId(model), WEIGHTS, layers, None, layers * LAYER_MB)
+        return Checkpoint(ModelId(model), WEIGHTS, layers, layers * LAYER_MB)
 
     async def ensure(
         self,

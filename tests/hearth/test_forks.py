@@ -153,7 +153,7 @@ async def test_a_restored_founder_that_hears_from_a_member_goes_on(household: Ho
         link(attic, barn)
         await attic.decide(added(household.keys["shed"], "shed"))
         await attic.publish("model.published", {"model_id": "m"})
-        await until(lambda: "m" in barn.models() and len(barn.roster.members) == 3)
+        await until(lambda: "m" in barn.log.state.models() and len(barn.roster.members) == 3)
     async with (
         household.open("attic", "attic-backup") as attic,
         household.open("barn") as barn,
@@ -161,7 +161,7 @@ async def test_a_restored_founder_that_hears_from_a_member_goes_on(household: Ho
         link(attic, barn)
         await attic.decide(added(household.keys["cellar"], "cellar"))
         await attic.publish("model.published", {"model_id": "n"})
-        await until(lambda: "n" in barn.models() and len(barn.roster.members) == 4)
+        await until(lambda: "n" in barn.log.state.models() and len(barn.roster.members) == 4)
         for hearth in (attic, barn):
             assert set(hearth.roster.anchors) == {household.key("attic"), household.key("barn")}
             assert set(hearth.log.state.models()) == {"m", "n"}

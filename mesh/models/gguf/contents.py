@@ -41,7 +41,6 @@ class GgufContents:
     heads: Mapping[Path, int]
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
-    has_tokenizer: bool
     eos_ids: tuple[int, ...]
 
 
@@ -113,9 +112,7 @@ def read_gguf(file: Path) -> GgufContents:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
             tensors[named.name] = named
     ids, heads = _ids(metadata), {header.file: header.end for header in headers}
-    return GgufContents(
-        heads, config | ids, tensors, _has_tokenizer(metadata), tuple(ids["eos_token_id"])
-    )
+    return GgufContents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
 
 
 def _files(file: Path) -> list[Path]:
@@ -236,7 +233,3 @@ def _require_embedded(header: GgufHeader, rows: int) -> None:
             " which it has an embedding.",
             fix="Download the file again.",
         )
-
-
-def _has_tokenizer(metadata: Mapping[str, Any]) -> bool:
-    return "tokenizer.ggml.model" in metadata and "tokenizer.ggml.tokens" in metadata

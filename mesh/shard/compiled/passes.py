@@ -43,8 +43,6 @@ class LayerSessions:
     alone: Any
     back: Any
     tables: Tables
-    kv_heads: int
-    width: int
     projected: int
     attended: int
     """How wide a row is before and behind attention."""
@@ -76,9 +74,8 @@ def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> l
         )
         attended = attention.heads * attention.width
         projected = attended + 2 * attention.kv_heads * attention.width
-        shape = attention.kv_heads, attention.width, projected, attended
         sessions = front, *attention_of(attention, turned), back
-        found.append(LayerSessions(*sessions, turned, *shape))
+        found.append(LayerSessions(*sessions, turned, projected, attended))
     return found
 
 
