@@ -76,11 +76,6 @@ class HopLink:
         """Whether a new one has to be dialled."""
         return self._closed or self._link is None or self._link.is_closed
 
-    @property
-    def rtt_ms(self) -> float | None:
-        """The link's last measured round trip."""
-        return self._link.rtt_ms if self._link is not None else None
-
     def register(self, receiver: SessionReceiver) -> int:
         """A fresh session number whose messages go to `receiver`."""
         self._last_session = (self._last_session + 1) & 0xFFFFFFFF

@@ -70,11 +70,6 @@ class WeightsLink:
         """Use this link, whose handler this is."""
         self._link = link
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing can be asked any more."""
-        return self._error is not None or self._link is None or self._link.is_closed
-
     async def ask(
         self, sha256: str, part: Part, name: str = "", start: int = 0, stop: int = 0
     ) -> Parts:
