@@ -23,11 +23,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 60.0
-_CLOSE_TIMEOUT_S = 3.0
+_CALL_TIMEOUT_S, _CLOSE_TIMEOUT_S = 10.0, 3.0
 
 
 class DirectRecords:
-    """See `mesh.coordination.layered.Records`. A call takes `timeout_s` at the most."""
+    """See `mesh.coordination.layered.Records`. A call takes 10 s at the most."""
 
     def __init__(
         self,
@@ -35,13 +35,11 @@ class DirectRecords:
         flags: ReadyFlags,
         clock: Clock,
         warn: Warn,
-        timeout_s: float = 10.0,
     ) -> None:
         self._store = store
         self._flags = flags
         self._clock = clock
         self._warn = warn
-        self._timeout_s = timeout_s
         self._connecting = asyncio.Lock()
         self._is_connected = False
         self._error: CoordinationError | None = None
@@ -94,7 +92,7 @@ class DirectRecords:
             raise self._error
         attempt = self._attempt
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
                 async with self._connecting:
                     if not self._is_connected:
                         await self._store.connect()
@@ -102,7 +100,7 @@ class DirectRecords:
                     attempt = self._attempt
                 result = await work()
         except TimeoutError:
-            raise self._failed(_late(self._timeout_s), attempt) from None
+            raise self._failed(_late(), attempt) from None
         except StoreUnavailable as error:
             raise self._failed(error, attempt) from None
         self._error, self._failures = None, 0
@@ -121,8 +119,8 @@ class DirectRecords:
         return error
 
 
-def _late(timeout_s: float) -> StoreUnavailable:
+def _late() -> StoreUnavailable:
     return StoreUnavailable(
-        f"the store did not answer within {timeout_s:g} s.",
+        f"the store did not answer within {_CALL_TIMEOUT_S:g} s.",
         fix="Look at its log, or choose another coordination.store.",
     )

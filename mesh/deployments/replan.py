@@ -34,8 +34,7 @@ LONGEST_RETRY_S = 600.0
 class _Pace:
     """When something may be tried that is due: after a while, and less often each time."""
 
-    def __init__(self, settle_s: float) -> None:
-        self._settle_s = settle_s
+    def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self._tries: dict[str, int] = {}
@@ -48,7 +47,7 @@ class _Pace:
     def may_try(self, deployment: str, now: float) -> bool:
         """Whether it is time for what has been due since it was first asked about."""
         since = self._since.setdefault(deployment, now)
-        return now - since >= self._settle_s and now >= self._not_before.get(deployment, 0.0)
+        return now - since >= SETTLE_S and now >= self._not_before.get(deployment, 0.0)
 
     def tried(self, deployment: str, now: float) -> None:
         """It is tried now."""
@@ -59,20 +58,13 @@ class _Pace:
 class Replanner:
     """`start`, then `stop`. A planned node that is away for `limit_s` is planned around."""
 
-    def __init__(
-        self,
-        members: World,
-        limit_s: float,
-        tell: Callable[..., None],
-        *,
-        settle_s: float = SETTLE_S,
-    ) -> None:
+    def __init__(self, members: World, limit_s: float, tell: Callable[..., None]) -> None:
         self._members = members
         self._limit_s = limit_s
         self._tell = tell
         self._seen: dict[NodeId, float] = {}
-        self._planning = _Pace(settle_s)
-        self._spreading = _Pace(settle_s)
+        self._planning = _Pace()
+        self._spreading = _Pace()
         self._looks = Turns("planning anew")
         self._turns = Turns("planning anew deployment", self._unplanned)
         self._task: asyncio.Task[None] | None = None

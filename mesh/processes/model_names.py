@@ -40,10 +40,9 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @contextmanager
-def remembered(directory: Path | None = None) -> Iterator[None]:
-    """Meanwhile transformers, when imported, is given what is kept in `directory`, by default the
-    cache directory."""
-    hook = _OnImport(directory or cache_dir())
+def remembered() -> Iterator[None]:
+    """Meanwhile transformers, when imported, is given what is kept in the cache directory."""
+    hook = _OnImport(cache_dir())
     sys.meta_path.insert(0, hook)
     try:
         yield

@@ -213,8 +213,7 @@ def _bench(
         rows_ms = 2 * PREFILL_ROWS * number / speed.prefill_gflops / 1e6 if speed else 0.0
         if timed is not None:
             step_ms = timed.decode_ms * number / mean
-            known = timed.prefill_ms
-            rows_ms = known * number / mean if known is not None else rows_ms or _long(timed)
+            rows_ms = rows_ms or _long(timed)
         decode.append(step_ms)
         prefill.append(rows_ms)
     cached = 4.0 if quant != "none" else ITEMSIZE[name]

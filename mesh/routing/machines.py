@@ -60,13 +60,12 @@ class ModelShape:
 class Timed:
     """What layers of the model itself took on a device: counts before what its `Speed` says.
 
-    Milliseconds for each layer: of a decode step, and of 512 rows of a prefill where known.
+    `decode_ms` is each layer's share of a decode step.
     """
 
     device: str
     format: str
     decode_ms: float
-    prefill_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

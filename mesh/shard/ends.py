@@ -108,14 +108,14 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
     return LoadedEnds(computed, rows, ends.bytes_read, (dtype.reason, kernels))
 
 
-def rows_at_once(ends: ModelEnds, hidden_size: int, most: int = MOST_ROWS) -> int:
-    """How many rows the head may compute together, a power of two: with 2, 4, ... `most` of them
-    each has the same bits as alone on this machine."""
+def rows_at_once(ends: ModelEnds, hidden_size: int) -> int:
+    """How many rows the head may compute together, a power of two: with 2, 4, ... `MOST_ROWS` of
+    them each has the same bits as alone on this machine."""
     seeded = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, most, hidden_size, generator=seeded)
+    hidden = torch.randn(1, MOST_ROWS, hidden_size, generator=seeded)
     alone: list[torch.Tensor] = []
     equal = 1
-    while 2 * equal <= most:
+    while 2 * equal <= MOST_ROWS:
         size = 2 * equal
         alone += [ends.logits(hidden[:, at : at + 1]) for at in range(len(alone), size)]
         if not torch.equal(ends.logits(hidden[:, :size]), torch.cat(alone, dim=1)):

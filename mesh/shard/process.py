@@ -30,7 +30,7 @@ from mesh.errors import (
 )
 from mesh.processes.messages import Handlers
 from mesh.processes.priority import yield_to_others
-from mesh.processes.worker import Daemon, Worker
+from mesh.processes.worker import Worker
 from mesh.shard.commands import (
     Health,
     KeepResident,
@@ -88,14 +88,8 @@ LoadShard = Callable[[LoadPlan], LoadedShard]
 class ShardProcess(Worker):
     """The shards of this process."""
 
-    def __init__(
-        self,
-        load: LoadShard = load_shard,
-        *,
-        stuck_s: float = _STUCK_S,
-        daemon: Daemon | None = None,
-    ) -> None:
-        super().__init__(daemon)
+    def __init__(self, load: LoadShard = load_shard, *, stuck_s: float = _STUCK_S) -> None:
+        super().__init__()
         self._load_shard = load
         self._stuck_s = stuck_s
         self._orders: asyncio.Queue[StartShards | Load | Unload] = asyncio.Queue(_MAX_COMMANDS)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mesh.clock import Clock, SystemClock, loop_time
+from mesh.clock import SystemClock, loop_time
 from mesh.errors import BadRequest, MeshError, NoRoute, from_dict
 from mesh.health.percentiles import percentile
 from mesh.shard.admission import Ended, SessionTable, layers_asked
@@ -45,7 +45,6 @@ class ShardServer:
         *,
         hidden_size: int,
         scheduler: Scheduler,
-        clock: Clock | None = None,
         make_room: MakeRoom = nullcontext,
     ) -> None:
         """`load` blocks while it reads the weights; it is called off the event loop, in the block
@@ -60,7 +59,7 @@ class ShardServer:
         self.ends: ResidentWeights[LoadedEnds] | None = None
         """Embedding and head, where the shard runs them for askers that have none; loaded when the
         first comes."""
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._used_at = 0.0
         self._borrowed = 0

@@ -37,8 +37,8 @@ class Bucket:
     Whoever takes waits in line. Use on one event loop.
     """
 
-    def __init__(self, rate: float = math.inf) -> None:
-        self._rate = rate
+    def __init__(self) -> None:
+        self._rate = math.inf
         self._level = 0.0
         self._level_at = 0.0
         self._line = asyncio.Lock()

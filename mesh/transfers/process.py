@@ -39,7 +39,7 @@ from mesh.processes.dialing import connect_to
 from mesh.processes.heap import give_back, keep_buffers
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.priority import yield_to_others
-from mesh.processes.worker import Daemon, Worker
+from mesh.processes.worker import Worker
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
     Ensure,
@@ -81,8 +81,8 @@ MAX_ORDERS = 64
 class FetcherProcess(Worker):
     """What this node has of weights, for others and from others."""
 
-    def __init__(self, *, daemon: Daemon | None = None) -> None:
-        super().__init__(daemon)
+    def __init__(self) -> None:
+        super().__init__()
         self._shelf = Shelf()
         self._start_command: StartFetcher | None = None
         self._listener: LinkServer | None = None

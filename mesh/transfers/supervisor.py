@@ -62,13 +62,12 @@ class FetcherSupervisor(RestingSupervisor):
         start: StartFetcher | None,
         on_change: Callable[[], None] = lambda: None,
         notify: Notify = lambda kind, fields: None,
-        module: str = "mesh.transfers.process",
         hub: Callable[[], HubSettings] = hub_settings,
         is_used: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`module` is what the process runs; `hub` is asked in a thread, whenever it is needed, and
-        `is_used`, while weights move, whether somebody is answered on this machine."""
-        super().__init__("the fetcher", module, start)
+        """`hub` is asked in a thread, whenever it is needed, and `is_used`, while weights move,
+        whether somebody is answered on this machine."""
+        super().__init__("the fetcher", "mesh.transfers.process", start)
         self.holdings: tuple[Holding, ...] = ()
         """What is here, by checkpoint."""
         self.transfers: tuple[Transfer, ...] = ()

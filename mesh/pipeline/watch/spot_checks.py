@@ -50,6 +50,7 @@ NEWCOMER_SESSIONS = 3
 """Sessions of a host unknown to this asker that get a check each, whatever is drawn."""
 
 MAX_RUNNING = 2
+_TIMEOUT_S = 30.0
 
 YIELD_SECONDS = 5.0
 """For how long a host that was found full is spared checks."""
@@ -74,7 +75,6 @@ class SpotCheckSettings:
     probability: float
     own_host: str
     routed: bool = False
-    timeout_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class SpotChecks:
         claim = Claims().claim(
             key_of(chosen.shard)
         )  # it makes room for generations, not they for it
-        patience = Patience(self._settings.timeout_s, self._settings.timeout_s)
+        patience = Patience(_TIMEOUT_S, _TIMEOUT_S)
         shadow = HopSession(chosen, link, claim, terms.for_checking(), patience)
         try:
             await shadow.open()
@@ -337,7 +337,7 @@ class SpotChecks:
     ) -> WireTensor:
         """What another host answers to the hop's input. Raises what it answers, BadFrame."""
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(_TIMEOUT_S):
                 answer = await shadow.exchange(position, tensor)
         except TimeoutError:
             raise PipelineStalled("a spot check stalled.", fix="It is not used again.") from None
