@@ -6,9 +6,7 @@ import asyncio
 import os
 import time
 
-import tui.screens.jobs
 from tests.tui.conftest import Daemon
-from tests.tui.house import MOMENT
 from tests.tui.test_screens import KEPT, SIZES, tour
 
 
@@ -24,5 +22,4 @@ async def main() -> None:
 if __name__ == "__main__":
     os.environ["TZ"] = "UTC"
     time.tzset()
-    tui.screens.jobs.now_s = lambda: MOMENT.timestamp() + 42
     asyncio.run(main())
