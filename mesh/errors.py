@@ -90,11 +90,12 @@ def from_dict(fields: dict[str, Any]) -> MeshError:
 
 
 async def as_mesh_error(
-    work: Awaitable[T], doing: str, otherwise: Callable[[Exception], MeshError]
+    work: Awaitable[T], doing: str, otherwise: Callable[[Exception], MeshError] | None = None
 ) -> T:
-    """What `work` gives; `doing` names it in the log.
+    """What `work` gives; `doing` names it.
 
-    Raises MeshError only: what `otherwise` makes of an error stands for what nobody foresaw.
+    Raises MeshError only: what `otherwise` makes of an error stands for what nobody foresaw, by
+    default an InternalError.
     """
     try:
         return await work
@@ -102,6 +103,9 @@ async def as_mesh_error(
         raise
     except Exception as error:
         logger.exception("%s failed", doing)
+        if otherwise is None:
+            what = doing[:1].upper() + doing[1:]
+            raise InternalError(f"{what} failed: {error}.", fix="See the log.") from error
         raise otherwise(error) from error
 
 

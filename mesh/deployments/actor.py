@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.clock import loop_time
-from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases, unforeseen
+from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases
 from mesh.deployments.provisioning import Provisioning
 from mesh.deployments.reconcile import (
     Decision,
@@ -216,7 +216,7 @@ class Reconciler:
     async def _load(self, deployment: Deployment, load: LoadAction, model: LocalModel) -> None:
         shard, loading = load.shard, self._bring_up(deployment, load, model)
         try:
-            await as_mesh_error(loading, f"loading {shard}", unforeseen)
+            await as_mesh_error(loading, f"loading {shard}")
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
@@ -273,7 +273,7 @@ class Reconciler:
         """Serve it no more; False where that failed, and it is still held."""
         unserving = self._world.unserve(drop.shard)
         try:
-            ended = await as_mesh_error(unserving, f"unloading {drop.shard}", unforeseen)
+            ended = await as_mesh_error(unserving, f"unloading {drop.shard}")
         except MeshError as error:
             logger.warning("shard=%s cannot be unloaded: %s", drop.shard, error)
             return all(held.shard != drop.shard for held in self._world.held())
@@ -320,7 +320,7 @@ class Reconciler:
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
         try:
-            await as_mesh_error(self._ask_here(deployment, name), f"asking {name}", unforeseen)
+            await as_mesh_error(self._ask_here(deployment, name), f"asking {name}")
         except MeshError as error:
             logger.warning("deployment=%s cannot be asked here: %s", deployment.id, error)
             self.phases.failed(name, error, loop_time())

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from mesh.clock import backoff_s
-from mesh.errors import DiskFull, InternalError, MeshError, NotEnoughMemory
+from mesh.errors import DiskFull, MeshError, NotEnoughMemory
 from mesh.types import ShardId
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
@@ -153,8 +153,3 @@ class Phases:
 def wait_s(failures: int) -> float:
     """For how long something is left alone that failed so often, once at least, without a break."""
     return backoff_s(failures, FIRST_WAIT_S, LONGEST_WAIT_S)
-
-
-def unforeseen(error: Exception) -> MeshError:
-    """What is said of an error that nobody foresaw."""
-    return InternalError(f"Something failed that should not: {error}.", fix="See the log.")

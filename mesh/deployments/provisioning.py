@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 
-from mesh.deployments.phases import Phase, Phases, unforeseen
+from mesh.deployments.phases import Phase, Phases
 from mesh.deployments.reconcile import OwnShard, ShardStage
 from mesh.errors import MeshError, as_mesh_error
 from mesh.models.local import LocalModel
@@ -78,7 +78,7 @@ class Provisioning:
         shard = fetch.shard.shard
         self._phases.put(shard, Phase.PROVISIONING)
         try:
-            model = await as_mesh_error(work(), f"fetching {shard}", unforeseen)
+            model = await as_mesh_error(work(), f"fetching {shard}")
         except MeshError as error:
             logger.warning("shard=%s cannot be brought up: %s", shard, error)
             if self._fetches.get(shard) is fetch:

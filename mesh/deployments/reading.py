@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.deployments.listing import DeploymentRows
-from mesh.deployments.phases import Phase, PhaseProgress, unforeseen
+from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import Busy, MeshError, as_mesh_error
@@ -103,12 +103,12 @@ class ReadingModels:
         model = reading.wish.model_id
         try:
             found = await as_mesh_error(
-                self._weights.read(model, reading.layers, heard), "reading a model", unforeseen
+                self._weights.read(model, reading.layers, heard), "reading a model"
             )
             then: Then | None = None
             while reading.then is not then:  # somebody may wish for it otherwise meanwhile
                 then = reading.then
-                await as_mesh_error(then(found), "deploying what was read", unforeseen)
+                await as_mesh_error(then(found), "deploying what was read")
         except MeshError as error:
             reading.error = error
             reason = f"{error.message} {error.fix}".strip()

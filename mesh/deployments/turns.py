@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from mesh.clock import loop_time
-from mesh.deployments.phases import unforeseen, wait_s
+from mesh.deployments.phases import wait_s
 from mesh.errors import MeshError, as_mesh_error
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Turns:
         if loop_time() < again_at:
             return
         try:
-            await as_mesh_error(turn(), f"{self._doing} {name}", unforeseen)
+            await as_mesh_error(turn(), f"{self._doing} {name}")
         except MeshError as error:
             logger.warning("%s %s is put off: %s", self._doing, name, error)
             self._failed.pop(name, None)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mesh.errors import InternalError, MeshError, TransferFailed, as_mesh_error
+from mesh.errors import MeshError, TransferFailed, as_mesh_error
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
 from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of
@@ -239,7 +239,7 @@ class Fetch:
             await self._pace.take(piece.size)
             began = loop.time()
             data = await as_mesh_error(
-                asked.source.read(piece.tensor, piece.start, piece.stop), "fetching", _unforeseen
+                asked.source.read(piece.tensor, piece.start, piece.stop), "the fetch"
             )
         except MeshError as error:
             if self._asked.get(name) is asked:
@@ -263,7 +263,7 @@ class Fetch:
 
     async def _keep(self, piece: Piece, data: Parts) -> None:
         try:
-            await as_mesh_error(self._put(piece, data), "keeping weights", _unforeseen)
+            await as_mesh_error(self._put(piece, data), "keeping weights")
         except MeshError as error:
             self._error = self._error or error
         self._dispatch()
@@ -309,7 +309,3 @@ def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: WantedLayers) -
         pieces = [Piece(name, *place) for place in pieces_of(manifest.tensors[name].nbytes)]
         missing[name] = (pieces, [Piece(name, *place) for place in left] or pieces)
     return PiecePicker(missing)
-
-
-def _unforeseen(error: Exception) -> MeshError:
-    return InternalError(f"The fetch failed: {error}.", fix="See the log.")

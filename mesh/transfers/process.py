@@ -22,7 +22,6 @@ from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
     BadRequest,
-    InternalError,
     MeshError,
     ModelInUse,
     ModelNotFound,
@@ -147,7 +146,7 @@ class FetcherProcess(Worker):
             self._shelf.put(kept)
         await asyncio.to_thread(sweep_rounded, command.cache_dir)
         try:  # whoever has knocked already is answered with all that is here
-            await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
+            await as_mesh_error(self._listen(command), "starting the fetcher")
         except MeshError as error:
             self.say(Failed(error))
             self.end_failed(error)
@@ -215,9 +214,9 @@ class FetcherProcess(Worker):
 
     async def _answer(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
         try:
-            directory = await as_mesh_error(work, "a fetch", _unforeseen)
+            directory = await as_mesh_error(work, "the fetch")
             # Who hears that it has ended finds what is here told.
-            await as_mesh_error(self._tell_holdings(), "telling what is here", _unforeseen)
+            await as_mesh_error(self._tell_holdings(), "telling what is here")
         except MeshError as error:
             self._refuse(name, error)
         else:
@@ -346,10 +345,6 @@ def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     file = "" if manifest.gguf is None else manifest.gguf.name
     origin = "" if snapshot is None else origin_of(snapshot.repo_id, snapshot.commit, file)
     return StoredCheckpoint(manifest, origin, None, is_read=snapshot is not None)
-
-
-def _unforeseen(error: Exception) -> MeshError:
-    return InternalError(f"The fetcher failed: {error}.", fix="See the log.")
 
 
 def main() -> None:

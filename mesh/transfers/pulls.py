@@ -19,7 +19,6 @@ from msgspec import to_builtins
 from mesh.errors import (
     BadRequest,
     Busy,
-    InternalError,
     MeshError,
     ModelInUse,
     ModelNotFound,
@@ -220,7 +219,7 @@ class Pulls:
     async def _run(self, name: str, work: Awaitable[Path]) -> None:
         pull: _Pull | None = None
         try:
-            directory = await as_mesh_error(work, "a pull", _unforeseen)
+            directory = await as_mesh_error(work, "the pull")
             pull = self._pulls[name]
             pull.state, pull.directory = "done", directory
             self._around.notify("pull_done", {"pull": name, "model": pull.model})
@@ -299,7 +298,3 @@ def _only(model: str, held: list[Holding]) -> Holding:
 def _row(transfer: Transfer) -> dict[str, Any]:
     row: dict[str, Any] = to_builtins(transfer)
     return row
-
-
-def _unforeseen(error: Exception) -> MeshError:
-    return InternalError(f"The pull failed: {error}.", fix="See the log.")
