@@ -153,7 +153,7 @@ class Node:
         await self._held.stop_asking()
         if self._jobs is not None:
             await self._jobs.stop()
-        await self.weights.fetcher.stop()
+        await self.weights.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -281,6 +281,8 @@ class Node:
         what could not be loaded before."""
         if not paused:
             self._held.try_again()
+            if self._deployments is not None:
+                self._deployments.reconciler.try_again()
         if paused == self._is_paused:
             return
         self._is_paused = paused

@@ -31,7 +31,8 @@ TELL_BYTES_S = 2.0
 
 
 class Weights:
-    """`start`, then `look` whenever others may have said something else; `fetcher` does the rest.
+    """`start`, then `look` whenever others may have said something else, then `stop`; `fetcher`
+    does the rest.
 
     `on_change` says that what others are told has changed, `is_used` whether somebody is answered
     on this machine.
@@ -55,6 +56,7 @@ class Weights:
         self._peers: Sequence[PeerHolding] = ()
         self._on_change = on_change
         self._events = events
+        self._pulls: Pulls | None = None
         self.fetcher = FetcherSupervisor(None, self._changed, self._notify, is_used=is_used)
 
     def start(self, models: Sequence[LocalModel], address: str, tls: TlsMaterial) -> None:
@@ -64,6 +66,12 @@ class Weights:
         self.fetcher.first_command = start
         if self._config.is_distributed:
             self.fetcher.start()
+
+    async def stop(self) -> None:
+        """End what is fetched; what has come stays on the disk."""
+        if self._pulls is not None:
+            await self._pulls.close()
+        await self.fetcher.stop()
 
     def held(self) -> Sequence[HeldWeights]:
         """What others are told: nothing while nobody would be answered."""
@@ -100,7 +108,8 @@ class Weights:
             return {Path(model.directory) for model in held.values()}
 
         around = PullContext(lambda: self._peers, in_use, self._notify, cache_dir())
-        return Pulls(self.fetcher, around)
+        self._pulls = Pulls(self.fetcher, around)
+        return self._pulls
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         self._events.emit(kind, **fields)
