@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -38,29 +41,50 @@ def start_detached(
     its exit code where it ended instead, after its last words were shown.
     """
     begin = log_end(paths)
-    with paths.daemon_log.open("ab") as output:
-        process = subprocess.Popen(
-            up_command(arguments),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-            cwd=directory,
-        )
+    process: subprocess.Popen[bytes] | None = None
 
     def pid() -> int | None:
-        return process.pid if process.poll() is None else None
+        return process.pid if process is not None and process.poll() is None else None
 
     try:
+        with paths.daemon_log.open("ab") as output, _uninterrupted():
+            process = subprocess.Popen(
+                up_command(arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+                cwd=directory,
+            )
         record = await_daemon(pid, paths, begin)
     except KeyboardInterrupt:
-        process.terminate()
-        note("it was still starting, and is stopped")
+        if process is not None:
+            process.terminate()
+            note("it was still starting, and is stopped")
         raise
     if record is None:
         raise typer.Exit(process.returncode or 1)
     return record
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C in the block counts behind it: a process that is just started is nobody's until then.
+
+    The new process does not inherit this. Only the main thread is interrupted by Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 def log_end(paths: StatePaths) -> int:

@@ -22,7 +22,7 @@ from mesh.runtime import DaemonRecord, sole_use
 
 
 def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
-    """Run a node in the foreground until SIGINT or SIGTERM.
+    """Run a node in the foreground until SIGINT, SIGTERM, or its terminal is closed.
 
     `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
     """
@@ -43,6 +43,8 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, stopped.set)
     loop.add_signal_handler(signal.SIGUSR1, node.pause, True)
     loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
     try:

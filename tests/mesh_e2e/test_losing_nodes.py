@@ -8,6 +8,7 @@ In the order of this file few have to be.
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -190,8 +191,9 @@ def test_what_nobody_serves_is_answered_at_home_from_the_start(
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shard_unavailable")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_node_that_is_stopped_politely_hands_its_sessions_over(
-    house: House, expected: Answer
+    house: House, expected: Answer, number: signal.Signals
 ) -> None:
     house.with_second_half(2)
     stopping: list[LocalNode] = []
@@ -199,7 +201,7 @@ def test_a_node_that_is_stopped_politely_hands_its_sessions_over(
     def stop_the_serving_one() -> None:
         node = house.serving_now()
         assert node.process is not None
-        node.process.terminate()
+        node.process.send_signal(number)
         stopping.append(node)
 
     facts, events, ids, text = stream(house.asker, 20, stop_the_serving_one)
