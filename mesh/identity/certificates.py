@@ -9,6 +9,7 @@ When a node stops being trusted, the roster says so.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Annotated
@@ -17,6 +18,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from mesh.errors import UntrustedPeer
@@ -31,6 +33,12 @@ MAX_CERTIFICATE_BYTES = 1024  # ours has about 410
 
 _ANY_KEY = bytes.fromhex(f"302a300506032b6570032100{'58' + '66' * 31}")
 """RFC 8410, 4: an Ed25519 key in DER; RFC 8032, 5.1: the base point, which is nobody's."""
+
+warnings.filterwarnings(
+    "error", message="Parsed a serial number", category=CryptographyDeprecationWarning
+)
+"""Such a certificate is one error for all nodes, whichever version of cryptography they have: what
+one takes and another does not would be two logs."""
 
 _FIX = "Pair the machines again with `hearthnet invite` and `hearthnet join`."
 
@@ -89,12 +97,15 @@ _BAD_EXTENSIONS = (
 def check_certificate(der: bytes) -> bytes:
     """The raw public key of a certificate fit to be a trust anchor.
 
-    Fit is one that its own key signed, that is no certificate authority and does not expire. Raises
+    Fit is one that its own key signed, with a positive serial number (RFC 5280, 4.1.2.2), that is
+    no certificate authority and does not expire. Raises
     UntrustedPeer otherwise.
     """
     if len(der) > MAX_CERTIFICATE_BYTES:
         raise UntrustedPeer(f"A certificate has {len(der)} bytes.", fix=_FIX)
     certificate = _parse(der)
+    if certificate.serial_number <= 0:
+        raise UntrustedPeer("The peer's certificate cannot be read.", fix=_FIX)
     public = _public_key(certificate)
     try:
         public.verify(certificate.signature, certificate.tbs_certificate_bytes)
@@ -122,7 +133,7 @@ Certificate = Annotated[bytes, _fit]
 def _parse(der: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(der)
-    except (ValueError, x509.InvalidVersion) as error:
+    except (ValueError, x509.InvalidVersion, CryptographyDeprecationWarning) as error:
         raise UntrustedPeer("The peer's certificate cannot be read.", fix=_FIX) from error
 
 

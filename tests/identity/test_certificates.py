@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import NameOID
 
@@ -116,3 +119,22 @@ def test_a_certificate_of_an_unknown_version_is_refused() -> None:
     assert version + b"\x02" in der
     with pytest.raises(UntrustedPeer, match="cannot be read"):
         check_certificate(der.replace(version + b"\x02", version + b"\x3b", 1))
+
+
+@pytest.mark.parametrize("warned", ["error", "ignore"])
+def test_a_certificate_whose_number_is_negative_is_refused_by_every_version(
+    warned: Literal["error", "ignore"],
+) -> None:
+    key = new_key()
+    private = serialization.load_pem_private_key(key.to_pem(), None)
+    assert isinstance(private, Ed25519PrivateKey)
+    der = make_certificate(key)
+    whole = x509.load_der_x509_certificate(der)
+    size = whole.serial_number.bit_length() // 8 + 1
+    number, negative = whole.serial_number.to_bytes(size, "big"), b"\x80".ljust(size, b"\x00")
+    signed = whole.tbs_certificate_bytes.replace(number, negative, 1)
+    forged = der.replace(whole.tbs_certificate_bytes, signed)[:-64] + private.sign(signed)
+    with warnings.catch_warnings():
+        warnings.simplefilter(warned)
+        with pytest.raises(UntrustedPeer, match="cannot be read"):
+            check_certificate(forged)
