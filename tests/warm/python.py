@@ -93,6 +93,7 @@ def _be_what_was_asked_for() -> None:
         os.close(fd)
     module, *arguments = json.loads(message)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as in a terminal, also where nohup is above
     sys.argv[:] = [module, *arguments]
     sys.modules.pop(module, None)
     if module == TETHERED:
