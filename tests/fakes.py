@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.api.services import Lack, Missing
+from mesh.api.services import Lack, LackKind
 from mesh.errors import (
     Busy,
     ContextTooLong,
@@ -417,8 +417,8 @@ class ScriptedView:
     def privacy(self) -> dict[str, Any]:
         return {"routes": [], "precautions": {}, "words": ["Nobody sees anything."]}
 
-    def readiness(self) -> list[Missing]:
-        return [Missing(Lack.LAYERS, said) for said in self.missing]
+    def readiness(self) -> list[Lack]:
+        return [Lack(LackKind.LAYERS, said) for said in self.missing]
 
     async def batches(
         self, after: int | None, *, pace_s: float, idle_s: float

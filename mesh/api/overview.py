@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh.api.services import LOADING, RESTING, Lack, Missing
+from mesh.api.services import LOADING, RESTING, Lack, LackKind
 from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
@@ -43,7 +43,7 @@ class NodeParts:
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
     privacy: Callable[[], dict[str, Any]]
-    lacking: Callable[[], list[Missing]]
+    lacking: Callable[[], list[Lack]]
     processes: Callable[[], list[Supervisor]]
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
@@ -143,25 +143,25 @@ class Overview:
         """Who can see what of prompts and answers, per model and route."""
         return self._parts.privacy()
 
-    def readiness(self) -> list[Missing]:
+    def readiness(self) -> list[Lack]:
         """What is missing before a request can be answered; empty when ready."""
         parts = self._parts
-        lacking = [Missing(Lack.FAILED, said) for said in self._troubles()] + self._not_loaded()
+        lacking = [Lack(LackKind.FAILED, said) for said in self._troubles()] + self._not_loaded()
         lacking += [
-            Missing(Lack.LOADING, f"the ends of {model_id} are loading")
+            Lack(LackKind.LOADING, f"the ends of {model_id} are loading")
             for model_id, asker in parts.askers.items()
             if asker.error is None and not asker.is_ready and asker.trouble is None
         ]
         lacking += [
-            Missing(Lack.LOADING, f"{name} is loading")
+            Lack(LackKind.LOADING, f"{name} is loading")
             for name in parts.host.wanted()
             if not parts.host.knows(name)
         ]
         for row in self.models():
             if row["local"] and row["missing"] and row["reason"] != RESTING:
-                code = Lack.LOADING if row["reason"] == LOADING else Lack.LAYERS
+                code = LackKind.LOADING if row["reason"] == LOADING else LackKind.LAYERS
                 said = f"no node serves layers {', '.join(row['missing'])} of {row['id']}"
-                lacking.append(Missing(code, said))
+                lacking.append(Lack(code, said))
         return lacking
 
     def batches(
@@ -294,13 +294,13 @@ class Overview:
         troubles = [process.trouble for process in self._parts.processes()]
         return [trouble for trouble in troubles if trouble is not None]
 
-    def _not_loaded(self) -> list[Missing]:
+    def _not_loaded(self) -> list[Lack]:
         """What this machine is to hold and does not, with the reason where one is known."""
         parts = self._parts
         ends = [(f"the ends of {name}", asker.error) for name, asker in parts.askers.items()]
         tried = [*ends, *parts.host.failed.items()]
         failed = [f"{what} did not load: {why}" for what, why in tried if why is not None]
-        return [Missing(Lack.FAILED, said) for said in failed] + parts.lacking()
+        return [Lack(LackKind.FAILED, said) for said in failed] + parts.lacking()
 
     def _local_shards(self) -> list[dict[str, Any]]:
         host = self._parts.host

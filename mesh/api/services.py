@@ -23,7 +23,7 @@ RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
 """The `reason` of a model of a deployment that rests."""
 
 
-class Lack(StrEnum):
+class LackKind(StrEnum):
     """What kind of thing is missing before requests can be answered."""
 
     LOADING = "loading"
@@ -34,10 +34,10 @@ class Lack(StrEnum):
     """A process or a load of this node."""
 
 
-class Missing(NamedTuple):
+class Lack(NamedTuple):
     """One thing that is missing, and its sentence without a full stop."""
 
-    code: Lack
+    code: LackKind
     said: str
 
 
@@ -100,7 +100,7 @@ class MeshView(Protocol):
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""
 
-    def readiness(self) -> list[Missing]:
+    def readiness(self) -> list[Lack]:
         """What is missing before a request can be answered; empty when ready."""
 
     def batches(

@@ -198,9 +198,8 @@ class Waker:
         try:
             async with asyncio.timeout(self._patience_s):
                 while not self._is_askable(model):
-                    news = self._loading(model)
-                    if is_deployed:
-                        news = _progress(model, self._rows(model))
+                    rows = self._rows(model)
+                    news = _progress(model, rows) if is_deployed else self._loading(model)
                     if news is None and (is_deployed or told is None):
                         return  # who asks says what is missing
                     if news is not None and news != told:

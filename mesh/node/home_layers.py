@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mesh.api.services import Lack, Missing
+from mesh.api.services import Lack, LackKind
 from mesh.clock import backoff_s
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
@@ -142,11 +142,11 @@ class HomeLayers:
             if hosted.descriptor.model_id == model_id
         ]
 
-    def lacking(self) -> list[Missing]:
+    def lacking(self) -> list[Lack]:
         """What has to run here and is not loaded, with the reason where one is known."""
         return [
-            Missing(
-                Lack.FAILED if name in self._errors else Lack.LOADING,
+            Lack(
+                LackKind.FAILED if name in self._errors else LackKind.LOADING,
                 f"{name} has to run on this machine and {self._errors.get(name, 'is loading')}",
             )
             for name in self._wanted

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from mesh.api.overview import NodeParts, Overview
-from mesh.api.services import Lack, Missing
+from mesh.api.services import Lack, LackKind
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.directory import NodeInfo, ShardStore
@@ -52,7 +52,7 @@ class Household:
     askers: dict[ModelId, AskerSupervisor] = field(default_factory=dict)
     store: ShardStore = field(default_factory=lambda: ShardStore(SystemClock(), expiry_s=600))
     host: ShardSupervisor = field(default_factory=lambda: ShardSupervisor(None, (), lambda: None))
-    lacking: list[Missing] = field(default_factory=list)
+    lacking: list[Lack] = field(default_factory=list)
     peers: list[PeerView] = field(default_factory=list)
     counts: LiveCounts = field(default_factory=lambda: LiveCounts(SystemClock(), lambda: None))
 
@@ -187,12 +187,12 @@ async def test_layers_that_are_to_be_held_here_are_loading_or_have_failed(home: 
     assert home.why("good") == "loading"
     (name,) = home.host.wanted()
     error = home.host.failed[name] = NotEnoughMemory("no room.", fix="Free some.")
-    home.lacking = [Missing(Lack.LOADING, "good:0-1 has to run on this machine and is loading")]
+    home.lacking = [Lack(LackKind.LOADING, "good:0-1 has to run on this machine and is loading")]
     assert home.why("good") == "missing layers 4-7; failed: no room."
     said = home.overview.status()["reasons"]
     assert said[-2:] == [f"{name} did not load: {error}", home.lacking[0].said]
     codes = {said: code for code, said in home.overview.readiness()}
-    assert codes[f"{name} did not load: {error}"] == Lack.FAILED
-    assert codes["no node serves layers 4-7 of good"] == Lack.LAYERS
+    assert codes[f"{name} did not load: {error}"] == LackKind.FAILED
+    assert codes["no node serves layers 4-7 of good"] == LackKind.LAYERS
     home.heard(good="0-7")
     assert home.why("good") is None

@@ -16,7 +16,7 @@ from mesh.discovery.echo import Echo
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.health.checkup import machine
 from mesh.health.checkup.daemon import daemon
-from mesh.health.checkup.findings import Examination, Finding, State, fine, note, wrong
+from mesh.health.checkup.findings import Examination, Finding, Grade, fine, note, wrong
 from mesh.health.checkup.network import cloned, multicast
 from mesh.health.checkup.peers import peers
 from mesh.paths import StatePaths
@@ -53,7 +53,7 @@ def of_peers(*rows: Any, seen: Any = None, members: Any = ()) -> list[Finding]:
     return list(peers(picture, {"peers": list(rows)}, members))
 
 
-def said(findings: Iterable[Finding], state: State) -> str:
+def said(findings: Iterable[Finding], state: Grade) -> str:
     """All sentences and fixes that are so."""
     return " ".join(f"{each.said} {each.fix}" for each in findings if each.state is state)
 
@@ -71,8 +71,8 @@ def test_what_is_wrong_comes_first_and_is_counted() -> None:
 
 def test_two_that_reach_each_other_are_well() -> None:
     found = of_peers(tried([OPEN], [OPEN]))
-    assert {each.state for each in found} == {State.FINE}
-    assert "attic: hearthnet 0.2.0, 0.7 ms away, both reach each other" in said(found, State.FINE)
+    assert {each.state for each in found} == {Grade.FINE}
+    assert "attic: hearthnet 0.2.0, 0.7 ms away, both reach each other" in said(found, Grade.FINE)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +93,15 @@ def test_two_that_reach_each_other_are_well() -> None:
 )  # fmt: skip
 def test_what_keeps_two_machines_apart_is_told_apart(row: Any, expected: str) -> None:
     found = of_peers(row)
-    assert expected in said(found, State.WRONG)
+    assert expected in said(found, Grade.WRONG)
 
 
 def test_what_may_be_so_is_noted_and_nothing_more() -> None:
     older = {"software": "hearthnet/0.1.0", "skew": "older"}
     unknown = tried([OPEN], None, None, back_unknown="attic runs hearthnet/0.1.0, which cannot.")
     found = of_peers(unknown, tried([OPEN], [OPEN], -7.0), seen=older)
-    assert said(found, State.WRONG) == ""
-    notes = said(found, State.NOTE)
+    assert said(found, Grade.WRONG) == ""
+    notes = said(found, Grade.NOTE)
     assert "Whether attic reaches this machine is not known: attic runs hearthnet/0.1.0" in notes
     assert "attic runs hearthnet 0.1.0, older than the one here, 0.2.0." in notes
     assert "The clock of attic is 7 s behind this machine's." in notes
@@ -110,7 +110,7 @@ def test_what_may_be_so_is_noted_and_nothing_more() -> None:
 def test_a_clock_that_all_others_contradict_is_this_machines() -> None:
     barn = {"id": "b", "name": "barn"}
     found = of_peers(tried([OPEN], [OPEN], 3600), tried([OPEN], [OPEN], 3601, **barn))
-    assert "This machine's clock is 60 min behind those of attic, barn." in said(found, State.WRONG)
+    assert "This machine's clock is 60 min behind those of attic, barn." in said(found, Grade.WRONG)
 
 
 def test_members_of_whom_nothing_is_seen_are_named() -> None:
@@ -118,16 +118,16 @@ def test_members_of_whom_nothing_is_seen_are_named() -> None:
                {"node_id": "b", "name": "barn", "self": False},
                {"node_id": "s", "name": "sofa", "self": True}]  # fmt: skip
     found = of_peers(tried([OPEN], [OPEN]), members=members)
-    assert "Nothing is seen of barn, who is in the hearth" in said(found, State.NOTE)
-    assert "No other machine is in the hearth." in said(of_peers(members=members[2:]), State.NOTE)
+    assert "Nothing is seen of barn, who is in the hearth" in said(found, Grade.NOTE)
+    assert "No other machine is in the hearth." in said(of_peers(members=members[2:]), Grade.NOTE)
 
 
 def test_who_is_no_peer_or_of_another_version_is_wrong() -> None:
     for state in ("other version", "not a peer"):
         row = {"address": "192.0.2.9:8421", "state": state, "reason": "because"}
-        assert "192.0.2.9:8421" in said(of_peers(seen=row), State.WRONG)
+        assert "192.0.2.9:8421" in said(of_peers(seen=row), Grade.WRONG)
     stranger = {**row, "state": "other hearth"}
-    assert "192.0.2.9:8421 is in another hearth" in said(of_peers(seen=stranger), State.NOTE)
+    assert "192.0.2.9:8421 is in another hearth" in said(of_peers(seen=stranger), Grade.NOTE)
 
 
 def of_daemon(missing: Iterable[tuple[str, str]] = (), **more: Any) -> list[Finding]:
@@ -138,13 +138,13 @@ def of_daemon(missing: Iterable[tuple[str, str]] = (), **more: Any) -> list[Find
 def test_a_daemon_that_is_well() -> None:
     up = {"name": "the shards' process", "state": "up", "ending": None}
     found = of_daemon(processes=[up], models=[{"id": "m", "runnable": True, "reason": None}])
-    assert {each.state for each in found} == {State.FINE}
-    assert "m can be asked" in said(found, State.FINE)
+    assert {each.state for each in found} == {Grade.FINE}
+    assert "m can be asked" in said(found, Grade.FINE)
 
 
 def test_layers_that_are_just_being_loaded_are_waited_for() -> None:
     found = of_daemon([("loading", "no node serves layers 4-7 of m")])
-    assert {each.state for each in found} == {State.FINE, State.NOTE}
+    assert {each.state for each in found} == {Grade.FINE, Grade.NOTE}
 
 
 def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
@@ -162,7 +162,7 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
             {**warned, "message": "Deaf.", "code": "no_multicast", "at": NOW.isoformat()},
         ],
     )  # fmt: skip
-    faults, notes = said(found, State.WRONG), said(found, State.NOTE)
+    faults, notes = said(found, Grade.WRONG), said(found, Grade.NOTE)
     assert "The daemon runs hearthnet 0.1.0, which is older than this command's 0.2.0." in faults
     assert "the jobs' process is ended: killed by signal 9. It is started again" in faults
     assert "the asker is not started: it needs 9 MiB. It is started once" in faults
@@ -182,14 +182,18 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
 @pytest.mark.parametrize(
     ("echo", "state", "expected"),
     [
-        (Echo(heard=True, others={"192.0.2.9"}), State.FINE, "1 other machine answered"),
-        (Echo(heard=True), State.FINE, "nobody else answered"),
-        (Echo(), State.WRONG, "multicast goes out and does not come in: a firewall on this"),
-        (Echo("Operation not permitted"), State.WRONG, "can be sent by multicast: Operation not"),
+        (Echo(heard=True, others={"192.0.2.9"}), Grade.FINE, "1 other machine answered"),
+        (Echo(heard=True), Grade.FINE, "nobody else answered"),
+        (Echo(), Grade.WRONG, "multicast goes out and does not come in: a firewall on this"),
+        (
+            Echo("Operation not permitted"),
+            Grade.WRONG,
+            "can be sent by multicast: Operation not",
+        ),
     ],
 )
 def test_a_round_of_multicast_tells_a_firewall_from_nobody(
-    echo: Echo, state: State, expected: str
+    echo: Echo, state: Grade, expected: str
 ) -> None:
     found = multicast(ETH, echo)
     assert (found.state, expected in found.said) == (state, True)
@@ -208,18 +212,18 @@ def test_one_identity_at_two_addresses_is_a_copied_key() -> None:
         running(copied, "000004", "192.0.2.4"),
     ]
     (found,) = cloned(there)
-    assert found.state is State.WRONG
+    assert found.state is Grade.WRONG
     assert "192.0.2.3 and 192.0.2.4" in found.said
 
 
 def test_a_clock_is_not_before_what_was_written(tmp_path: Path) -> None:
     paths = StatePaths(tmp_path).create()
     now = datetime.now(UTC)
-    assert said(machine.clock(now, paths), State.WRONG) == ""
+    assert said(machine.clock(now, paths), Grade.WRONG) == ""
     paths.hearth.write_text("{}")
     future = (now + timedelta(days=2)).timestamp()
     os.utime(paths.hearth, (future, future))
-    assert "hearth.json was written at" in said(machine.clock(now, paths), State.WRONG)
+    assert "hearth.json was written at" in said(machine.clock(now, paths), Grade.WRONG)
 
 
 def test_disks_that_hold_what_is_to_come_are_looked_at_and_made_by_nobody(tmp_path: Path) -> None:
@@ -232,4 +236,4 @@ def test_disks_that_hold_what_is_to_come_are_looked_at_and_made_by_nobody(tmp_pa
 
 def test_the_versions_that_are_installed_are_those_that_are_needed() -> None:
     (found,) = machine.versions()
-    assert (found.state, "torch" in found.said) == (State.FINE, True)
+    assert (found.state, "torch" in found.said) == (Grade.FINE, True)

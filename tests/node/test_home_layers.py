@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.services import Lack
+from mesh.api.services import LackKind
 from mesh.config import Config
 from mesh.errors import NotEnoughMemory, WeightsMissing
 from mesh.models.local import LocalModel
@@ -109,7 +109,7 @@ async def test_what_does_not_fit_holds_up_nothing_else() -> None:
     try:
         async with asyncio.timeout(60):
             await changed.wait()
-            while home.lacking()[0].code == Lack.LOADING:
+            while home.lacking()[0].code == LackKind.LOADING:
                 changed.clear()
                 await changed.wait()
             home.add(small)

@@ -10,7 +10,7 @@ from typing import Any
 from mesh.errors import MeshError
 
 
-class State(StrEnum):
+class Grade(StrEnum):
     """How it stands with one thing."""
 
     FINE = "fine"
@@ -24,24 +24,24 @@ class Finding:
     """`check` names what was looked at, always the same for machines; `said` is a sentence."""
 
     check: str
-    state: State
+    state: Grade
     said: str
     fix: str = ""
 
 
 def fine(check: str, said: str) -> Finding:
     """It works."""
-    return Finding(check, State.FINE, said)
+    return Finding(check, Grade.FINE, said)
 
 
 def note(check: str, said: str, fix: str = "") -> Finding:
     """It is as it may be."""
-    return Finding(check, State.NOTE, said, fix)
+    return Finding(check, Grade.NOTE, said, fix)
 
 
 def wrong(check: str, said: str, fix: str) -> Finding:
     """It does not work, and somebody has to do something."""
-    return Finding(check, State.WRONG, said, fix)
+    return Finding(check, Grade.WRONG, said, fix)
 
 
 def failed(check: str, error: MeshError) -> Finding:
@@ -58,7 +58,7 @@ class Examination:
     @property
     def wrong(self) -> int:
         """How much is wrong."""
-        return sum(each.state is State.WRONG for each in self.findings)
+        return sum(each.state is Grade.WRONG for each in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """``{"well": bool, "findings": [{"check", "state": fine, note or wrong, "said", "fix"}]}``;
@@ -71,7 +71,7 @@ class Examination:
         for each in self._in_order():
             lines.append(f"{_WORDS[each.state]}  {each.check}: {each.said}")
             if each.fix:
-                lines.append(f"{' ' * 8}fix: {each.fix}" if each.state is State.WRONG
+                lines.append(f"{' ' * 8}fix: {each.fix}" if each.state is Grade.WRONG
                              else f"{' ' * 8}{each.fix}")  # fmt: skip
         many = "1 thing is" if self.wrong == 1 else f"{self.wrong or 'no'} things are"
         return [*lines, "nothing is wrong" if not self.wrong else f"{many} wrong"]
@@ -80,5 +80,5 @@ class Examination:
         return sorted(self.findings, key=lambda each: _ORDER.index(each.state))
 
 
-_ORDER = (State.WRONG, State.NOTE, State.FINE)
-_WORDS = {State.WRONG: "WRONG ", State.NOTE: "note  ", State.FINE: "ok    "}
+_ORDER = (Grade.WRONG, Grade.NOTE, Grade.FINE)
+_WORDS = {Grade.WRONG: "WRONG ", Grade.NOTE: "note  ", Grade.FINE: "ok    "}

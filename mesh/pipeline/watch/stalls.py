@@ -51,11 +51,10 @@ class StallWatch:
     def look(self, now: float, *, is_late: bool = False) -> None:
         """Fail every hop that owes an answer for too long at `now`, or long answers too slowly;
         the latter not when it `is_late`, for then it may be us who are slow."""
-        sessions = list(self._sessions.live.values())
-        hops = [(session, hop) for session in sessions for hop in session.route.hops]
         owed = [
             (session, hop, since)
-            for session, hop in hops
+            for session in self._sessions.live.values()
+            for hop in session.route.hops
             if (since := hop.waiting_since) is not None and hop.error is None
         ]
         limits_s: defaultdict[ShardKey, float] = defaultdict(float)
