@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -207,7 +207,9 @@ class LocalNode:
             return
         daemon = psutil.Process(self.process.pid)
         for process in [daemon, *daemon.children(recursive=True)]:
-            process.send_signal(number)
+            # A daemon that thaws ends a child that was silent before this comes to the child.
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
 
 def start_hearth(nodes: Sequence[LocalNode], stack: ExitStack) -> None:

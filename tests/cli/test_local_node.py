@@ -72,3 +72,15 @@ def test_settings_of_whoever_starts_a_node_are_not_its_own(
         assert node.record.api_key != "k" * 20
         kept = node.get("/mesh/v1/privacy")["precautions"]
         assert kept["keep_first"] == 2
+
+
+def test_a_node_whose_processes_come_and_go_freezes_and_thaws(tmp_path: Path) -> None:
+    coming_and_going = ["sh", "-c", "while :; do sleep 0.001 & wait; done"]
+    process = subprocess.Popen(coming_and_going, start_new_session=True)
+    node = LocalNode("solo", tmp_path / "solo", process=process)
+    try:
+        for _ in range(30):
+            node.freeze()
+            node.thaw()
+    finally:
+        node.kill()
