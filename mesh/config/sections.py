@@ -115,7 +115,8 @@ class DistributedInferenceSection(BaseModel):
     """Generations this node runs at the same time, those that wait for a shard included; further
     ones wait as well."""
     queue_seconds: float = Field(default=20, ge=0, le=600)
-    """How long a generation waits for room, here or where every shard is full; 0: not at all."""
+    """How long a generation waits for room, here or where every shard is full, before the model is
+    run on this machine alone or it is refused; 0: not at all."""
     max_queued: int = Field(default=16, ge=1, le=32)
     """Generations that may wait for room, here and in front of one model's shards, half of them for
     one key or user; further ones are refused with `busy` at once."""

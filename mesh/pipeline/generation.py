@@ -205,35 +205,30 @@ class PipelineOrchestrator:
             reader.close()
         self._sessions.release(session, keep=keep)
 
-    def _in_turn(
+    async def _in_turn(
         self,
         asked: GenerationRequest,
         prompt: Sequence[int],
         terms: SessionTerms,
         home: LocalModel | None,
     ) -> AsyncGenerator[Queued | Started, None]:
-        """A session for the request as `_begin` gives it, behind those who wait for one."""
-
-        async def begin(home: LocalModel | None) -> Started:
-            # What a cache holds has no rows any more.
-            known = () if asked.scores_prompt else prompt
-            session, notices = await self._begin(known, terms, home)
-            session.request_id = asked.request_id
-            return session, notices
-
-        # Where the model could not run at home once, it is not tried again.
-        return self._sessions.line.in_turn(
-            asked.request_id, asked.principal, partial(begin, home), partial(begin, None)
-        )
-
-    async def _begin(
-        self, prompt: Sequence[int], terms: SessionTerms, home: LocalModel | None
-    ) -> Started:
-        """A session to generate in, at home where the mesh cannot; what to say about that."""
+        """A session for the request, behind those who wait for one; at home where the mesh does not
+        serve the model, or has no room for it as long as one waits."""
+        # What a cache holds has no rows any more.
+        known = () if asked.scores_prompt else prompt
         total_layers = self._model.total_layers
-        at_home = home is not None
+        acquire = partial(
+            self._sessions.acquire, known, terms, total_layers, at_home=home is not None
+        )
+        line = self._sessions.line.in_turn(asked.request_id, asked.principal, acquire)
+        notices: list[StreamFrame] = []
         try:
-            return await self._sessions.acquire(prompt, terms, total_layers, at_home=at_home), []
+            async with aclosing(line) as places:
+                async for place in places:
+                    if isinstance(place, Queued):
+                        yield place
+                    else:
+                        session = place
         except UNSERVED as nobody:
             if home is None:
                 raise
@@ -242,8 +237,11 @@ class PipelineOrchestrator:
             except (MeshError, HopLost) as unable:
                 logger.info("model=%s not run at home: %s", terms.model_id, unable)
                 raise nobody from None
-            reason = f"{nobody.message} The answer comes from the local model."
-            return session, [PipelineAborted(reason)]
+            notices.append(
+                PipelineAborted(f"{nobody.message} The answer comes from the local model.")
+            )
+        session.request_id = asked.request_id
+        yield session, notices
 
     def _terms(self, request: GenerationRequest, prompt: Sequence[int]) -> SessionTerms:
         """What hops are asked for the prompt and at most as many new tokens as it may get."""

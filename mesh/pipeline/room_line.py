@@ -44,20 +44,18 @@ class RoomLine:
         self._random = random.Random()  # noqa: S311 - spreads load, keeps no secret
 
     async def in_turn(
-        self, request_id: str, principal: Principal, first: Ask[T], again: Ask[T]
+        self, request_id: str, principal: Principal, ask: Ask[T]
     ) -> AsyncGenerator[Queued | T, None]:
         """Yields where the request stands, whenever that is better than before, and at last what
         asking gave. Leaving the iterator leaves the line.
 
-        `first` asks where nobody waits already, `again` each time after that.
-
-        Raises what they raise. RouteRefused of shards that all are full is raised at once without a
-        place, else behind the limit.
+        Raises what `ask` raises. RouteRefused of shards that all are full is raised at once without
+        a place, else behind the limit.
         """
         full = self._said if self._waiting else None
         if full is None:
             try:
-                begun = await first()
+                begun = await ask()
             except RouteRefused as refused:
                 if not refused.all_full:
                     raise
@@ -74,7 +72,7 @@ class RoomLine:
                     told = position
                 elif position > 1 or not place.may_ask:
                     await place.changes()
-                elif (room := await self._asked(again, place)) is not None:
+                elif (room := await self._asked(ask, place)) is not None:
                     break
         yield room
 
@@ -87,10 +85,10 @@ class RoomLine:
         """Where each request that waits stands, from 1."""
         return {request_id: place for place, request_id in enumerate(self._line.order(), start=1)}
 
-    async def _asked(self, again: Ask[T], place: _Place) -> T | None:
+    async def _asked(self, ask: Ask[T], place: _Place) -> T | None:
         """What asking gave; None where all are still full, and `place` pauses then."""
         try:
-            return await again()
+            return await ask()
         except RouteRefused as refused:
             if not refused.all_full:
                 raise

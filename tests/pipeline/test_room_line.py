@@ -90,7 +90,6 @@ def test_who_comes_later_does_not_overtake_those_who_wait() -> None:
         tasks = await asked_in_order(home, ("1", ANNE))
         await asyncio.sleep(LONGEST_PAUSE_S)
         await holder.aclose()  # there is room, which is the first one's
-        await asyncio.sleep(0.001)
         tasks.append(asyncio.create_task(home.ask("2"), name="2"))
         await asyncio.sleep(0)
         assert home.line.positions() == {"1": 1, "2": 2}

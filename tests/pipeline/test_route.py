@@ -16,12 +16,17 @@ from tests.simulation.virtual_loop import run_virtually
 PROMPT = [3, 1, 4, 1, 5]
 
 
-async def tokens_of(orchestrator: PipelineOrchestrator, name: str) -> list[int]:
-    """The whole answer to `PROMPT`."""
+async def answer_of(orchestrator: PipelineOrchestrator, name: str) -> Done:
+    """The end of the answer to `PROMPT`."""
     async for frame in orchestrator.chat(toy_request(PROMPT, 4, name)):
         if isinstance(frame, Done):
-            return list(frame.token_ids)
+            return frame
     raise AssertionError("no end")
+
+
+async def tokens_of(orchestrator: PipelineOrchestrator, name: str) -> list[int]:
+    """The whole answer to `PROMPT`."""
+    return list((await answer_of(orchestrator, name)).token_ids)
 
 
 @pytest.mark.parametrize("frees_after_s", [0.04, 1.0])
@@ -64,7 +69,8 @@ def test_what_stays_full_is_said_after_the_stated_time() -> None:
     run_virtually(main)
 
 
-def test_whoever_can_go_home_does_not_wait_for_room() -> None:
+@pytest.mark.parametrize("frees_after_s", [1.0, None])
+def test_home_is_for_whoever_waited_for_room_in_vain(frees_after_s: float | None) -> None:
     async def main() -> None:
         network = ToyNetwork()
         network.add("0-7", streams=1, name="a")
@@ -72,8 +78,15 @@ def test_whoever_can_go_home_does_not_wait_for_room() -> None:
         live = orchestrator.chat(toy_request(PROMPT, 90, "r1"))
         await anext(live)
         began = asyncio.get_running_loop().time()
-        assert await tokens_of(orchestrator, "r2") == expected_tokens(PROMPT, 4)
-        assert asyncio.get_running_loop().time() == began  # of virtual time
+        waiting = asyncio.create_task(answer_of(orchestrator, "r2"), name="waiting")
+        if frees_after_s is not None:
+            await asyncio.sleep(frees_after_s)
+            await live.aclose()
+        done = await waiting
+        assert list(done.token_ids) == expected_tokens(PROMPT, 4)
+        assert done.fallback == (frees_after_s is None)
+        waited_s = asyncio.get_running_loop().time() - began  # of virtual time
+        assert waited_s == pytest.approx(frees_after_s or WAIT_S, abs=0.01)
         await live.aclose()
         await sessions.close()
 
