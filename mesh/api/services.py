@@ -189,8 +189,9 @@ class HarvestControl(Protocol):
 
     async def run(self, model: str, order: dict[str, Any]) -> dict[str, Any]:
         """Of an ``{"run", "batch", "pattern", "texts", "max_tokens"}``: ``{"batch",
-        "weights_sha256", "prompts": [token ids], "files": [{"node", "node_name", "file", "module",
-        "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise MeshError."""
+        "weights_sha256", "prompts": [token ids], "cut": [numbers of prompts], "files": [{"node",
+        "node_name", "file", "module", "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise
+        MeshError."""
 
 
 class DeploymentControl(Protocol):

@@ -26,7 +26,9 @@ def harvest(  # noqa: PLR0913 - flags
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="For the index.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 1024,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Of each prompt; more are cut off.")
+    ] = 1024,
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Prompts of one file.")] = 32,
     parallel: Annotated[int, typer.Option(min=1, max=8, help="Batches at a time.")] = 2,
 ) -> None:
@@ -43,12 +45,14 @@ def harvest(  # noqa: PLR0913 - flags
 
     def tell(result: dict[str, Any]) -> None:
         tokens = sum(len(prompt["ids"]) for prompt in result["prompts"])
-        note(f"batch {result['batch']}: {tokens} tokens, {len(result['files'])} files")
+        cut = sum(prompt["cut"] for prompt in result["prompts"])
+        shorter = f"; prompts cut short: {cut}" if cut else ""
+        note(f"batch {result['batch']}: {tokens} tokens, {len(result['files'])} files{shorter}")
 
     prompts = batches(dataset, batch)
     count = daemon.ask(lambda c: run(c, index, prompts, parallel=parallel, on_batch=tell))
     path = index.finish(count)
     daemon.show(
         {"index": str(path), "run": plan.run, "batches": count},
-        lambda _: say(f"{count} batches are harvested; {path} says which node has what."),
+        lambda _: say(f"{path} says which node has what; batches: {count}."),
     )

@@ -33,18 +33,20 @@ SEAL_TIMEOUT_S = 120.0
 async def harvest(
     model: AskerModel, sessions: Sessions, prompting: Prompts, order: HarvestOrder
 ) -> dict[str, Any]:
-    """``{"prompts": [token ids], "files": [what a hop says of a file, and its node]}``.
+    """``{"prompts": [token ids], "cut": [numbers of prompts that were longer], "files": [what a hop
+    says of a file, and its node]}``.
 
     Values are those of fp32 between the hops, whatever chat uses. Raises BadRequest for texts
     without a token, NoRoute when no set of shards serves it, DiskFull when those that do give no
     disk, and the last hop's error when the batch failed again and again.
     """
-    prompts = [
-        (await prompting.ids(GenerationRequest("harvest", model.model_id, prompt=text), None))[
-            : min(order.max_tokens, model.max_positions)
-        ]
+    most = min(order.max_tokens, model.max_positions)
+    whole = [
+        await prompting.ids(GenerationRequest("harvest", model.model_id, prompt=text), None)
         for text in order.texts
     ]
+    prompts = [ids[:most] for ids in whole]
+    cut = [number for number, ids in enumerate(whole) if len(ids) > most]
     rows = sum(map(len, prompts))
     if not all(prompts):
         raise BadRequest("A text has no tokens.", fix="Leave empty lines out.", param="texts")
@@ -71,7 +73,7 @@ async def harvest(
             logger.info("run=%s batch=%d starts again: %s", order.run, order.batch, error)
             await asyncio.sleep(delay)
         else:
-            return {"prompts": prompts, "files": files}
+            return {"prompts": prompts, "cut": cut, "files": files}
 
 
 async def _run(

@@ -303,8 +303,8 @@ class Recording:
         self._file_bytes = self._batch.rows * row_bytes
         self._reserve(len([*sites]) * self._file_bytes)
         folder = self._shelf.directory / self._batch.run
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for module in sites:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             draft = folder / f"{self._batch.stem(module)}{id(self):x}{_DRAFT}"
             file = ModuleFile(module, draft, self._batch.rows)
             file.open()

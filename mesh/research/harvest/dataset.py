@@ -14,6 +14,7 @@ from pathlib import Path
 from mesh.errors import BadRequest
 
 BATCH_CHARS = 256 << 10
+_FORM = "Use UTF-8 with one prompt a line, or .jsonl with a `text` in each line."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def digest(path: Path) -> str:
 def batches(path: Path, size: int) -> Iterator[PromptBatch]:
     """The same batches every time: up to `size` prompts each. Empty lines are left out.
 
-    Raises BadRequest, naming the line, for text that is not UTF-8 or JSON without a ``text``.
+    Raises BadRequest, naming the line, for text that is not UTF-8 or JSON without a ``text``, and
+    for a file without a prompt.
     """
     lines: list[int] = []
     texts: list[str] = []
@@ -53,8 +55,9 @@ def batches(path: Path, size: int) -> Iterator[PromptBatch]:
         lines.append(line)
         texts.append(text)
         chars += len(text)
-    if texts:
-        yield PromptBatch(number, tuple(lines), tuple(texts))
+    if not texts:  # a line that is not empty always leaves some
+        raise BadRequest(f"{path} has no prompt.", fix=_FORM, param="dataset")
+    yield PromptBatch(number, tuple(lines), tuple(texts))
 
 
 def _prompts(path: Path) -> Iterator[tuple[int, str]]:
@@ -64,20 +67,34 @@ def _prompts(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 text = raw.decode().rstrip("\r\n")
                 if is_json and text.strip():
-                    text = json.loads(text)["text"]
-                if isinstance(text, str):
-                    text.encode()  # JSON may hold half a character, which cannot be sent
-            except (ValueError, KeyError, TypeError) as error:
-                raise _bad(path, number, f"{error!r:.100}") from error
-            if not isinstance(text, str):
-                raise _bad(path, number, "its `text` is no text")
+                    text = _text_of(text)
+            except UnicodeDecodeError as error:
+                raise _bad(path, number, "this is no UTF-8") from error
+            except ValueError as error:
+                raise _bad(path, number, str(error)) from error
             if text.strip():
                 yield number, text
+
+
+def _text_of(line: str) -> str:
+    """Raises ValueError with the reason."""
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"this is no JSON ({error})") from error
+    text = fields.get("text") if isinstance(fields, dict) else None
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("its `text` has half a surrogate pair") from error
+        return text
+    raise ValueError("this is no object with a `text` that is a string")
 
 
 def _bad(path: Path, number: int, why: str) -> BadRequest:
     return BadRequest(
         f"{path}, line {number + 1}: {why}.",
-        fix="Use UTF-8 with one prompt a line, or .jsonl with a `text` in each line.",
+        fix=_FORM,
         param="dataset",
     )

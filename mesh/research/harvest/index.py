@@ -14,12 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec import UNSET, UnsetType
+
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadRequest, DiskFull
 
 VERSION = 1
 _MAX_BYTES = 1 << 30
+_HEAD = "harvest.json"
 
 T = TypeVar("T")
 
@@ -51,6 +54,8 @@ class _Head(HarvestPlan):
 class _Prompt:
     line: int
     ids: list[int]
+    cut: bool | UnsetType = UNSET
+    """Whether it was longer than what was run of it; earlier versions did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,9 @@ class HarvestIndex:
     """The directory of one harvest, on the machine of whoever asked."""
 
     def __init__(self, directory: Path, plan: HarvestPlan) -> None:
-        """Make the directory, or go on with it. Raises BadRequest when it is of another harvest or
-        cannot be read, DiskFull when it cannot be written."""
+        """Make the directory, or go on with it; from the first batch on it is this harvest's.
+        Raises BadRequest when it is of another one or cannot be read, DiskFull when it cannot be
+        written."""
         self.plan = plan
         self._directory = directory
         self._batches = directory / "batches"
@@ -74,16 +80,7 @@ class HarvestIndex:
             self._batches.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self._batches, error) from error
-        head = {"version": VERSION, "run": plan.run, **asdict(plan)}
-        known = _read(directory / "harvest.json", _Head)
-        if known is None:
-            _write(directory / "harvest.json", head)
-        elif other := sorted(name for name in head if getattr(known, name) != head[name]):
-            raise BadRequest(
-                f"{directory} holds another harvest: {', '.join(other)} differ.",
-                fix="Choose another --out, or give the same options again.",
-                param="out",
-            )
+        self._claim()
         self._weights = {
             read.weights_sha256 for n in self.done() if (read := self._batch(n)) is not None
         }
@@ -94,7 +91,10 @@ class HarvestIndex:
         return {int(name) for name in names if name.isdecimal()}
 
     def add(self, result: dict[str, Any]) -> None:
-        """Keep what a batch gave. Raises BadRequest when the model is not what it was, DiskFull."""
+        """Keep what a batch gave. Raises BadRequest when the model is not what it was, or the
+        directory became another harvest's, DiskFull."""
+        if not self._claim():
+            _write(self._directory / _HEAD, self._head)
         self._weights.add(result["weights_sha256"])
         if len(self._weights) > 1:
             raise BadRequest(
@@ -121,6 +121,23 @@ class HarvestIndex:
         path = self._directory / "index.json"
         _write(path, index)
         return path
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"version": VERSION, "run": self.plan.run, **asdict(self.plan)}
+
+    def _claim(self) -> bool:
+        """Whether the directory is this harvest's; else it is nobody's yet. Raises BadRequest."""
+        known, head = _read(self._directory / _HEAD, _Head), self._head
+        if known is None:
+            return False
+        if other := sorted(name for name in head if getattr(known, name) != head[name]):
+            raise BadRequest(
+                f"{self._directory} holds another harvest: {', '.join(other)} differ.",
+                fix="Choose another --out, or give the same options again.",
+                param="out",
+            )
+        return True
 
     def _batch(self, number: int) -> _Batch | None:
         return _read(self._batches / f"{number:06d}.json", _Batch)

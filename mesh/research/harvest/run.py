@@ -71,5 +71,11 @@ async def _ask(client: Client, index: HarvestIndex, batch: PromptBatch) -> dict[
                 raise
             await asyncio.sleep(delay)
         else:
-            prompts = zip(batch.lines, result["prompts"], strict=True)
-            return {**result, "prompts": [{"line": line, "ids": ids} for line, ids in prompts]}
+            cut = set(result.pop("cut"))
+            prompts = [
+                {"line": line, "ids": ids, "cut": number in cut}
+                for number, (line, ids) in enumerate(
+                    zip(batch.lines, result["prompts"], strict=True)
+                )
+            ]
+            return {**result, "prompts": prompts}

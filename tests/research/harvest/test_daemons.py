@@ -132,8 +132,8 @@ def test_who_gives_no_disk_is_named(own_node: StartNode, dataset: Path, tmp_path
     nodes = [own_node("stingy", "--layers", "0-7"), own_node("asker", "--layers", "none")]
     for node in nodes:
         node.wait_ready()
-    body = {"model": "builtin", "run": "0" * 16, "batch": 0, "module": PATTERN, "texts": ["a b"],
-            "max_tokens": 5}  # fmt: skip
+    body = {"model": "builtin", "run": "0" * 16, "batch": 0, "module": PATTERN,
+            "texts": ["a b", "The kettle sings in the kitchen."], "max_tokens": 5}  # fmt: skip
     answer = nodes[-1].post("/mesh/v1/harvest", body)
     assert answer.status_code == 507
     assert answer.json()["error"]["message"] == "stingy: This node gives no disk to harvests."
@@ -143,4 +143,5 @@ def test_who_gives_no_disk_is_named(own_node: StartNode, dataset: Path, tmp_path
     own = nodes[0].post("/mesh/v1/harvest", body)  # what a node asks of itself
     assert own.status_code == 200
     result = own.json()
-    assert [file["rows"] for file in result["files"]] == [len(result["prompts"][0])] * 2
+    assert result["cut"] == [1]
+    assert [file["rows"] for file in result["files"]] == [sum(map(len, result["prompts"]))] * 2

@@ -31,19 +31,37 @@ def test_long_texts_are_not_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"{", b'{"t": "x"}', b'{"text": 1}', b"[1]", b"\xff", b"null", rb'{"text": "\ud800"}'],
+    ("line", "why"),
+    [
+        (b"{", "no JSON"),
+        (b'{"t": "x"}', "no object with a `text`"),
+        (b'{"text": 1}', "no object with a `text`"),
+        (b"[1]", "no object with a `text`"),
+        (b"null", "no object with a `text`"),
+        (b"\xff", "no UTF-8"),
+        (rb'{"text": "\ud800"}', "half a surrogate pair"),
+    ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, why: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
-    with pytest.raises(BadRequest, match="line 2"):
+    with pytest.raises(BadRequest, match=f"line 2: .*{why}"):
+        list(batches(path, 1))
+
+
+def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n  \n")
+    with pytest.raises(BadRequest, match="no prompt"):
         list(batches(path, 1))
 
 
 def test_no_file_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="cannot be read"):
         digest(tmp_path / "absent")
+
+
+OTHER_PLAN = HarvestPlan("m", "model.layers.1", "ab" * 32, 100, 2)
 
 
 def result(batch: int, weights: str = "w") -> dict[str, object]:
@@ -65,7 +83,15 @@ def test_other_weights_and_other_plans_are_kept_apart(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="weights"):
         HarvestIndex(tmp_path / "out", PLAN).add(result(1, "other"))
     with pytest.raises(BadRequest, match="module"):
-        HarvestIndex(tmp_path / "out", HarvestPlan("m", "model.layers.1", "ab" * 32, 100, 2))
+        HarvestIndex(tmp_path / "out", OTHER_PLAN)
+
+
+def test_a_directory_is_nobodys_before_the_first_batch(tmp_path: Path) -> None:
+    refused = HarvestIndex(tmp_path / "out", PLAN)
+    HarvestIndex(tmp_path / "out", OTHER_PLAN).add(result(0))
+    with pytest.raises(BadRequest, match="module"):
+        refused.add(result(1))
+    assert refused.done() == {0}
 
 
 def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
