@@ -80,10 +80,14 @@ def place_note(place: Place) -> bytes:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection with the settings every connection to the log has."""
+    """A connection with the settings every connection to the log has. Raises sqlite3.Error."""
     connection = sqlite3.connect(path, isolation_level=None, timeout=10)
-    for pragma in PRAGMAS:
-        connection.execute(pragma)
+    try:
+        for pragma in PRAGMAS:
+            connection.execute(pragma)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

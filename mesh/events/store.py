@@ -108,7 +108,12 @@ class Store:
         """
         try:
             contents, mended = await asyncio.to_thread(_read, path, hearth_id, rules)
-            writer, reader = await _connect(path), await _connect(path)
+            writer = await _connect(path)
+            try:
+                reader = await _connect(path)
+            except BaseException:
+                await writer.close()
+                raise
         except (sqlite3.Error, OSError) as error:
             raise translate(error) from error
         return cls(writer, reader), contents, mended
@@ -282,6 +287,10 @@ def _read(path: Path, hearth_id: str, rules: Rules) -> tuple[Contents, repair.Re
 
 async def _connect(path: Path) -> aiosqlite.Connection:
     connection = await aiosqlite.connect(path, isolation_level=None, timeout=10)
-    for pragma in opening.PRAGMAS:
-        await connection.execute_fetchall(pragma)
+    try:
+        for pragma in opening.PRAGMAS:
+            await connection.execute_fetchall(pragma)
+    except BaseException:
+        await connection.close()
+        raise
     return connection

@@ -229,7 +229,7 @@ async def test_prompt_longer_than_any_context_is_refused_with_both_numbers() -> 
         (b'{"model": "\xff"}', "not valid JSON"),
         (b'{"temperature": NaN}', "NaN is not a JSON number"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"[" * 9000, "nested too deeply"),
+        (b"[" * 200_000, "nested too deeply"),
         (b'["model"]', "not a JSON object"),
         (b'{"model": "\\ud800"}', "not valid JSON"),
         (b'{"\\udfff": 1}', "not valid JSON"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import io
 import secrets
@@ -174,6 +175,7 @@ _REPLACED: dict[str, Any] = {
     "cloudpickle.cloudpickle._function_setstate": Nothing,
     "dataclasses._MISSING_TYPE": Missing,
     "dataclasses._HAS_DEFAULT_FACTORY_CLASS": Nothing,
+    "dataclasses._replace": dataclasses.replace,  # what each data class has since Python 3.13
 }
 
 

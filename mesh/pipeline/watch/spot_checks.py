@@ -174,6 +174,7 @@ class SpotChecks:
         """Until no check is under way."""
         while self._tasks:
             await asyncio.gather(*self._tasks)
+            await asyncio.sleep(0)  # those that have ended leave the set one step later
 
     async def close(self) -> None:
         """End every check and free what they hold."""
