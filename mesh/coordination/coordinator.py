@@ -7,13 +7,14 @@ by name; `mesh.coordination.opening` chooses one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mesh.coordination.layered import Records
-from mesh.coordination.ready import ReadyFlags, ReadySignal
-from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, merged
+from mesh.coordination.direct import DirectRecords
+from mesh.coordination.layered import LayeredRecords
+from mesh.coordination.ready import READY, ReadyFlags, ReadySignal
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.errors import NotReady, StoreUnavailable
 from mesh.types import LayerRange
 
@@ -21,17 +22,16 @@ _LOOK_S = 1.0
 """How often somebody who waits looks at records that others write."""
 _MAX_NAMED = 8
 _NOBODY = "every worker"
-_Found = tuple[ModelRecord | None, str]
-"""The ready workers of a model, and in words what lacks; empty when nothing does."""
 
 
 class Coordinator:
     """Who holds which model, and whether it is ready. `start` first, `stop` last."""
 
-    def __init__(self, records: Records, flags: ReadyFlags) -> None:
+    def __init__(self, records: LayeredRecords | DirectRecords, flags: ReadyFlags) -> None:
         self._records = records
         self._flags = flags
-        self._heard: dict[str, ModelRecord] = {}
+        self._heard: dict[ModelRef, dict[int, ModelWorker]] = {}
+        """What neighbours offer, by rank."""
 
     def start(self) -> None:
         """Begin to read back and write through."""
@@ -60,13 +60,16 @@ class Coordinator:
 
     async def lookup(self, model: ModelRef) -> ModelRecord | None:
         """Who holds the model, by rank: published workers and those that neighbours offer now."""
-        return self._with_heard(model, await self._records.get(model))
+        record = await self._records.get(model)
+        heard = self._heard.get(model)
+        if heard is None:
+            return record
+        return ModelRecord.of(model, {**(record.by_rank if record else {}), **heard})
 
     async def models(self) -> list[ModelRef]:
         """The models of which anything is known. Raises what the store fails with."""
-        known = {model.key: model for model in await self._records.models()}
-        known |= {key: record.model for key, record in self._heard.items()}
-        return sorted(known.values(), key=lambda model: model.key)
+        known = {*await self._records.models(), *self._heard}
+        return sorted(known, key=lambda model: model.key)
 
     async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
         """Say that a worker serves, and whether a test inference on it has succeeded. Counts for
@@ -75,118 +78,83 @@ class Coordinator:
         self._flags.set(model, rank, signal)
         await self._records.show_ready(model, [rank])
 
-    def hear(self, offered: Mapping[ModelRef, Sequence[ModelWorker]], session: str) -> None:
+    def hear(self, offered: Mapping[ModelRef, Sequence[ModelWorker]]) -> None:
         """All that neighbours offer now, in the place of what they offered before.
 
         They are ready: a neighbour advertises a shard after its test, again and again while it
         serves. None of it is written to a store.
         """
-        for record in self._heard.values():
-            for worker in record.workers:
-                self._flags.clear(record.model, worker.worker_rank)
-        self._heard = {}
-        signal = ReadySignal(session, ready=True, stability_verified=True)
-        for model, workers in offered.items():
-            ordered = sorted(workers, key=lambda worker: worker.worker_rank)
-            self._heard[model.key] = ModelRecord(model, tuple(ordered))
-            for worker in ordered:
-                self._flags.set(model, worker.worker_rank, signal)
+        self._heard = {
+            model: {worker.worker_rank: worker for worker in workers}
+            for model, workers in offered.items()
+        }
         self._flags.stir()
 
     async def wait_ready(
         self,
-        model: ModelRef,
-        *,
-        timeout_s: float,
-        ranks: Collection[int] | None = None,
-        layers: LayerRange | None = None,
-    ) -> ModelRecord:
-        """Wait until all workers of `ranks` are ready, ready workers cover `layers`, or else, with
-        neither, every worker that serves layers is ready and there is one: the ready ones.
-
-        Raises NotReady after `timeout_s` seconds, naming what is missing.
-        """
-        return await self._wait(lambda: self._missing(model, ranks, layers), model.name, timeout_s)
-
-    async def wait_any_ready(
-        self,
         name: str,
         *,
         timeout_s: float,
-        weights_sha256: str | None,
-        layers: Callable[[ModelRef], LayerRange | None],
+        weights_sha256: str | None = None,
+        layers: Callable[[ModelRef], LayerRange | None] = lambda _: None,
     ) -> ModelRecord:
-        """As `wait_ready`, of the first checkpoint of this name that is ready: with these weights,
-        or with any. `layers` says which of a checkpoint have to be. None need be known yet."""
+        """Wait for a checkpoint of this name, with these weights or with any: its ready workers.
 
-        async def look() -> _Found:
-            found: _Found = None, _NOBODY
-            for model in await self.models():
-                if model.name == name and weights_sha256 in {None, model.weights_sha256}:
-                    found = await self._missing(model, None, layers(model))
-                    if not found[1]:
-                        break
-            return found
-
-        return await self._wait(look, name, timeout_s)
-
-    async def _wait(
-        self, look: Callable[[], Awaitable[_Found]], name: str, timeout_s: float
-    ) -> ModelRecord:
+        It is ready when ready workers cover the `layers` that have to be of it, or else, where
+        these are None, when every worker that serves some is ready and there is one. It need not be
+        known yet. Raises NotReady after `timeout_s` seconds, naming what is missing.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
-        with self._flags.watching() as news:
-            while True:
-                news.clear()
-                try:
-                    ready, missing = await look()
-                    if ready is not None and not missing:
-                        return ready
-                except StoreUnavailable as error:
-                    missing = f"the records ({error.message})"
-                if loop.time() >= until:
-                    raise NotReady(
-                        f"Not ready in time: {missing} of {name}.",
-                        fix="Wait longer, or see in `hearthnet status` what the nodes that hold it"
-                        " are doing.",
-                    )
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(min(until, loop.time() + _LOOK_S)):
-                        await news.wait()
+        while True:
+            changed = self._flags.changed
+            missing = _NOBODY
+            try:
+                for model in await self.models():
+                    if model.name == name and weights_sha256 in {None, model.weights_sha256}:
+                        record = await self.lookup(model) or ModelRecord(model, ())
+                        missing = self._missing(record, layers(model))
+                        if not missing:
+                            return self.ready(record)
+            except StoreUnavailable as error:
+                missing = f"the records ({error.message})"
+            if loop.time() >= until:
+                raise NotReady(
+                    f"Not ready in time: {missing} of {name}.",
+                    fix="Wait longer, or see in `hearthnet status` what the nodes that hold it"
+                    " are doing.",
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(until, loop.time() + _LOOK_S)):
+                    await changed.wait()
 
-    async def _missing(
-        self, model: ModelRef, ranks: Collection[int] | None, layers: LayerRange | None
-    ) -> _Found:
-        record = await self.lookup(model) or ModelRecord(model, ())
-        ready = self.ready(record)
-        if ranks is not None:
-            here = {worker.worker_rank for worker in ready.workers}
-            return ready, _named("worker", sorted(set(ranks) - here))
+    def _missing(self, record: ModelRecord, layers: LayerRange | None) -> str:
+        """In words what lacks until it is ready; empty when nothing does."""
+        ready = self.ready(record).workers
         if layers is not None:
-            covered = {n for each in ready.workers for n in _numbers(each.place.layers)}
-            return ready, _named("layer", sorted(set(_numbers(layers)) - covered))
-        serving = {w.worker_rank for w in record.workers if w.place.kind.serves}
+            covered = {layer for each in ready for layer in _numbers(each.place.layers)}
+            return _named("layer", set(_numbers(layers)) - covered)
+        serving = {each.worker_rank for each in record.workers if each.place.kind.serves}
         if not serving:
-            return ready, _NOBODY
-        return ready, _named("worker", sorted(serving - {w.worker_rank for w in ready.workers}))
+            return _NOBODY
+        return _named("worker", serving - {each.worker_rank for each in ready})
 
     def ready(self, record: ModelRecord) -> ModelRecord:
         """The record with its ready workers only."""
-        left = [w for w in record.workers if self._flags.of(record.model, w.worker_rank).counts]
+        left = [w for w in record.workers if self._signal(record.model, w.worker_rank).counts]
         return ModelRecord(record.model, tuple(left))
 
+    def _signal(self, model: ModelRef, rank: int) -> ReadySignal:
+        return READY if rank in self._heard.get(model, ()) else self._flags.of(model, rank)
+
     def state(self) -> dict[str, Any]:
-        """How it is with the store; see `Records.state`."""
+        """How it is with the store; see `LayeredRecords.state`."""
         return self._records.state()
 
     async def view(self) -> dict[str, Any]:
         """See `mesh.api.services.CoordinationView`. Raises what the store fails with."""
-        rows = []
-        for model in await self.models():
-            record = await self.lookup(model)
-            if record is not None:
-                rows.append(self.row(record))
-        return {**self._records.state(), "models": rows}
+        records = [await self.lookup(model) for model in await self.models()]
+        return {**self.state(), "models": [self.row(each) for each in records if each is not None]}
 
     def row(self, record: ModelRecord) -> dict[str, Any]:
         """A model of `view`."""
@@ -198,7 +166,7 @@ class Coordinator:
         }
 
     def _worker_row(self, model: ModelRef, worker: ModelWorker) -> dict[str, Any]:
-        signal = self._flags.of(model, worker.worker_rank)
+        signal = self._signal(model, worker.worker_rank)
         return {
             "worker_rank": worker.worker_rank,
             "holder": worker.place.holder,
@@ -211,22 +179,14 @@ class Coordinator:
             "stability_verified": signal.stability_verified,
         }
 
-    def _with_heard(self, model: ModelRef, record: ModelRecord | None) -> ModelRecord | None:
-        heard = self._heard.get(model.key)
-        if heard is None:
-            return record
-        ranks = {worker.worker_rank for worker in heard.workers}
-        rest = () if record is None else record.without(ranks).workers
-        return merged(model, heard, rest)
-
 
 def _numbers(layers: LayerRange) -> Iterable[int]:
     return range(layers.start, layers.stop)
 
 
-def _named(what: str, numbers: Sequence[int]) -> str:
+def _named(what: str, numbers: Collection[int]) -> str:
     if not numbers:
         return ""
-    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    shown = ", ".join(map(str, sorted(numbers)[:_MAX_NAMED]))
     more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"

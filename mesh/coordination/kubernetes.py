@@ -43,6 +43,7 @@ from mesh.coordination.records import (
     TensorDescriptor,
     rank_taken,
 )
+from mesh.coordination.store import RecordStore
 from mesh.errors import StoreUnavailable
 
 MAX_CONFLICTS = 12
@@ -56,7 +57,7 @@ _Kept = tuple[object, tuple[TensorDescriptor, ...]]
 Change = Callable[[ModelMetadata], ModelMetadataStatus]
 
 
-class KubernetesStore:
+class KubernetesStore(RecordStore):
     """See `mesh.coordination.store.RecordStore` and `ReadyMirror`.
 
     `kubeconfig` is the file that says where the API server is; without one, the pod's service
@@ -64,7 +65,6 @@ class KubernetesStore:
     """
 
     name = "kubernetes"
-    shared = True
 
     def __init__(self, namespace: str, kubeconfig: Path | None, clock: Clock) -> None:
         self._namespace = namespace
@@ -164,7 +164,7 @@ class KubernetesStore:
         if self._clock.monotonic() - began < _SHORTEST_WATCH_S:  # it would be asked without pause
             await asyncio.sleep(_SHORTEST_WATCH_S)
 
-    async def mirror_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
+    async def mirror_ready(self, model: ModelRef, signals: Mapping[int, ReadySignal]) -> None:
         """Show readiness in the status."""
         async with self._api.translated():
             with suppress(NoSuchObject):

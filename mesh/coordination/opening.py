@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,11 +10,11 @@ from mesh.config.sections import CoordinationSection
 from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.kubernetes import KubernetesStore
-from mesh.coordination.layered import LayeredRecords, StoreTimes, Warn
+from mesh.coordination.layered import LayeredRecords, StoreTimes
 from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.redis import RedisStore
 from mesh.coordination.sqlite import SqliteStore
-from mesh.coordination.store import RecordStore, client_missing
+from mesh.coordination.store import RecordStore, Warn, client_missing
 
 
 def open_coordinator(
@@ -29,8 +28,8 @@ def open_coordinator(
     store = _store(settings, file, clock)
     if store is not None and settings.store.endswith("-only"):
         return Coordinator(DirectRecords(store, flags, clock, warn), flags)
-    pace = replace(StoreTimes(), refresh_s=settings.refresh_seconds)
-    return Coordinator(LayeredRecords(store, flags, warn, pace), flags)
+    times = StoreTimes(refresh_s=settings.refresh_seconds)
+    return Coordinator(LayeredRecords(store, flags, warn, times), flags)
 
 
 def _store(settings: CoordinationSection, file: Path, clock: Clock) -> RecordStore | None:

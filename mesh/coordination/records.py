@@ -8,7 +8,7 @@ keeps as a NIXL agent's blob is a `WorkerPlace` here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -117,10 +117,20 @@ class ModelWorker:
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """All known workers of one model, by rank."""
+    """All known workers of one model, sorted by rank."""
 
     model: ModelRef
     workers: tuple[ModelWorker, ...]
+
+    @classmethod
+    def of(cls, model: ModelRef, by_rank: Mapping[int, ModelWorker]) -> ModelRecord:
+        """The inverse of `by_rank`."""
+        return cls(model, tuple(by_rank[rank] for rank in sorted(by_rank)))
+
+    @property
+    def by_rank(self) -> dict[int, ModelWorker]:
+        """The workers by their ranks."""
+        return {worker.worker_rank: worker for worker in self.workers}
 
     @property
     def published_at(self) -> int:
@@ -152,13 +162,13 @@ def merged(
 
     Raises RankTaken when a rank belongs to another node.
     """
-    by_rank = {} if record is None else {each.worker_rank: each for each in record.workers}
+    by_rank = {} if record is None else record.by_rank
     for worker in workers:
-        before = by_rank.get(worker.worker_rank)
-        if before is not None and before.place.holder != worker.place.holder:
+        before = by_rank.get(worker.worker_rank, worker)
+        if before.place.holder != worker.place.holder:
             raise rank_taken(model, worker.worker_rank, before.place.holder)
         by_rank[worker.worker_rank] = worker
-    return ModelRecord(model, tuple(by_rank[rank] for rank in sorted(by_rank)))
+    return ModelRecord.of(model, by_rank)
 
 
 def rank_taken(model: ModelRef, rank: int, holder: str) -> RankTaken:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mesh.codec import Fault
 from mesh.coordination.forms import MAX_RECORD_BYTES, record_from, worker_map
 from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, ModelWorker, rank_taken
-from mesh.coordination.store import client_missing
+from mesh.coordination.store import RecordStore, client_missing
 from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -84,12 +84,11 @@ def record_key(model: ModelRef) -> str:
     return f"mx:model:{model.key}"
 
 
-class RedisStore:
+class RedisStore(RecordStore):
     """See `mesh.coordination.store.RecordStore`. `url` is ``redis://`` or ``rediss://``; it may
     hold a password, and is never shown."""
 
     name = "redis"
-    shared = True
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -16,6 +16,7 @@ import aiosqlite
 from mesh.codec import Fault
 from mesh.coordination.forms import worker_from, worker_json
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_taken
+from mesh.coordination.store import RecordStore
 from mesh.errors import BadRecord, CoordinationError, StoreUnavailable
 
 _VERSION = 1
@@ -30,11 +31,10 @@ _PUBLISH = (
 )
 
 
-class SqliteStore:
+class SqliteStore(RecordStore):
     """See `mesh.coordination.store.RecordStore`."""
 
     name = "sqlite"
-    shared = False
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -106,7 +106,7 @@ class SqliteStore:
 
     async def changed(self, timeout_s: float) -> None:
         """Nobody else writes to the file."""
-        await asyncio.sleep(timeout_s)
+        await asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:
         """Close the file."""

@@ -1,4 +1,4 @@
-"""What a store of records does, whatever keeps them, and the store in memory.
+"""What a store of records does, whatever keeps them, and how long anybody waits for one.
 
 Every method may raise CoordinationError: StoreUnavailable when the store does not answer,
 StoreRefused when it will not, BadRecord when it holds something else than records.
@@ -6,29 +6,27 @@ StoreRefused when it will not, BadRecord when it holds something else than recor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol, runtime_checkable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from mesh.coordination.ready import ReadySignal
-from mesh.coordination.records import (
-    MAX_MODELS,
-    MAX_WORKERS,
-    ModelRecord,
-    ModelRef,
-    ModelWorker,
-    merged,
-)
-from mesh.errors import RecordsFull, StoreClientMissing
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
+from mesh.errors import CoordinationError, StoreClientMissing, StoreUnavailable
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+Warn = Callable[[str], None]
+"""Tells people, in a sentence, that something is not as it should be."""
 
 
 class RecordStore(Protocol):
-    """Keeps one record per model beyond this process. `connect` first, `close` last.
-
-    `shared` says whether other nodes write to it too.
-    """
+    """Keeps one record per model beyond this process. `connect` first, `close` last."""
 
     name: str
-    shared: bool
 
     async def connect(self) -> None:
         """Reach it and make it ready; again after it was lost."""
@@ -46,62 +44,37 @@ class RecordStore(Protocol):
         """The models that have a record."""
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait until somebody may have changed a record, `timeout_s` at the most."""
+        """Wait until somebody else may have changed a record, `timeout_s` at the most; for ever
+        where nobody else writes to it."""
+
+    async def mirror_ready(self, model: ModelRef, signals: Mapping[int, ReadySignal]) -> None:
+        """Show people of workers, by rank, whether they are ready, where the store shows it. It is
+        never read back."""
+        return
 
     async def close(self) -> None:
         """Let go of connections and files."""
 
 
-@runtime_checkable
-class ReadyMirror(Protocol):
-    """A store that shows people who is ready. It is never read back."""
-
-    async def mirror_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
-        """Show of workers, by rank, that they are ready, or are not any more."""
-
-
-class MemoryRecords:
-    """The records in memory. Every method is one step of the event loop, and so atomic."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, ModelRecord] = {}
-
-    def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
-        """As `RecordStore.publish`. Raises RankTaken and RecordsFull."""
-        self.put(merged(model, self._records.get(model.key), workers))
-
-    def put(self, record: ModelRecord) -> None:
-        """Put a whole record in the place of the model's. Raises RecordsFull."""
-        key = record.model.key
-        if not record.workers:
-            self._records.pop(key, None)
-            return
-        if key not in self._records and len(self._records) >= MAX_MODELS:
-            raise _full(f"records of {MAX_MODELS} models")
-        if len(record.workers) > MAX_WORKERS:
-            raise _full(f"{MAX_WORKERS} workers of {record.model.name}")
-        self._records[key] = record
-
-    def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
-        """As `RecordStore.withdraw`."""
-        record = self._records.get(model.key)
-        if record is not None:
-            self.put(record.without(ranks))
-
-    def get(self, model: ModelRef) -> ModelRecord | None:
-        """As `RecordStore.get`."""
-        return self._records.get(model.key)
-
-    def models(self) -> list[ModelRef]:
-        """As `RecordStore.models`."""
-        return [record.model for record in self._records.values()]
+async def in_time(work: Awaitable[T], limit_s: float) -> T:
+    """What a store gives. Raises StoreUnavailable after `limit_s`."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError:
+        raise StoreUnavailable(
+            f"the store did not answer within {limit_s:g} s.",
+            fix="Look at its log, or choose another coordination.store.",
+        ) from None
 
 
-def _full(what: str) -> RecordsFull:
-    return RecordsFull(
-        f"There are {what} already, which is the most.",
-        fix="Withdraw what is no longer held, or keep other models in another store.",
-    )
+async def at_the_end(work: Awaitable[None], limit_s: float, what: str) -> None:
+    """Do the last that a store is asked for. Where that fails, only the log says that it is not
+    `what`."""
+    try:
+        await in_time(work, limit_s)
+    except CoordinationError as error:
+        logger.warning("records=%s not %s", error, what)
 
 
 def client_missing(package: str, extra: str) -> StoreClientMissing:

@@ -18,7 +18,7 @@ from mesh.clock import Clock, tick
 from mesh.config import Config
 from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.opening import open_coordinator
-from mesh.coordination.ready import READY_LIMIT_S, ReadySignal, new_session
+from mesh.coordination.ready import READY, READY_LIMIT_S
 from mesh.coordination.records import (
     ModelRef,
     ModelWorker,
@@ -68,7 +68,6 @@ class OwnPart:
 @dataclass(slots=True)
 class _Published:
     held: OwnPart
-    session: str
     renewed_at: float
 
 
@@ -103,7 +102,6 @@ class CoordinationHere:
         self._on_disk: dict[LocalModel, tuple[LayerRange, ...]] = {}
         """The runs of layers of which every byte is here, in checkpoints that were read."""
         self._tidied_at = -_TIDY_S
-        self._session = new_session()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -130,7 +128,7 @@ class CoordinationHere:
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
         """See `mesh.api.services.CoordinationView`. Of a model of which nobody knows how many
         layers it has, every worker that serves some has to be ready."""
-        ready = await self.coordinator.wait_any_ready(
+        ready = await self.coordinator.wait_ready(
             question.model,
             timeout_s=question.wait_s,
             weights_sha256=question.weights_sha256,
@@ -156,7 +154,7 @@ class CoordinationHere:
             await tick(LOOK_S)
 
     async def _look(self) -> None:
-        self.coordinator.hear(self._offered(), self._session)
+        self.coordinator.hear(self._offered())
         held = {
             (each.model, worker_rank(each.place)): each
             for each in (await asyncio.to_thread(self._all_held) if self._is_distributed else ())
@@ -201,12 +199,11 @@ class CoordinationHere:
             published_at = int(self._clock.now().timestamp())
             worker = ModelWorker(rank, held.place, tensors, published_at)
             await self.coordinator.publish(model, [worker])
-            known = self._published[key] = _Published(held, new_session(), now - RENEW_S)
+            known = self._published[key] = _Published(held, now - RENEW_S)
         if held.shard is not None and now - known.renewed_at >= RENEW_S:
             # It was tested as it was loaded (`mesh.shard.loading`); since then its weights are
             # watched, and it is not served once they change or its process is silent.
-            signal = ReadySignal(known.session, ready=True, stability_verified=True)
-            await self.coordinator.mark_ready(model, rank, signal)
+            await self.coordinator.mark_ready(model, rank, READY)
             known.renewed_at = now
 
     async def _tidy(self) -> None:

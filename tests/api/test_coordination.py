@@ -21,7 +21,7 @@ from tests.coordination.holders import MODEL, Told, worker
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 PATH = "/mesh/v1/coordination"
-READY = ReadySignal("run 1", ready=True, stability_verified=True)
+READY = ReadySignal(ready=True, stability_verified=True)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Records:
         return await self.coordinator.view()
 
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
-        ready = await self.coordinator.wait_any_ready(
+        ready = await self.coordinator.wait_ready(
             question.model,
             timeout_s=question.wait_s,
             weights_sha256=question.weights_sha256,

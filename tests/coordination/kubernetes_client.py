@@ -12,7 +12,7 @@ from mesh.clock import Clock, SystemClock
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.ready import ReadySignal
 
-READY = ReadySignal("s", ready=True, stability_verified=True)
+READY = ReadySignal(ready=True, stability_verified=True)
 
 
 def write_kubeconfig(file: Path, server: str, authority: Path, token: str) -> Path:

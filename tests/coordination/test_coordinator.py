@@ -19,7 +19,7 @@ from mesh.types import LayerRange
 from tests.coordination.holders import MODEL, OTHER, Told, until, worker
 from tests.health.clock import ManualClock
 
-READY = ReadySignal("run 1", ready=True, stability_verified=True)
+READY = ReadySignal(ready=True, stability_verified=True)
 
 
 @pytest.fixture
@@ -33,14 +33,25 @@ def coordinator(clock: ManualClock) -> Coordinator:
     return Coordinator(LayeredRecords(None, flags, Told()), flags)
 
 
+async def wait_ready(
+    coordinator: Coordinator, timeout_s: float, layers: str | None = None
+) -> ModelRecord:
+    """Wait for all workers of `MODEL`, or for these layers of it."""
+    asked = None if layers is None else LayerRange.parse(layers)
+    return await coordinator.wait_ready(
+        MODEL.name,
+        timeout_s=timeout_s,
+        weights_sha256=MODEL.weights_sha256,
+        layers=lambda _: asked,
+    )
+
+
 async def test_who_waits_goes_on_when_the_last_worker_is_ready(coordinator: Coordinator) -> None:
     await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
     await coordinator.publish(OTHER, [worker(3)])
     await coordinator.mark_ready(MODEL, 1, READY)
-    waiting = asyncio.create_task(coordinator.wait_ready(MODEL, timeout_s=30))
-    some = await coordinator.wait_ready(MODEL, timeout_s=30, ranks=[1])
-    assert [each.worker_rank for each in some.workers] == [1]
-    some = await coordinator.wait_ready(MODEL, timeout_s=30, layers=LayerRange(1, 3))
+    waiting = asyncio.create_task(wait_ready(coordinator, 30))
+    some = await wait_ready(coordinator, 30, "1-2")
     assert [each.worker_rank for each in some.workers] == [1]
     half = replace(READY, stability_verified=False)
     await coordinator.mark_ready(MODEL, 2, half)
@@ -52,15 +63,16 @@ async def test_who_waits_goes_on_when_the_last_worker_is_ready(coordinator: Coor
 
 async def test_who_waits_in_vain_is_told_for_what(coordinator: Coordinator) -> None:
     with pytest.raises(NotReady, match="every worker of deepseek"):
-        await coordinator.wait_ready(MODEL, timeout_s=0.01)
+        await wait_ready(coordinator, 0.01)
     await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
     await coordinator.mark_ready(MODEL, 1, READY)
     with pytest.raises(NotReady, match=r"Not ready in time: worker 2 of deepseek"):
-        await coordinator.wait_ready(MODEL, timeout_s=0.01)
+        await wait_ready(coordinator, 0.01)
+    await coordinator.publish(MODEL, [worker(3, "4-7")])
     with pytest.raises(NotReady, match="workers 2, 3 of"):
-        await coordinator.wait_ready(MODEL, timeout_s=0.01, ranks=[1, 2, 3])
+        await wait_ready(coordinator, 0.01)
     with pytest.raises(NotReady, match="layers 4, 5, 6, 7, 8, 9, 10, 11 and 4 more"):
-        await coordinator.wait_ready(MODEL, timeout_s=0.01, layers=LayerRange(0, 16))
+        await wait_ready(coordinator, 0.01, "0-15")
 
 
 async def test_who_knows_only_a_name_waits_for_the_first_checkpoint_of_it_that_is_ready(
@@ -70,7 +82,7 @@ async def test_who_knows_only_a_name_waits_for_the_first_checkpoint_of_it_that_i
         return LayerRange(0, 8) if model == MODEL else None
 
     async def wait(timeout_s: float, digest: str | None = None) -> ModelRecord:
-        return await coordinator.wait_any_ready(
+        return await coordinator.wait_ready(
             MODEL.name, timeout_s=timeout_s, weights_sha256=digest, layers=all_of
         )
 
@@ -122,7 +134,7 @@ async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> N
     files = replace(worker(5), place=place)
     await coordinator.publish(MODEL, [worker(1), files])
     await coordinator.mark_ready(MODEL, 1, READY)
-    ready = await coordinator.wait_ready(MODEL, timeout_s=1)
+    ready = await wait_ready(coordinator, 1)
     assert ready.workers == (worker(1),)
     record = await coordinator.lookup(MODEL)
     assert record is not None
@@ -131,20 +143,20 @@ async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> N
 
 async def test_what_neighbours_offer_is_ready_as_long_as_they_do(coordinator: Coordinator) -> None:
     await coordinator.publish(MODEL, [worker(1)])
-    coordinator.hear({MODEL: [worker(2, holder="study")], OTHER: [worker(9)]}, "s")
+    coordinator.hear({MODEL: [worker(2, "4-7", holder="study")], OTHER: [worker(9)]})
     assert await coordinator.models() == sorted([MODEL, OTHER], key=lambda model: model.key)
-    ready = await coordinator.wait_ready(MODEL, timeout_s=1, ranks=[2])
-    assert ready.workers == (worker(2, holder="study"),)
+    ready = await wait_ready(coordinator, 1, "4-7")
+    assert ready.workers == (worker(2, "4-7", holder="study"),)
     view = await coordinator.view()
     rows = {row["weights_sha256"]: row["workers"] for row in view["models"]}
     assert [(each["worker_rank"], each["ready"]) for each in rows[MODEL.weights_sha256]] == [
         (1, False),
         (2, True),
     ]
-    coordinator.hear({}, "s")
+    coordinator.hear({})
     assert await coordinator.models() == [MODEL]
     with pytest.raises(NotReady):
-        await coordinator.wait_ready(MODEL, timeout_s=0.01, ranks=[2])
+        await wait_ready(coordinator, 0.01, "4-7")
 
 
 async def _is_written(coordinator: Coordinator) -> bool:
@@ -158,12 +170,12 @@ async def test_readiness_is_not_there_after_a_restart(tmp_path: Path, clock: Man
     one.start()
     await one.publish(MODEL, [worker(1)])
     await one.mark_ready(MODEL, 1, READY)
-    await one.wait_ready(MODEL, timeout_s=1)
+    await wait_ready(one, 1)
     await until(lambda: _is_written(one))
     await one.stop()
     two = open_coordinator(config.coordination, file, clock, Told())
     two.start()
     with pytest.raises(NotReady, match="worker 1 of"):
-        await two.wait_ready(MODEL, timeout_s=1)
+        await wait_ready(two, 1)
     assert (await two.view())["store"] == "sqlite"
     await two.stop()

@@ -26,7 +26,7 @@ from tests.coordination.holders import MODEL, OTHER, tensors, worker
 from tests.coordination.kubernetes_client import READY
 
 connected = partial(kubernetes_client.connected, "kavin")
-GONE = ReadySignal("s", ready=False, stability_verified=False)
+GONE = ReadySignal(ready=False, stability_verified=False)
 
 
 @pytest.fixture

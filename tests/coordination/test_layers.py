@@ -298,7 +298,7 @@ async def test_one_record_that_cannot_be_read_keeps_no_other_back(shared: Shared
 
 async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path) -> None:
     server = ApiServer()
-    ready = ReadySignal("s", ready=True, stability_verified=True)
+    ready = ReadySignal(ready=True, stability_verified=True)
     async with api_server(tmp_path, server) as kubeconfig:
         pace = replace(PACE, refresh_s=20.0)
 
