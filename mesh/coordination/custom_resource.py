@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -21,20 +21,20 @@ from msgspec import Meta
 from mesh import codec
 from mesh.codec import Fault, Int63, Sha256, Text, UInt32
 from mesh.coordination.forms import PlaceText, place_of, place_text, tensor_maps, tensors_of
-from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import (
     MAX_TENSORS,
     MAX_WORKERS,
     ModelRef,
     ModelWorker,
     TensorDescriptor,
+    WorkerPlace,
 )
 from mesh.types import ModelId
 
 GROUP = "modelexpress.nvidia.com"
 VERSION = "v1alpha1"
 PLURAL = "modelmetadatas"
-KIND = "ModelMetadata"
+KIND = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "ModelMetadata"}
 MODEL_LABEL = f"{GROUP}/model"
 WORKER_LABEL = f"{GROUP}/worker"
 PARTS = f"{GROUP}/parts"
@@ -44,6 +44,8 @@ PART_BYTES = 900_000
 MAX_PARTS = 256
 _SLUG = 40
 
+Moment = Annotated[datetime, Meta(tz=True)]
+
 
 class WorkerStatus(msgspec.Struct, frozen=True, rename="camel"):
     """One element of ``status.workers``."""
@@ -51,9 +53,49 @@ class WorkerStatus(msgspec.Struct, frozen=True, rename="camel"):
     worker_rank: UInt32
     nixl_metadata: PlaceText
     tensor_count: Annotated[int, Meta(ge=0, le=MAX_TENSORS)] = 0
-    published_at: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+    published_at: Moment = datetime(1970, 1, 1, tzinfo=UTC)
     ready: bool = False
     stability_verified: bool = False
+
+    @classmethod
+    def of(cls, worker: ModelWorker) -> WorkerStatus:
+        """Of a worker that is newly published, and so not ready."""
+        return cls(
+            worker.worker_rank,
+            place_text(worker.place),
+            len(worker.tensors),
+            datetime.fromtimestamp(worker.published_at, UTC),
+        )
+
+    def worker(self, tensors: tuple[TensorDescriptor, ...]) -> ModelWorker:
+        """The worker that this and its ConfigMaps say. Raises Fault."""
+        return ModelWorker(
+            self.worker_rank, self.place, tensors, int(self.published_at.timestamp())
+        )
+
+    @property
+    def place(self) -> WorkerPlace:
+        """Where it is. Raises Fault."""
+        return place_of(self.nixl_metadata)
+
+    @property
+    def run(self) -> object:
+        """By what it is known again, its tensors included."""
+        return self.worker_rank, self.published_at, self.tensor_count, self.nixl_metadata
+
+    @property
+    def counts(self) -> bool:
+        """Whether others may connect."""
+        return self.ready and self.stability_verified
+
+    @property
+    def serves(self) -> bool:
+        """So does one whose place is not written as here: it is of another maker, who has no
+        others."""
+        try:
+            return self.place.kind.serves
+        except Fault:
+            return True
 
 
 class Condition(msgspec.Struct, frozen=True, rename="camel"):
@@ -61,7 +103,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel"):
 
     type: Text
     status: Text
-    last_transition_time: Text
+    last_transition_time: Moment
 
 
 class ModelMetadataStatus(msgspec.Struct, frozen=True, rename="camel"):
@@ -70,6 +112,18 @@ class ModelMetadataStatus(msgspec.Struct, frozen=True, rename="camel"):
     phase: Text = ""
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32)] = ()
+    observed_generation: Int63 = 0
+    published_at: Moment | None = None
+
+    @property
+    def by_rank(self) -> dict[int, WorkerStatus]:
+        """The workers by their ranks."""
+        return {each.worker_rank: each for each in self.workers}
+
+    @property
+    def ready_ranks(self) -> set[int]:
+        """The workers that serve, and to which others may connect."""
+        return {each.worker_rank for each in self.workers if each.counts and each.serves}
 
 
 class Spec(msgspec.Struct, frozen=True, rename="camel"):
@@ -81,12 +135,15 @@ class Spec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Metadata(msgspec.Struct, frozen=True, rename="camel"):
-    """``metadata`` of a ModelMetadata, as far as it is used."""
+    """``metadata`` of an object or of a page, as far as it is used."""
 
-    name: Text
+    name: Text = ""
     uid: Text = ""
     resource_version: Text = ""
     generation: Int63 = 0
+    annotations: dict[str, str] = {}
+    continue_token: str = msgspec.field(name="continue", default="")
+    """For the next page, if there is one."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, rename="camel"):
@@ -102,15 +159,38 @@ class ModelMetadata(msgspec.Struct, frozen=True, rename="camel"):
         return ModelRef(ModelId(self.spec.model_name), self.spec.weights_sha256)
 
 
+class ConfigMap(msgspec.Struct, frozen=True):
+    """A part of a worker's tensors."""
+
+    metadata: Metadata
+    data: dict[str, str] = {}
+
+    @property
+    def parts(self) -> int:
+        """How many the worker has, as the first of them says. Raises Fault."""
+        text = self.metadata.annotations.get(PARTS, "1")
+        if not text.isdecimal() or not 0 < int(text) <= MAX_PARTS:
+            raise Fault(f"must be 1 to {MAX_PARTS}, got {text[:60]!r}", PARTS)
+        return int(text)
+
+    def tensors(self) -> tuple[TensorDescriptor, ...]:
+        """Those in this part. Raises Fault."""
+        if TENSORS_FILE not in self.data:
+            raise Fault("is missing", TENSORS_FILE)
+        return tensors_of(codec.parse_json(self.data[TENSORS_FILE]))
+
+
+class ResourceList(msgspec.Struct, frozen=True):
+    """A page of resources, of which those of other makers may be no `ModelMetadata`."""
+
+    metadata: Metadata
+    items: list[Any]
+
+
 class WatchEvent(msgspec.Struct, frozen=True):
     """A line of a watch: ADDED, MODIFIED, DELETED, BOOKMARK or ERROR, of something not read."""
 
     type: Text
-
-
-def resource_from(fields: object) -> ModelMetadata:
-    """Read what the API server sent. Raises Fault."""
-    return codec.convert(fields, ModelMetadata)
 
 
 def resource_name(model: ModelRef) -> str:
@@ -127,123 +207,58 @@ def new_resource(model: ModelRef) -> dict[str, Any]:
     """What is sent to create the model's resource."""
     name = resource_name(model)
     return {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": KIND,
+        **KIND,
         "metadata": {"name": name, "labels": {MODEL_LABEL: name}},
         "spec": {"modelName": model.name, "weightsSha256": model.weights_sha256},
     }
 
 
-# The status.
+def changed_resource(
+    resource: ModelMetadata, by_rank: Mapping[int, WorkerStatus], now: datetime
+) -> dict[str, Any]:
+    """What is sent to give it these workers, with the phase and the conditions that follow."""
+    now = now.replace(microsecond=0)
+    expected = resource.spec.expected_workers
+    after = ModelMetadataStatus(workers=tuple(by_rank[rank] for rank in sorted(by_rank)))
+    phase = phase_of(resource.status, after, expected)
+    serving = [each for each in after.workers if each.serves]
+    holds = {
+        "AllWorkersPublished": len(serving) >= (expected or 1),
+        "StabilityVerified": phase == "Ready",
+    }
+    since = {
+        (each.type, each.status): each.last_transition_time for each in resource.status.conditions
+    }
+    conditions = [
+        Condition(name, str(so), since.get((name, str(so)), now)) for name, so in holds.items()
+    ]
+    status = msgspec.structs.replace(
+        after,
+        phase=phase,
+        conditions=tuple(conditions),
+        observed_generation=resource.metadata.generation,
+        published_at=max((each.published_at for each in after.workers), default=now),
+    )
+    name, version = resource.metadata.name, resource.metadata.resource_version
+    return {
+        **new_resource(resource.model),
+        "metadata": {"name": name, "resourceVersion": version},
+        "status": msgspec.to_builtins(status),
+    }
 
 
-def with_workers(
-    status: ModelMetadataStatus, workers: Iterable[ModelWorker]
-) -> ModelMetadataStatus:
-    """The status with these workers, newly published and so not ready, by rank."""
-    by_rank = {each.worker_rank: each for each in status.workers}
-    for worker in workers:
-        by_rank[worker.worker_rank] = WorkerStatus(
-            worker.worker_rank,
-            place_text(worker.place),
-            len(worker.tensors),
-            datetime.fromtimestamp(worker.published_at, UTC),
-        )
-    return msgspec.structs.replace(status, workers=tuple(by_rank[rank] for rank in sorted(by_rank)))
-
-
-def with_signals(
-    status: ModelMetadataStatus, signals: Mapping[int, ReadySignal]
-) -> ModelMetadataStatus:
-    """The status with these workers' readiness."""
-
-    def changed(worker: WorkerStatus) -> WorkerStatus:
-        signal = signals.get(worker.worker_rank)
-        if signal is None:
-            return worker
-        return msgspec.structs.replace(
-            worker, ready=signal.ready, stability_verified=signal.stability_verified
-        )
-
-    return msgspec.structs.replace(status, workers=tuple(map(changed, status.workers)))
-
-
-def phase(
+def phase_of(
     before: ModelMetadataStatus, after: ModelMetadataStatus, expected_workers: int | None
 ) -> str:
     """Of the workers that serve: ``Ready`` when all that are expected are, ``Stale`` from when one
     that was is no more until all are again, else ``Initializing``; ``Pending`` without any."""
-    serving = _serving(after)
-    ready = _ready_ranks(serving)
+    serving = [each for each in after.workers if each.serves]
+    ready = after.ready_ranks
     if len(ready) == len(serving) >= (expected_workers or 1):
         return "Ready"
-    if before.phase == "Stale" or not _ready_ranks(_serving(before)) <= ready:
+    if before.phase == "Stale" or not before.ready_ranks <= ready:
         return "Stale"
     return "Initializing" if serving else "Pending"
-
-
-def _serving(status: ModelMetadataStatus) -> list[WorkerStatus]:
-    return [each for each in status.workers if _serves(each)]
-
-
-def _serves(worker: WorkerStatus) -> bool:
-    """So does one whose place is not written as here: it is of another maker, who has no others."""
-    try:
-        return place_of(worker.nixl_metadata).kind.serves
-    except Fault:
-        return True
-
-
-def _ready_ranks(workers: Iterable[WorkerStatus]) -> set[int]:
-    return {each.worker_rank for each in workers if each.ready and each.stability_verified}
-
-
-def status_map(
-    resource: ModelMetadata, status: ModelMetadataStatus, now: datetime
-) -> dict[str, Any]:
-    """What is sent as ``status``: workers, and what follows from them."""
-    expected = resource.spec.expected_workers
-    now_in = phase(resource.status, status, expected)
-    now_is = {
-        "AllWorkersPublished": len(_serving(status)) >= (expected or 1),
-        "StabilityVerified": now_in == "Ready",
-    }
-    before = {each.type: each for each in resource.status.conditions}
-    conditions = []
-    for name, holds in now_is.items():
-        text, old = str(holds), before.get(name)
-        same = old is not None and old.status == text
-        since = old.last_transition_time if old is not None and same else _moment(now)
-        conditions.append({"type": name, "status": text, "lastTransitionTime": since})
-    newest = max((each.published_at for each in status.workers), default=now)
-    return {
-        "phase": now_in,
-        "workers": [_worker_map(each) for each in status.workers],
-        "conditions": conditions,
-        "observedGeneration": resource.metadata.generation,
-        "publishedAt": _moment(newest),
-    }
-
-
-def _worker_map(worker: WorkerStatus) -> dict[str, Any]:
-    return {
-        "workerRank": worker.worker_rank,
-        "nixlMetadata": worker.nixl_metadata,
-        "tensorCount": worker.tensor_count,
-        "publishedAt": _moment(worker.published_at),
-        "ready": worker.ready,
-        "stabilityVerified": worker.stability_verified,
-    }
-
-
-def worker_from(status: WorkerStatus, tensors: tuple[TensorDescriptor, ...]) -> ModelWorker:
-    """The worker that a resource and its ConfigMaps say. Raises Fault."""
-    published = int(status.published_at.timestamp())
-    return ModelWorker(status.worker_rank, place_of(status.nixl_metadata), tensors, published)
-
-
-def _moment(when: datetime) -> str:
-    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 # The ConfigMaps.
@@ -262,12 +277,6 @@ def config_maps(resource: ModelMetadata, worker: ModelWorker) -> list[dict[str, 
     """
     name, rank = resource.metadata.name, worker.worker_rank
     parts = list(_parts(worker.tensors))
-    owner = {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": KIND,
-        "name": name,
-        "uid": resource.metadata.uid,
-    }
     return [
         {
             "apiVersion": "v1",
@@ -276,7 +285,7 @@ def config_maps(resource: ModelMetadata, worker: ModelWorker) -> list[dict[str, 
                 "name": part_name(name, rank, index),
                 "labels": {MODEL_LABEL: name, WORKER_LABEL: str(rank)},
                 "annotations": {PARTS: str(len(parts))},
-                "ownerReferences": [owner],
+                "ownerReferences": [{**KIND, "name": name, "uid": resource.metadata.uid}],
             },
             "data": {TENSORS_FILE: text},
         }
@@ -296,19 +305,3 @@ def _parts(tensors: Sequence[TensorDescriptor]) -> Iterator[str]:
         size += len(text) + 1
     if part:
         yield f"[{','.join(part)}]"
-
-
-def parts_of(annotations: Mapping[str, str] | None) -> int:
-    """How many ConfigMaps a worker has, as the first of them says. Raises Fault."""
-    text = (annotations or {}).get(PARTS, "1")
-    if not text.isdecimal() or not 0 < int(text) <= MAX_PARTS:
-        raise Fault(f"must be 1 to {MAX_PARTS}, got {text[:60]!r}", PARTS)
-    return int(text)
-
-
-def part_tensors(data: Mapping[str, str] | None) -> tuple[TensorDescriptor, ...]:
-    """The tensors of one ConfigMap. Raises Fault."""
-    text = (data or {}).get(TENSORS_FILE)
-    if text is None:
-        raise Fault("is missing", TENSORS_FILE)
-    return tensors_of(codec.parse_json(text))

@@ -7,21 +7,22 @@ nothing of records.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mesh import codec
 from mesh.codec import Fault
 from mesh.coordination.store import client_missing
 from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
 
 REQUEST_TIMEOUT_S = 10.0
+Query = Mapping[str, str | int]
+
 _NOT_FOUND, _CONFLICT = 404, 409
 _REFUSALS = (401, 403, 405, 422)
-_WITHOUT_NAME = ("list_", "create_")
-"""Requests to a collection: where they find nothing, it is the collection that is missing."""
 
 
 class NoSuchObject(Exception):
@@ -58,28 +59,47 @@ class KubernetesApi:
         if client is not None:
             await client.close()
 
-    @property
-    def custom(self) -> Any:
-        """The client's methods for custom resources. Raises StoreUnavailable."""
-        return _library().client.CustomObjectsApi(self._connected())
+    async def ask(
+        self,
+        method: str,
+        collection: str,
+        name: str = "",
+        body: object = None,
+        query: Query | None = None,
+    ) -> Any:
+        """What the server answers about a collection, by its path, or about the object in it.
 
-    @property
-    def core(self) -> Any:
-        """The client's methods for ConfigMaps and the like. Raises StoreUnavailable."""
-        return _library().client.CoreV1Api(self._connected())
+        Raises Conflict, NoSuchObject where the object is missing and not the collection, and within
+        `translated` CoordinationError.
+        """
+        path = f"{collection}/{name}" if name else collection
+        response = await self._request(method, path, body, query or {}, REQUEST_TIMEOUT_S)
+        text = await response.read()
+        if response.status == _NOT_FOUND and name:
+            raise NoSuchObject
+        if response.status == _CONFLICT:
+            raise Conflict
+        if not response.ok:
+            raise _refused(response)
+        return codec.parse_json(text)
 
-    async def ask(self, function: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
-        """What a method of the client gives, in time. Raises NoSuchObject, Conflict, and within
+    async def watch(self, collection: str, version: str, timeout_s: float) -> AsyncGenerator[bytes]:
+        """The events since this version, a line each, until `timeout_s` are over. Raises within
         `translated` CoordinationError."""
-        library = _library()
+        query: Query = {
+            "watch": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": max(1, int(timeout_s)),
+        }
+        limit_s = timeout_s + REQUEST_TIMEOUT_S
+        response = await self._request("GET", collection, None, query, limit_s)
         try:
-            return await function(*args, **{"_request_timeout": REQUEST_TIMEOUT_S, **more})
-        except library.client.ApiException as error:
-            if error.status == _NOT_FOUND and not function.__name__.startswith(_WITHOUT_NAME):
-                raise NoSuchObject from error
-            if error.status == _CONFLICT:
-                raise Conflict from error
-            raise
+            if not response.ok:
+                raise _refused(response)
+            async for line in response.content:
+                yield line
+        finally:
+            response.close()
 
     @asynccontextmanager
     async def translated(self) -> AsyncIterator[None]:
@@ -87,8 +107,6 @@ class KubernetesApi:
         library = _library()
         try:
             yield
-        except library.client.ApiException as error:
-            raise _refused(error) from error
         except Fault as fault:
             raise BadRecord(
                 f"{self._about} is no record: {fault}.",
@@ -101,10 +119,21 @@ class KubernetesApi:
                 fix="Check coordination.kubeconfig and that the API server can be reached.",
             ) from error
 
-    def _connected(self) -> Any:
+    async def _request(
+        self, method: str, path: str, body: object, query: Query, timeout_s: float
+    ) -> Any:
         if self._client is None:
             raise StoreUnavailable("Kubernetes is not connected.", fix="Wait: it is tried again.")
-        return self._client
+        return await self._client.call_api(
+            path,
+            method,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json"},
+            body=body,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _request_timeout=timeout_s,
+        )
 
     def _configuration(self, library: Any) -> Any:
         """In a thread, with a loop of its own: it reads files and may run a program for a token."""
@@ -120,14 +149,14 @@ class KubernetesApi:
         return configuration
 
 
-def _refused(error: Any) -> CoordinationError:
-    said = f"{error.status} {error.reason}"
-    if error.status == _NOT_FOUND:
+def _refused(response: Any) -> CoordinationError:
+    said = f"{response.status} {response.reason}"
+    if response.status == _NOT_FOUND:
         return StoreRefused(
             f"The API server has no such resource or namespace ({said}).",
             fix="Apply the definition that comes with hearthnet: see docs/how-to/coordination.md.",
         )
-    if error.status in _REFUSALS:
+    if response.status in _REFUSALS:
         return StoreRefused(
             f"The API server refuses: {said}.",
             fix="Apply the role that comes with hearthnet to this node's account: see"
