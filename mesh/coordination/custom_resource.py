@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from mesh import codec
 from mesh.codec import Fault, Int63, Sha256, Text, UInt32
-from mesh.coordination.forms import PlaceText, place_of, place_text, tensor_maps, tensors_of
+from mesh.coordination.forms import PlaceText, place_of, place_text, tensor_maps, tensors_from
 from mesh.coordination.records import (
     MAX_TENSORS,
     MAX_WORKERS,
@@ -177,7 +176,7 @@ class ConfigMap(msgspec.Struct, frozen=True):
         """Those in this part. Raises Fault."""
         if TENSORS_FILE not in self.data:
             raise Fault("is missing", TENSORS_FILE)
-        return tensors_of(codec.parse_json(self.data[TENSORS_FILE]))
+        return tensors_from(self.data[TENSORS_FILE])
 
 
 class ResourceList(msgspec.Struct, frozen=True):

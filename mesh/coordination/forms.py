@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -58,6 +58,9 @@ class TensorForm:
     device_id: UInt32 = 0
 
 
+Tensors = Annotated[tuple[TensorForm, ...], Meta(max_length=MAX_TENSORS)]
+
+
 @dataclass(frozen=True, slots=True)
 class PlaceForm:
     """What the base64 of ``nixl_metadata`` holds."""
@@ -77,7 +80,7 @@ class WorkerForm:
     holder: Text
     nixl_metadata: PlaceText
     published_at: Int63
-    tensors: Annotated[tuple[TensorForm, ...], Meta(max_length=MAX_TENSORS)] = ()
+    tensors: Tensors = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,36 +93,23 @@ class RecordForm:
     workers: Annotated[tuple[WorkerForm, ...], Meta(max_length=MAX_WORKERS)] = ()
 
 
-def tensor_maps(tensors: Sequence[TensorDescriptor]) -> list[dict[str, Any]]:
+def tensor_maps(tensors: Iterable[TensorDescriptor]) -> list[dict[str, Any]]:
     """Tensors as JSON has them."""
     return [
-        {
-            "name": each.name,
-            "addr": str(each.addr),
-            "size": str(each.size),
-            "device_id": each.device_id,
-            "dtype": each.dtype,
-        }
-        for each in tensors
+        codec.plain(TensorForm(t.name, str(t.size), t.dtype, str(t.addr), t.device_id))
+        for t in tensors
     ]
 
 
-def tensors_of(values: object) -> tuple[TensorDescriptor, ...]:
-    """The inverse of `tensor_maps`. Raises Fault."""
-    form = Annotated[tuple[TensorForm, ...], Meta(max_length=MAX_TENSORS)]
-    found: tuple[TensorForm, ...] = codec.convert(values, form)
-    return tuple(map(_tensor, found))
+def tensors_from(text: str) -> tuple[TensorDescriptor, ...]:
+    """The inverse of `tensor_maps`, of its JSON. Raises Fault."""
+    return _tensors(codec.convert(codec.parse_json(text), Tensors))
 
 
 def place_text(place: WorkerPlace) -> str:
     """A place as base64."""
-    fields = {
-        "holder": place.holder,
-        "kind": place.kind.value,
-        "layers": str(place.layers),
-        "endpoint": place.endpoint,
-    }
-    return base64.b64encode(json.dumps(fields).encode()).decode("ascii")
+    form = PlaceForm(place.holder, place.kind, str(place.layers), place.endpoint)
+    return base64.b64encode(json.dumps(codec.plain(form)).encode()).decode("ascii")
 
 
 def place_of(text: str) -> WorkerPlace:
@@ -137,14 +127,11 @@ def worker_map(worker: ModelWorker) -> dict[str, Any]:
 
     A script in Redis could not tell an empty list from an empty map, and would write the latter.
     """
-    fields: dict[str, Any] = {
-        "worker_rank": worker.worker_rank,
-        "holder": worker.place.holder,
-        "nixl_metadata": place_text(worker.place),
-        "published_at": worker.published_at,
-    }
-    if worker.tensors:
-        fields["tensors"] = tensor_maps(worker.tensors)
+    place = worker.place
+    form = WorkerForm(worker.worker_rank, place.holder, place_text(place), worker.published_at)
+    fields = codec.plain(form) | {"tensors": tensor_maps(worker.tensors)}
+    if not worker.tensors:
+        del fields["tensors"]
     return fields
 
 
@@ -164,10 +151,10 @@ def record_from(text: bytes | str, model: ModelRef) -> ModelRecord:
     found = ModelRef(ModelId(form.model_name), form.weights_sha256)
     if found != model:
         raise Fault(f"is the record of {found.key[:300]}", "model_name")
-    workers = sorted(map(_worker, form.workers), key=lambda worker: worker.worker_rank)
-    if len({worker.worker_rank for worker in workers}) != len(workers):
+    by_rank = {each.worker_rank: _worker(each) for each in form.workers}
+    if len(by_rank) != len(form.workers):
         raise Fault("has two workers of one rank", "worker_rank")
-    return ModelRecord(model, tuple(workers))
+    return ModelRecord.of(model, by_rank)
 
 
 def _bounded(text: bytes | str) -> Any:
@@ -176,14 +163,15 @@ def _bounded(text: bytes | str) -> Any:
     return codec.parse_json(text)
 
 
-def _tensor(form: TensorForm) -> TensorDescriptor:
-    return TensorDescriptor(form.name, int(form.size), form.dtype, int(form.addr), form.device_id)
+def _tensors(forms: Iterable[TensorForm]) -> tuple[TensorDescriptor, ...]:
+    return tuple(
+        TensorDescriptor(each.name, int(each.size), each.dtype, int(each.addr), each.device_id)
+        for each in forms
+    )
 
 
 def _worker(form: WorkerForm) -> ModelWorker:
     place = place_of(form.nixl_metadata)
     if place.holder != form.holder:
         raise Fault("is not the one of nixl_metadata", "holder")
-    return ModelWorker(
-        form.worker_rank, place, tuple(map(_tensor, form.tensors)), form.published_at
-    )
+    return ModelWorker(form.worker_rank, place, _tensors(form.tensors), form.published_at)

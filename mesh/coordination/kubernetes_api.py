@@ -15,7 +15,6 @@ from typing import Any
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.coordination.store import client_missing
 from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
 
 REQUEST_TIMEOUT_S = 10.0
@@ -166,10 +165,8 @@ def _refused(response: Any) -> CoordinationError:
 
 
 def _library() -> Any:
-    try:
-        import aiohttp
-        from kubernetes_asyncio import client, config
-    except ImportError as error:
-        raise client_missing("kubernetes-asyncio", "kubernetes") from error
+    import aiohttp
+    from kubernetes_asyncio import client, config
+
     errors = (aiohttp.ClientError, config.ConfigException)
     return SimpleNamespace(client=client, config=config, errors=errors)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mesh.codec import Fault
 from mesh.coordination.forms import MAX_RECORD_BYTES, record_from, worker_map
 from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, ModelWorker, rank_taken
-from mesh.coordination.store import RecordStore, client_missing
-from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
+from mesh.coordination.store import RecordStore
+from mesh.errors import BadRecord, StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -25,58 +25,40 @@ if TYPE_CHECKING:
 INDEX = "mx:models"
 SOCKET_TIMEOUT_S = 5.0
 
-_READ = """
+_CHANGE = """
 local text = redis.call('GET', KEYS[1])
-local record = text and cjson.decode(text)
+local record, by_rank, workers = text and cjson.decode(text), {}, {}
 if not record or type(record.workers) ~= 'table' then
-  record = {model_name = ARGV[2], weights_sha256 = ARGV[3], published_at = 0, workers = {}}
+  record = {model_name = ARGV[2], weights_sha256 = ARGV[3], workers = {}}
 end
-local function write(workers)
-  if #workers == 0 then
-    redis.call('DEL', KEYS[1])
-    redis.call('SREM', KEYS[2], ARGV[1])
-    return
-  end
-  table.sort(workers, function(a, b) return a.worker_rank < b.worker_rank end)
-  record.published_at = 0
-  for _, worker in ipairs(workers) do
-    record.published_at = math.max(record.published_at, worker.published_at or 0)
-  end
-  record.workers = workers
-  redis.call('SET', KEYS[1], cjson.encode(record))
-  redis.call('SADD', KEYS[2], ARGV[1])
-end
-"""
-_MERGE = (
-    _READ
-    + """
-local new, by_rank = cjson.decode(ARGV[4]), {}
 for _, worker in ipairs(record.workers) do by_rank[worker.worker_rank] = worker end
-for _, worker in ipairs(new) do
+for _, worker in ipairs(cjson.decode(ARGV[4])) do
   local before = by_rank[worker.worker_rank]
   if before and before.holder ~= worker.holder then
     return {worker.worker_rank, before.holder or ''}
   end
   by_rank[worker.worker_rank] = worker
 end
-local workers = {}
-for _, worker in pairs(by_rank) do workers[#workers + 1] = worker end
-write(workers)
-return {}
-"""
-)
-_WITHDRAW = (
-    _READ
-    + """
-local gone, workers = {}, {}
-for index = 4, #ARGV do gone[tonumber(ARGV[index])] = true end
-for _, worker in ipairs(record.workers) do
-  if not gone[worker.worker_rank] then workers[#workers + 1] = worker end
+for _, rank in ipairs(cjson.decode(ARGV[5])) do by_rank[rank] = nil end
+record.published_at = 0
+for _, worker in pairs(by_rank) do
+  workers[#workers + 1] = worker
+  record.published_at = math.max(record.published_at, worker.published_at or 0)
 end
-write(workers)
+if #workers == 0 then
+  redis.call('DEL', KEYS[1])
+  redis.call('SREM', KEYS[2], ARGV[1])
+  return {}
+end
+table.sort(workers, function(a, b) return a.worker_rank < b.worker_rank end)
+record.workers = workers
+redis.call('SET', KEYS[1], cjson.encode(record))
+redis.call('SADD', KEYS[2], ARGV[1])
 return {}
 """
-)
+"""Puts the workers ARGV[4] into the record KEYS[1] and takes the ranks ARGV[5] out of it; KEYS[2]
+are the names of all records, ARGV[1] to [3] the model. Where a rank is taken it changes nothing and
+returns whose it is."""
 
 
 def record_key(model: ModelRef) -> str:
@@ -85,8 +67,8 @@ def record_key(model: ModelRef) -> str:
 
 
 class RedisStore(RecordStore):
-    """See `mesh.coordination.store.RecordStore`. `url` is ``redis://`` or ``rediss://``; it may
-    hold a password, and is never shown."""
+    """See `RecordStore`. `url` is ``redis://`` or ``rediss://``; it may hold a password, and is
+    never shown."""
 
     name = "redis"
 
@@ -98,7 +80,7 @@ class RedisStore(RecordStore):
         """Connect and ask for a sign of life."""
         await self.close()
         redis = await asyncio.to_thread(_library)
-        async with self._translated():
+        async with _translated():
             client = self._client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=SOCKET_TIMEOUT_S,
@@ -107,45 +89,49 @@ class RedisStore(RecordStore):
                 retry=None,
                 # It would be read from the package's files, on the event loop.
                 driver_info=None,
+                decode_responses=True,
+                encoding_errors="replace",
             )
             await client.ping()
 
     async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Merge by rank, in the server."""
         text = await asyncio.to_thread(lambda: json.dumps([worker_map(each) for each in workers]))
-        refused = await self._run(_MERGE, model, text)
-        if refused:
-            raise rank_taken(model, int(refused[0]), _text(refused[1]))
+        await self._change(model, text, "[]")
 
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
         """Take out by rank, in the server."""
-        await self._run(_WITHDRAW, model, *ranks)
+        await self._change(model, "[]", json.dumps([*ranks]))
+
+    async def _change(self, model: ModelRef, workers: str, ranks: str) -> None:
+        key = record_key(model)
+        async with _translated(key):
+            taken = await self._open().register_script(_CHANGE)(
+                keys=[key, INDEX],
+                args=[model.key, model.name, model.weights_sha256, workers, ranks],
+            )
+        if taken:
+            raise rank_taken(model, int(taken[0]), taken[1])
 
     async def get(self, model: ModelRef) -> ModelRecord | None:
         """Read one key."""
-        async with self._translated():
-            client, key = self._open(), record_key(model)
-            if await client.strlen(key) > MAX_RECORD_BYTES:
-                raise self._bad(Fault(f"has more than {MAX_RECORD_BYTES} bytes"), key)
-            text = await client.get(key)
-        if text is None:
-            return None
-        try:
-            return await asyncio.to_thread(record_from, text, model)
-        except Fault as fault:
-            raise self._bad(fault, key) from fault
+        key = record_key(model)
+        async with _translated(key):
+            if await self._open().strlen(key) > MAX_RECORD_BYTES:
+                raise Fault(f"has more than {MAX_RECORD_BYTES} bytes")
+            text = await self._open().get(key)
+            return None if text is None else await asyncio.to_thread(record_from, text, model)
 
     async def models(self) -> list[ModelRef]:
         """The index; names that are no `ModelRef` are others' and left out."""
-        async with self._translated():
-            client = self._open()
-            if await client.scard(INDEX) > MAX_MODELS:
-                raise self._bad(Fault(f"has more than {MAX_MODELS} elements"), INDEX)
-            names = await client.smembers(INDEX)
+        async with _translated(INDEX):
+            if await self._open().scard(INDEX) > MAX_MODELS:
+                raise Fault(f"has more than {MAX_MODELS} elements")
+            names = await self._open().smembers(INDEX)
         found = []
         for name in names:
             with suppress(ValueError):
-                found.append(ModelRef.parse(_text(name)))
+                found.append(ModelRef.parse(str(name)))
         return found
 
     async def changed(self, timeout_s: float) -> None:
@@ -156,49 +142,39 @@ class RedisStore(RecordStore):
         """Close the connections."""
         client, self._client = self._client, None
         if client is not None:
-            async with self._translated():
+            async with _translated():
                 await client.aclose()
-
-    async def _run(self, script: str, model: ModelRef, *arguments: str | int) -> list[Any]:
-        async with self._translated():
-            run = self._open().register_script(script)
-            answer: list[Any] = await run(
-                keys=[record_key(model), INDEX],
-                args=[model.key, model.name, model.weights_sha256, *arguments],
-            )
-        return answer
 
     def _open(self) -> Redis:
         if self._client is None:
             raise StoreUnavailable("Redis is not connected.", fix="Wait: it is tried again.")
         return self._client
 
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        redis = _library()
-        try:
-            yield
-        except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError) as error:
-            # Behind it a script's name and line.
-            why = str(error).partition(" script: ")[0].rstrip(".")
-            raise StoreRefused(
-                f"Redis refuses: {why}.",
-                fix=_fix(redis, error),
-                param="coordination.redis_url",
-            ) from error
-        except (redis.exceptions.RedisError, OSError, ValueError) as error:
-            raise StoreUnavailable(
-                f"Redis does not answer: {str(error).rstrip('.')}.",
-                fix="Start it, or correct coordination.redis_url.",
-                param="coordination.redis_url",
-            ) from error
 
-    def _bad(self, fault: Fault, key: str) -> CoordinationError:
-        return BadRecord(
+@asynccontextmanager
+async def _translated(key: str = "") -> AsyncIterator[None]:
+    """Errors of the client and of what is read at `key`, as CoordinationError."""
+    redis = _library()
+    try:
+        yield
+    except Fault as fault:
+        raise BadRecord(
             f"Key {key} in Redis is no record of a model: it {fault}.",
             fix=f"Delete the key ({key}): nodes publish again what they hold.",
             param=fault.field or None,
-        )
+        ) from fault
+    except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError) as error:
+        # Behind it a script's name and line.
+        why = str(error).partition(" script: ")[0].rstrip(".")
+        raise StoreRefused(
+            f"Redis refuses: {why}.", fix=_fix(redis, error), param="coordination.redis_url"
+        ) from error
+    except (redis.exceptions.RedisError, OSError, ValueError) as error:
+        raise StoreUnavailable(
+            f"Redis does not answer: {str(error).rstrip('.')}.",
+            fix="Start it, or correct coordination.redis_url.",
+            param="coordination.redis_url",
+        ) from error
 
 
 def _fix(redis: Any, error: Exception) -> str:
@@ -216,13 +192,7 @@ def _fix(redis: Any, error: Exception) -> str:
     )
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def _library() -> Any:
-    try:
-        import redis.asyncio
-    except ImportError as error:
-        raise client_missing("redis", "redis") from error
+    import redis.asyncio
+
     return redis

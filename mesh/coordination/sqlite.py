@@ -17,7 +17,7 @@ from mesh.codec import Fault
 from mesh.coordination.forms import worker_from, worker_json
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_taken
 from mesh.coordination.store import RecordStore
-from mesh.errors import BadRecord, CoordinationError, StoreUnavailable
+from mesh.errors import BadRecord, StoreUnavailable
 
 _VERSION = 1
 _CLOSE_TIMEOUT_S = 5.0
@@ -32,7 +32,7 @@ _PUBLISH = (
 
 
 class SqliteStore(RecordStore):
-    """See `mesh.coordination.store.RecordStore`."""
+    """See `RecordStore`."""
 
     name = "sqlite"
 
@@ -69,9 +69,10 @@ class SqliteStore(RecordStore):
 
     async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Upsert the workers' rows in one transaction."""
-        rows = await asyncio.to_thread(_rows, model, workers)
+        bodies = await asyncio.to_thread(lambda: [worker_json(each) for each in workers])
         async with self._writing() as connection:
-            for row, worker in zip(rows, workers, strict=True):
+            for worker, body in zip(workers, bodies, strict=True):
+                row = model.key, worker.worker_rank, worker.place.holder, body
                 cursor = await connection.execute(_PUBLISH, row)
                 if cursor.rowcount == 0:
                     raise rank_taken(model, worker.worker_rank, "another one")
@@ -89,20 +90,17 @@ class SqliteStore(RecordStore):
         query = "SELECT body FROM workers WHERE model = ? ORDER BY worker_rank"
         async with self._translated():
             rows = await self._open().execute_fetchall(query, (model.key,))
-        try:
             workers = await asyncio.to_thread(lambda: tuple(worker_from(body) for (body,) in rows))
-        except Fault as fault:
-            raise self._bad(fault) from fault
         return ModelRecord(model, workers) if workers else None
 
     async def models(self) -> list[ModelRef]:
         """Every model that has a row."""
         async with self._translated():
             rows = await self._open().execute_fetchall("SELECT DISTINCT model FROM workers")
-        try:
-            return [ModelRef.parse(key) for (key,) in rows]
-        except ValueError as error:
-            raise self._bad(Fault(str(error), "model")) from error
+            try:
+                return [ModelRef.parse(key) for (key,) in rows]
+            except ValueError as error:
+                raise Fault(str(error), "model") from error
 
     async def changed(self, timeout_s: float) -> None:
         """Nobody else writes to the file."""
@@ -135,25 +133,18 @@ class SqliteStore(RecordStore):
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
+        """Errors of SQLite and of what is read, as CoordinationError."""
         try:
             yield
+        except Fault as fault:
+            raise BadRecord(
+                f"{self._file} holds something else than records: {fault}.",
+                fix="Delete the file: nodes publish again what they hold.",
+                param=fault.field or None,
+            ) from fault
         except (sqlite3.Error, OSError, ValueError) as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> CoordinationError:
-        return StoreUnavailable(
-            f"{self._file} cannot be used: {error}.",
-            fix="Make the state directory writable, or delete the file if it is damaged: nodes"
-            " publish again what they hold.",
-        )
-
-    def _bad(self, fault: Fault) -> BadRecord:
-        return BadRecord(
-            f"{self._file} holds something else than records: {fault}.",
-            fix="Delete the file: nodes publish again what they hold.",
-            param=fault.field or None,
-        )
-
-
-def _rows(model: ModelRef, workers: Sequence[ModelWorker]) -> list[tuple[str, int, str, str]]:
-    return [(model.key, each.worker_rank, each.place.holder, worker_json(each)) for each in workers]
+            raise StoreUnavailable(
+                f"{self._file} cannot be used: {error}.",
+                fix="Make the state directory writable, or delete the file if it is damaged: nodes"
+                " publish again what they hold.",
+            ) from error
