@@ -89,17 +89,7 @@ class KubernetesStore(RecordStore):
                 by_rank[each.worker_rank] = WorkerStatus.of(each)
 
         async with self._api.translated():
-            for _ in range(MAX_CONFLICTS):
-                # Its last worker was withdrawn meanwhile, and it with him; or an earlier try, which
-                # was given up here, is still being done there.
-                with suppress(NoSuchObject, Conflict):
-                    resource = await self._created(model)
-                    change(resource.status.by_rank)  # refused before anything is written
-                    for worker in workers:
-                        await self._write_tensors(resource, worker)
-                    await self._change(model, change)
-                    return
-            raise _too_often(model)
+            await self._change(model, change, workers)
 
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
         """Take workers out of the status, and their ConfigMaps away."""
@@ -205,20 +195,39 @@ class KubernetesStore(RecordStore):
             await self._api.ask("POST", self._resources, body=forms.new_resource(model))
         return await self._read(model)
 
-    async def _change(self, model: ModelRef, change: Callable[[_ByRank], None]) -> ModelMetadata:
-        """Read, change, write; again where the resource has changed meanwhile. The one written."""
+    async def _change(
+        self,
+        model: ModelRef,
+        change: Callable[[_ByRank], None],
+        new: Sequence[ModelWorker] = (),
+    ) -> ModelMetadata:
+        """Read, change, write; again where the resource has changed meanwhile. The one written.
+
+        With `new` workers it is made where it is missing, and their ConfigMaps are written.
+        """
+        # Its last worker was withdrawn meanwhile, and it with him; or an earlier try, which was
+        # given up here, is still being done there.
+        again = (Conflict, NoSuchObject) if new else (Conflict,)
+        owner = ""
         for attempt in range(MAX_CONFLICTS):
-            resource = await self._read(model)
-            by_rank = resource.status.by_rank
-            change(by_rank)
-            body = forms.changed_resource(resource, by_rank, self._clock.now())
-            with suppress(Conflict):
+            with suppress(*again):
+                resource = await (self._created(model) if new else self._read(model))
+                by_rank = resource.status.by_rank
+                change(by_rank)
+                if resource.metadata.uid != owner:
+                    for worker in new:
+                        await self._write_tensors(resource, worker)
+                    owner = resource.metadata.uid
+                body = forms.changed_resource(resource, by_rank, self._clock.now())
                 name = f"{resource.metadata.name}/status"
                 written = await self._api.ask("PUT", self._resources, name, body)
                 return codec.convert(written, ModelMetadata)
             longest_s = backoff_s(attempt + 1, _FIRST_BACK_OFF_S, _LAST_BACK_OFF_S)
             await asyncio.sleep(random.uniform(0, longest_s))  # noqa: S311 - not a secret
-        raise _too_often(model)
+        raise StoreUnavailable(
+            f"{forms.resource_name(model)} was changed by others {MAX_CONFLICTS} times in a row.",
+            fix="Wait: it is tried again.",
+        )
 
     async def _delete(self, resource: ModelMetadata) -> None:
         """Only as it is: where somebody has put a worker into it meanwhile, it stays."""
@@ -247,14 +256,15 @@ class KubernetesStore(RecordStore):
         parts = []
         with suppress(NoSuchObject):
             for part in range(from_part, forms.MAX_PARTS):
-                parts.append(forms.part_name(name, rank, part))
-                await self._api.ask("GET", self._config_maps, parts[-1])
+                each = forms.part_name(name, rank, part)
+                await self._api.ask("GET", self._config_maps, each)
+                parts.append(each)
         for each in reversed(parts):  # so that what a try leaves behind is found by the next
             with suppress(NoSuchObject):
                 await self._api.ask("DELETE", self._config_maps, each)
 
     async def _read_tensors(self, name: str, worker: WorkerStatus) -> tuple[TensorDescriptor, ...]:
-        """None where they are just being written; they are said, or not, when the status is."""
+        """Empty where they are just being written; they are said, or not, when the status is."""
         found: tuple[TensorDescriptor, ...] = ()
         part, parts = 0, min(1, worker.tensor_count)
         with suppress(NoSuchObject):
@@ -268,10 +278,3 @@ class KubernetesStore(RecordStore):
                 found += await asyncio.to_thread(config_map.tensors)
                 part += 1
         return found if len(found) == worker.tensor_count else ()
-
-
-def _too_often(model: ModelRef) -> StoreUnavailable:
-    return StoreUnavailable(
-        f"{forms.resource_name(model)} was changed by others {MAX_CONFLICTS} times in a row.",
-        fix="Wait: it is tried again.",
-    )
