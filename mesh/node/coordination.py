@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,10 +155,8 @@ class CoordinationHere:
 
     async def _look(self) -> None:
         self.coordinator.hear(self._offered())
-        held = {
-            (each.model, worker_rank(each.place)): each
-            for each in (await asyncio.to_thread(self._all_held) if self._is_distributed else ())
-        }
+        parts = await asyncio.to_thread(lambda: [*self._all_held()]) if self._is_distributed else ()
+        held = {(each.model, worker_rank(each.place)): each for each in parts}
         self._refused &= self._published.keys() | held.keys()
         for key in self._published.keys() | held.keys():
             await self._settle(key, held.get(key))
@@ -219,45 +217,36 @@ class CoordinationHere:
             for rank in mine - there:
                 del self._published[model, rank]
 
-    def _all_held(self) -> list[OwnPart]:
+    def _all_held(self) -> Iterator[OwnPart]:
         """In a thread: a checkpoint's layers are read from its headers."""
-        directories = {model.model_id: Path(model.directory) for model in self._models.values()}
-        host = self._network.host
-        found = [
-            OwnPart(
-                ref, _place(each, at_host(each.endpoint, host)), directories[each.model_id], each
-            )
-            for each in (served.descriptor for served in self._served())
-            if each.model_id in directories
-            and (ref := _ref(each.model_id, each.weights_sha256)) is not None
-        ]
+        models = dict(self._models)
+        for shard in (each.descriptor for each in self._served()):
+            model, ref = models.get(shard.model_id), _ref(shard.model_id, shard.weights_sha256)
+            if model is not None and ref is not None:
+                place = _place(shard, at_host(shard.endpoint, self._network.host))
+                yield OwnPart(ref, place, Path(model.directory), shard)
         address = self._network.address
-        for model in list(self._models.values()) if address is not None else ():
+        for model in models.values():
+            ref = _ref(model.model_id, model.weights_sha256)
+            if ref is None or address is None:
+                continue
             if model not in self._on_disk:
                 self._on_disk[model] = _layers_on_disk(model)
-            if (ref := _ref(model.model_id, model.weights_sha256)) is None:
-                continue
             for layers in self._on_disk[model]:
                 place = WorkerPlace(self._own, WorkerKind.CHECKPOINT, layers, str(address))
-                found.append(OwnPart(ref, place, Path(model.directory), None))
-        return found
+                yield OwnPart(ref, place, Path(model.directory), None)
 
     def _offered(self) -> dict[ModelRef, list[ModelWorker]]:
         """What trusted neighbours serve now, by model. They do not say its tensors here."""
         found: dict[ModelRef, list[ModelWorker]] = {}
-        for view in self._neighbours.models():
-            workers = {
-                worker_rank(place): ModelWorker(
-                    worker_rank(place), place, (), int(each.descriptor.advertised_at.timestamp())
-                )
-                for each in view.shards
-                if each.descriptor.host != self._own
-                and self._network.may_serve(each.descriptor.host)
-                for place in (_place(each.descriptor, each.descriptor.endpoint),)
-            }
-            ref = _ref(view.model_id, view.weights_sha256)
-            if workers and ref is not None:
-                found[ref] = list(workers.values())
+        for shard in (
+            each.descriptor for view in self._neighbours.models() for each in view.shards
+        ):
+            ref = _ref(shard.model_id, shard.weights_sha256)
+            if ref is None or shard.host == self._own or not self._network.may_serve(shard.host):
+                continue
+            place, at = _place(shard, shard.endpoint), int(shard.advertised_at.timestamp())
+            found.setdefault(ref, []).append(ModelWorker(worker_rank(place), place, (), at))
         return found
 
     def _warn(self, why: str) -> None:
