@@ -219,8 +219,8 @@ class LayeredRecords:
             if new := [here[rank] for rank in ranks & here.keys()]:
                 await self._visit(store.publish(model, new))
                 # Written anew, they are shown as not ready, whatever was shown before.
-                ready = [rank for rank in here if self._flags.of(model, rank).ready]
-                await self.show_ready(model, ranks.intersection(ready))
+                ready = [rank for rank in ranks if self._flags.of(model, rank).ready]
+                await self.show_ready(model, ready)
 
         async def show(model: ModelRef, ranks: set[int]) -> None:
             signals = {rank: self._flags.of(model, rank) for rank in ranks}
