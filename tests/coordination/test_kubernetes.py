@@ -200,6 +200,20 @@ async def test_what_is_withdrawn_last_does_not_take_a_new_worker_along(
             assert worker(2) in record.workers
 
 
+async def test_a_resource_that_goes_while_a_worker_is_published_is_made_again(
+    server: ApiServer, store: KubernetesStore
+) -> None:
+    publishing = asyncio.create_task(store.publish(MODEL, [worker(1)]))
+    while not server.config_maps:  # noqa: ASYNC110 - the next step is late already
+        await asyncio.sleep(0)
+    server.resources.clear()
+    server.config_maps.clear()
+    await publishing
+    record = await store.get(MODEL)
+    assert record is not None
+    assert record.workers == (worker(1),)
+
+
 async def test_a_list_is_read_in_pages(server: ApiServer, store: KubernetesStore) -> None:
     models = [ModelRef(ModelId(f"Model {n}/Ä"), "ab" * 32) for n in range(5)]
     for model in models:
@@ -305,11 +319,16 @@ async def test_a_worker_whose_config_maps_are_just_written_has_no_tensors_yet(
 ) -> None:
     await store.publish(MODEL, [worker(1, count=2)])
     (name,) = server.config_maps
-    (first, _) = json.loads(server.config_maps[name]["data"]["tensors.json"])
-    server.config_maps[name]["data"]["tensors.json"] = json.dumps([first])
+    data = server.config_maps[name]["data"]
+    written = data["tensors.json"]
+    data["tensors.json"] = json.dumps(json.loads(written)[:1])
     record = await store.get(MODEL)
     assert record is not None
     assert record.workers == (replace(worker(1), tensors=()),)
+    data["tensors.json"] = written
+    record = await store.get(MODEL)
+    assert record is not None
+    assert record.workers == (worker(1),)
 
 
 async def test_nothing_is_kept_of_another_s_worker_that_went(

@@ -172,8 +172,8 @@ class TestRedis:
     async def test_keys_and_values_are_modelexpress_s(self, redis_here: RedisServer) -> None:
         store = RedisStore(redis_here.url)
         await store.connect()
-        await store.publish(MODEL, [worker(3), worker(1, count=1)])
-        await store.publish(MODEL, [worker(2, at=1_900_000_000)])
+        await store.publish(MODEL, [worker(rank) for rank in range(900, 100, -100)])
+        await store.publish(MODEL, [worker(50, count=1), worker(250, at=1_900_000_000)])
         client = redis.asyncio.Redis.from_url(redis_here.url)
         try:
             assert await client.smembers("mx:models") == {MODEL.key.encode()}
@@ -182,7 +182,9 @@ class TestRedis:
             assert await client.ttl(record_key(MODEL)) == -1
             record = json.loads(await client.get(record_key(MODEL)))
             assert (record["model_name"], record["published_at"]) == (MODEL.name, 1_900_000_000)
-            assert [each["worker_rank"] for each in record["workers"]] == [1, 2, 3]
+            assert [each["worker_rank"] for each in record["workers"]] == [
+                50, 200, 250, 300, 400, 500, 600, 700, 800, 900,
+            ]  # fmt: skip
             assert record["workers"][0]["tensors"][0]["size"] == str(2**63)
         finally:
             await client.aclose()
