@@ -15,6 +15,7 @@ from typing import Any
 
 from mesh import codec
 from mesh.codec import Fault
+from mesh.coordination.store import client_missing
 from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
 
 REQUEST_TIMEOUT_S = 10.0
@@ -165,8 +166,10 @@ def _refused(response: Any) -> CoordinationError:
 
 
 def _library() -> Any:
-    import aiohttp
-    from kubernetes_asyncio import client, config
-
+    try:
+        import aiohttp
+        from kubernetes_asyncio import client, config
+    except ImportError as error:
+        raise client_missing("kubernetes-asyncio", "kubernetes") from error
     errors = (aiohttp.ClientError, config.ConfigException)
     return SimpleNamespace(client=client, config=config, errors=errors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from mesh.clock import Clock
@@ -13,7 +14,7 @@ from mesh.coordination.layered import LayeredRecords, StoreTimes
 from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.redis import RedisStore
 from mesh.coordination.sqlite import SqliteStore
-from mesh.coordination.store import RecordStore, Warn, require
+from mesh.coordination.store import RecordStore, Warn, client_missing
 
 
 def open_coordinator(
@@ -36,9 +37,15 @@ def _store(settings: CoordinationSection, file: Path, clock: Clock) -> RecordSto
     if kind == "sqlite":
         return SqliteStore(file)
     if kind == "redis":
-        require("redis", "redis", "redis")
+        _require("redis", "redis", "redis")
         return RedisStore(settings.redis_url)
     if kind == "kubernetes":
-        require("kubernetes_asyncio", "kubernetes-asyncio", "kubernetes")
+        _require("kubernetes_asyncio", "kubernetes-asyncio", "kubernetes")
         return KubernetesStore(settings.namespace, settings.kubeconfig, clock)
     return None
+
+
+def _require(module: str, package: str, extra: str) -> None:
+    """Only looked for: importing takes its time, and is done in a thread by the store."""
+    if find_spec(module) is None:
+        raise client_missing(package, extra)

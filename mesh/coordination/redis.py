@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mesh.codec import Fault
 from mesh.coordination.forms import MAX_RECORD_BYTES, record_from, worker_map
 from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, ModelWorker, rank_taken
-from mesh.coordination.store import RecordStore
+from mesh.coordination.store import RecordStore, client_missing
 from mesh.errors import BadRecord, StoreRefused, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -193,6 +193,8 @@ def _fix(redis: Any, error: Exception) -> str:
 
 
 def _library() -> Any:
-    import redis.asyncio
-
+    try:
+        import redis.asyncio
+    except ImportError as error:
+        raise client_missing("redis", "redis") from error
     return redis

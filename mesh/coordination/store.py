@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 from mesh.coordination.ready import ReadySignal
@@ -78,13 +77,10 @@ async def at_the_end(work: Awaitable[None], limit_s: float, what: str) -> None:
         logger.warning("records=%s not %s", error, what)
 
 
-def require(module: str, package: str, extra: str) -> None:
-    """Raises StoreClientMissing without the Python package of a store. It is only looked for:
-    importing takes its time, and is done in a thread as the store connects."""
-    if find_spec(module) is None:
-        raise StoreClientMissing(
-            f"The Python package {package!r}, which speaks to the configured store, is not"
-            " installed.",
-            fix=f"Run `pip install 'hearthnet[{extra}]'`, or set coordination.store to sqlite.",
-            param="coordination.store",
-        )
+def client_missing(package: str, extra: str) -> StoreClientMissing:
+    """The error of a store whose Python package is not installed, or not whole."""
+    return StoreClientMissing(
+        f"The Python package {package!r}, which speaks to the configured store, is not installed.",
+        fix=f"Run `pip install 'hearthnet[{extra}]'`, or set coordination.store to sqlite.",
+        param="coordination.store",
+    )
