@@ -18,7 +18,8 @@ from mesh.api.auth import is_open, needed_of
 from mesh.api.bodies import Strict
 from mesh.api.faults import RefusedRoute
 from mesh.api.ndif.routes import JobsApi
-from mesh.api.openai.elsewhere import INSTEAD
+from mesh.api.ollama import elsewhere as not_of_ollama
+from mesh.api.openai import elsewhere as not_of_openai
 from mesh.api.services import ApiSettings, Services
 from mesh.identity.api_keys import ApiKeys, Scope
 from mesh.transfers.pulls import Pulls
@@ -37,7 +38,8 @@ path needs:
 
 Bodies are JSON objects, strictly: an unknown field, a wrong type or a number out of bounds is
 refused with its name. Errors are `{"error": {"message", "type", "param", "code", "fix"}}`
-([codes](errors.md)); in a stream that has begun the last event is one. Every answer has
+([codes](errors.md)), below `/api/` `{"error": message and fix, "code"}`; in a stream that has begun
+the last event is one. Every answer has
 `X-Request-Id`, taken over from the request where it is 1 to 128 of `A-Z a-z 0-9 . _ : / + = @ -`,
 else made; the daemon's log has it on its lines about the request. A stream that was asked for with
 `resumable` also has `X-Stream-Id`.
@@ -50,11 +52,15 @@ Refused with `not_supported` (501), which says what to use instead: {paths}, and
 
 FAMILIES = (
     ("OpenAI's", "/v1/"),
+    ("Ollama's", "/api/"),
     ("The mesh", "/mesh/v1/"),
     ("Watching and the page", ""),
     ("nnsight's", "ndif"),
 )
 """Title, and how paths of it begin; what comes from `mesh.api.ndif` is of the last."""
+
+INSTEAD = {"OpenAI's": not_of_openai.INSTEAD, "Ollama's": not_of_ollama.INSTEAD}
+"""What is refused of each."""
 
 _OWNERS = {**vars(services), "Pulls": Pulls}
 _REFERENCE = re.compile(r"(?:Answers as|Each as in) `(\w+)\.(\w+)`")
@@ -98,7 +104,7 @@ def page() -> str:
             if fresh and not isinstance(route, RefusedRoute):
                 parts.append("\n".join(_section(route, fresh, nested)))
         if any(isinstance(route, RefusedRoute) for route in routes):
-            parts.append(REFUSED.format(paths=_names(list(INSTEAD))))
+            parts.append(REFUSED.format(paths=_names(list(INSTEAD[title]))))
     parts.append("## Objects in bodies\n")
     shown = set[str]()
     while left := [name for name in nested if name not in shown]:

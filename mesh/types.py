@@ -313,6 +313,8 @@ class GenerationRequest:
     `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer.
     `echo`: the prompt is given back first, in `PromptPiece`s, with its log-probabilities where
     `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
+    `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
+    template, as one that has no switch for it does anyway.
     """
 
     request_id: str
@@ -333,6 +335,7 @@ class GenerationRequest:
     schema: dict[str, Any] | None = None
     echo: bool = False
     trace_id: str = ""
+    think: bool | None = None
 
     @property
     def scores_prompt(self) -> bool:

@@ -133,6 +133,14 @@ class ScriptedGenerations:
         layers = [{"layer": n, "node": f"node {n}", "top": said} for n in range(2)]
         return {"prompt_tokens": PROMPT_TOKENS, "layers": layers}
 
+    async def load(self, request: GenerationRequest) -> None:
+        """At once; `silent` waits for `proceed`."""
+        self.requests.append(request)
+        if request.model == "missing":
+            raise ModelNotFound("there is no such model.", fix="Ask for another.")
+        if request.model == "silent":
+            await self.proceed.wait()
+
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         if self.entrance is not None:
             async for queued in self.entrance.enter(request.request_id, request.principal):
@@ -409,8 +417,15 @@ class ScriptedView:
             "level": "HOT",
         }  # fmt: skip
         half = "missing layers 8-11"
+        known = {
+            "weights_sha256": "ab" * 32, "abilities": ["tools"], "rests_at": MOMENT.isoformat(),
+            "checkpoint": {
+                "format": "gguf", "family": "llama", "dtype": "q4_k", "parameters": 1_234_000_000,
+                "bytes": 700_000_000, "modified_at": MOMENT.isoformat(),
+            },
+        }  # fmt: skip
         return [
-            {"id": "echo", "runnable": True, "missing": [], "reason": None, **whole},
+            {"id": "echo", "runnable": True, "missing": [], "reason": None, **whole, **known},
             {"id": "org/half", "runnable": False, "missing": ["8-11"], "reason": half, **whole},
         ]
 

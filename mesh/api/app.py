@@ -28,10 +28,21 @@ from mesh.api import (
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
+from mesh.api.ollama import asking as ollama
+from mesh.api.ollama import elsewhere as not_of_ollama
+from mesh.api.ollama import models as ollama_models
+from mesh.api.ollama.models import Shelf
 from mesh.api.openai import chat, completions, elsewhere, models, streams
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
-from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Services
+from mesh.api.services import (
+    ApiSettings,
+    DeploymentControl,
+    Generations,
+    HearthControl,
+    MeshView,
+    Services,
+)
 from mesh.clock import SystemClock
 from mesh.errors import MeshError
 from mesh.identity.api_keys import ApiKeys, Scope
@@ -53,7 +64,7 @@ def create_app(
     closing = asyncio.Event()
     kept = KeptStreams(most=settings.kept_streams)
     access = Access(settings, api_keys, SystemClock())
-    deployed = services.deployments if services is not None else None
+    deployed = None if services is None else services.deployments
     feed = DashboardFeed(view, access, jobs.queue if jobs is not None else None)
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
@@ -63,6 +74,7 @@ def create_app(
         routes=[
             *require(Scope.CHAT, _answers(generations, settings, kept)),
             *require(Scope.CHAT, models.routes(view, deployed)),
+            *require(Scope.CHAT, _as_ollama(generations, view, settings, deployed)),
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
@@ -82,8 +94,7 @@ def create_app(
             Exception: faults.on_exception,
         },
     )
-    app.state.closing = closing
-    app.state.kept = kept
+    app.state.closing, app.state.kept = closing, kept
     app.state.settings = settings
     app.state.access = access
     return app
@@ -96,6 +107,20 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
         *elsewhere.routes(),
         *lens.routes(generations, settings),
         *streams.routes(kept, settings),
+    ]
+
+
+def _as_ollama(
+    generations: Generations,
+    view: MeshView,
+    settings: ApiSettings,
+    deployed: DeploymentControl | None,
+) -> list[Route]:
+    shelf = Shelf(view, deployed)
+    return [
+        *ollama.routes(generations, shelf, settings),
+        *ollama_models.routes(shelf, settings),
+        *not_of_ollama.routes(),
     ]
 
 

@@ -288,7 +288,7 @@ class _Scoped:
 
 async def _refuse(error: MeshError, scope: Connection, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
     else:  # before it is accepted, which the client sees as 403
         await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 

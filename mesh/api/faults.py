@@ -1,4 +1,6 @@
-"""Errors as HTTP responses, in OpenAI's shape: the only place that translates them."""
+"""Errors as HTTP responses: the only place that translates them.
+
+They have OpenAI's shape, and below `/api/` that of Ollama, whose clients read no other."""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ from starlette.routing import BaseRoute, Route
 from mesh.errors import Busy, InternalError, MeshError, MethodNotAllowed, NotFound
 
 _V1 = "/v1/"
+OLLAMA = "/api/"
+"""How the paths of Ollama's API begin."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -26,11 +30,14 @@ class RefusedRoute(Route):
     """A path that clients know from other servers, and that is refused."""
 
 
-def error_body(error: MeshError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``.
+def error_body(error: MeshError, path: str = "") -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``; for a `path` of
+    Ollama's API ``{"error": message and fix, "code"}``.
 
     `detail` is where clients of NDIF look.
     """
+    if path.startswith(OLLAMA):
+        return {"error": str(error), "code": error.code}
     default = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {
@@ -44,8 +51,8 @@ def error_body(error: MeshError) -> dict[str, Any]:
     }
 
 
-def error_response(error: MeshError) -> Response:
-    """The response for an error that ends a request."""
+def error_response(error: MeshError, path: str = "") -> Response:
+    """The response for an error that ends a request, to this `path`."""
     headers = {}
     wait_s = error.retry_after_s if isinstance(error, Busy) else None
     if wait_s is None:
@@ -58,7 +65,7 @@ def error_response(error: MeshError) -> Response:
         )
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+    return JSONResponse(error_body(error, path), status_code=error.http_status, headers=headers)
 
 
 def unforeseen() -> MeshError:
@@ -68,9 +75,10 @@ def unforeseen() -> MeshError:
     )
 
 
-def on_mesh_error(_request: Request, error: Exception) -> Response:
+def on_mesh_error(request: Request, error: Exception) -> Response:
     """Handler for MeshError."""
-    return error_response(error if isinstance(error, MeshError) else unforeseen())
+    known = error if isinstance(error, MeshError) else unforeseen()
+    return error_response(known, request.url.path)
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
@@ -82,26 +90,27 @@ def on_http_exception(request: Request, error: Exception) -> Response:
             f"{path} does not take {request.method}.",
             fix=f"Use {headers.get('Allow', 'another')}.",
         )
-        response = error_response(refusal)
+        response = error_response(refusal, path)
         response.headers.update(headers)
         return response
-    fix, known = "Check the path's spelling.", _asked_without_an_id(request.app.routes)
-    if f"{path}/".startswith(_V1):
+    begun = OLLAMA if f"{path}/".startswith(OLLAMA) else _V1
+    fix, known = "Check the path's spelling.", _asked_without_an_id(request.app.routes, begun)
+    if f"{path}/".startswith(begun):
         fix = f"Use one of: {', '.join(known)}."
     elif _V1 + path.strip("/") in known:
         fix = "End the client's base URL in /v1, as `hearthnet up` prints it."
-    return error_response(NotFound(f"There is no {path} here.", fix=fix))
+    return error_response(NotFound(f"There is no {path} here.", fix=fix), path)
 
 
-def _asked_without_an_id(routes: Sequence[BaseRoute]) -> list[str]:
-    """The paths of OpenAI's API that are here."""
+def _asked_without_an_id(routes: Sequence[BaseRoute], begun: str) -> list[str]:
+    """The paths that begin so, of another server's API, that are here."""
     here = [each for each in routes if isinstance(each, Route)]
     paths = [each.path for each in here if not isinstance(each, RefusedRoute)]
-    return [path for path in paths if path.startswith(_V1) and "{" not in path]
+    return [path for path in paths if path.startswith(begun) and "{" not in path]
 
 
 def on_exception(request: Request, _error: Exception) -> Response:
     """Handler for everything else; Starlette raises it again and uvicorn logs it."""
-    response = error_response(unforeseen())
+    response = error_response(unforeseen(), request.url.path)
     response.headers["X-Request-Id"] = request.state.request_id  # it answers around all middleware
     return response

@@ -135,6 +135,8 @@ class Overview:
                     "nodes": _nodes(view.shards),
                     "local": False,
                     "weights_sha256": view.weights_sha256,
+                    "checkpoint": None,
+                    "abilities": None,
                 }
             )
         return [{**row, "rests_at": stays.get((row["id"], row["weights_sha256"]))} for row in rows]
@@ -246,6 +248,7 @@ class Overview:
         shards = self._parts.store.shards(model.model_id, model.weights_sha256)
         missing = _missing(shards, model.total_layers)
         reason = self._why_not(model, missing)
+        asker = self._parts.askers.get(model.model_id)
         conflicts = self._parts.store.conflicts(model.model_id)
         return {
             "id": model.model_id,
@@ -260,6 +263,8 @@ class Overview:
             "weights_sha256": model.weights_sha256,
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
             "directory": model.directory,
+            "checkpoint": None if model.facts is None else asdict(model.facts),
+            "abilities": list(asker.abilities) if asker is not None and asker.is_ready else None,
         }
 
     def _level(self, shards: Sequence[Advertisement]) -> str:

@@ -23,8 +23,8 @@ STATE = "request_id"
 """The name in a request's state of its id."""
 
 _SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_TOLD = "/v1/"
-"""Of what is posted below, the log tells the end: no path there names anything secret."""
+_TOLD = ("/v1/", "/api/")
+"""Of what is posted below these, the log tells the end: no path there names anything secret."""
 
 
 class RequestIds:

@@ -55,6 +55,9 @@ class Generations(Protocol):
         """``{"prompt_tokens", "layers": [{"layer", "node", "top": [{"token", "logprob"}]}]}``: the
         `top` likeliest tokens behind the request's text, after each layer. May raise MeshError."""
 
+    async def load(self, request: GenerationRequest) -> None:
+        """Wait until the request's model can be asked, as `generate` does. May raise MeshError."""
+
 
 class MeshView(Protocol):
     """Snapshots of the mesh as this node sees it, ready for JSON."""
@@ -95,7 +98,10 @@ class MeshView(Protocol):
     def models(self) -> list[dict[str, Any]]:
         """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "reason": why it is not
         runnable | None, "context": int | None, "level": HOT, WARM or COLD, "nodes": [...],
-        "local": bool, "rests_at": as of its deployment}`` for each model that anybody holds."""
+        "local": bool, "rests_at": as of its deployment, "weights_sha256", "checkpoint": {"format",
+        "family", "dtype", "parameters", "bytes", "modified_at"} | None of one that is not on this
+        disk, "abilities": ["tools", "thinking"] beside chatting | None while that is not known}``
+        for each model that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""

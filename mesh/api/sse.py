@@ -122,6 +122,10 @@ class EventStream(Response):
         if self._started and self._closing is not None and self._closing.is_set():
             await send({"type": "http.response.body", "body": b""})
 
+    def ending(self, error: MeshError) -> bytes:
+        """The last event of a stream that cannot go on."""
+        return encode(error_body(error))
+
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._ping_s is None:
             await self._pass_on(scope, receive, send)
@@ -149,13 +153,13 @@ class EventStream(Response):
         except MeshError as error:
             await self._end_pings()
             if not self._started:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
-            await self._send(send, encode(error_body(error)))
+            await self._send(send, self.ending(error))
         except Exception:
             await self._end_pings()
             if self._started:
-                await self._send(send, encode(error_body(unforeseen())))
+                await self._send(send, self.ending(unforeseen()))
                 await send({"type": "http.response.body", "body": b""})
             raise
         await self._end_pings()

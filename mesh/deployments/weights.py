@@ -18,7 +18,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
-from mesh.models.local import BUILTIN, LocalModel
+from mesh.models.local import BUILTIN, LocalModel, checkpoint_facts
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.paths import expanded
 from mesh.types import LayerRange, ModelId
@@ -227,4 +227,5 @@ def local_model(
         manifest.max_positions,
         None,
         sum(manifest.layer_bytes) >> 20,
+        facts=checkpoint_facts(manifest),
     )

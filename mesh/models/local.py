@@ -5,8 +5,10 @@ Reads files, so it runs in a thread. Knows nothing of processes or the mesh.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from mesh.config import Config
@@ -18,6 +20,20 @@ from mesh.paths import expanded
 from mesh.types import LayerRange, ModelId
 
 BUILTIN = "builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """What people are told of a checkpoint: `format` is ``safetensors`` or ``gguf``, `dtype` that
+    of most of the weights as stored, as in `Manifest`; `parameters` and `bytes` are those of all
+    its tensors, `modified_at` is the ISO time of its newest file of weights."""
+
+    format: str
+    family: str
+    dtype: str
+    parameters: int
+    bytes: int
+    modified_at: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +50,7 @@ class LocalModel:
     """What all layers take as stored; the ends come on top."""
     quant: str = ""
     """The number format that its deployment says, '' for that of this node's settings."""
+    facts: CheckpointFacts | None = None
 
 
 def find_local_models(
@@ -71,9 +88,24 @@ def find_local_models(
                 manifest.max_positions,
                 span,
                 sum(manifest.layer_bytes) >> 20,
+                facts=checkpoint_facts(manifest),
             )
         )
     return found
+
+
+def checkpoint_facts(manifest: Manifest) -> CheckpointFacts:
+    """What there is to tell of a checkpoint on this disk; blocks."""
+    tensors = manifest.tensors.values()
+    times = [file.stat().st_mtime for file in {each.file for each in tensors} if file.exists()]
+    return CheckpointFacts(
+        format="safetensors" if manifest.gguf is None else "gguf",
+        family=manifest.model_type,
+        dtype=manifest.dtype,
+        parameters=sum(math.prod(each.shape) for each in tensors),
+        bytes=sum(each.nbytes for each in tensors),
+        modified_at=datetime.fromtimestamp(max(times, default=0.0), UTC).isoformat(),
+    )
 
 
 def local_directory(text: str) -> Path:

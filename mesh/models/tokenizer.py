@@ -102,6 +102,11 @@ def load_tokenizer(manifest: Manifest) -> Any:
         ) from error
 
 
+_THINK_SWITCHES = ("enable_thinking", "thinking")
+"""What chat templates ask whether to think: the first those of Qwen 3, GLM 4.5 and SmolLM 3, the
+second those of DeepSeek 3.1 and Granite 3."""
+
+
 class Tokenizer:
     """Text to ids and back, as the checkpoint's authors meant it."""
 
@@ -171,9 +176,11 @@ class Tokenizer:
         most: int | None = None,
         begun: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
+        think: bool | None = None,
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer behind what it has `begun`,
-        which may call the `tools` where the template takes them.
+        which may call the `tools` where the template takes them. `think` is for templates that have
+        a switch for that.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
@@ -191,7 +198,8 @@ class Tokenizer:
                 )
         if not self.has_chat_template:
             return self.encode(plain_transcript(messages) + begun, most)
-        return self._encode(self._render(messages, tools) + begun, most, special=False)
+        text = self._render(messages, tools, think) + begun
+        return self._encode(text, most, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens and without any tidying up."""
@@ -221,13 +229,17 @@ class Tokenizer:
         return decoder_for(self._backend, self.decode, self._some_text() if continues else ())
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        think: bool | None = None,
     ) -> str:
+        switches = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True, tokenize=False,
+                add_generation_prompt=True, tokenize=False, **switches,
             )  # fmt: skip
         except (TemplateError, TypeError, AttributeError, ValueError, LookupError) as error:
             raise BadRequest(

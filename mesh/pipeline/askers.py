@@ -73,6 +73,13 @@ class Askers:
         finally:
             self._entrance.leave(request.request_id)
 
+    async def load(self, request: GenerationRequest) -> None:
+        """Wait until the request's model can be asked; raises as `generate` does."""
+        async with contextlib.aclosing(self._bring_up(request)) as steps:
+            async for _ in steps:
+                pass
+        await self._asker_of(request).wait_ready()
+
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         """See `mesh.pipeline.lens`; raises as `generate` does."""
         async with contextlib.aclosing(self._bring_up(request)) as steps:

@@ -58,7 +58,14 @@ class CheckpointText:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
         if request.prompt_ids is None and request.messages is not None:
             tools = self._tools(request)
-            return self._tokenizer.encode_chat(request.messages, most, request.begun, tools)
+            if request.think and self.reasoning_marks is None:
+                raise BadRequest(
+                    f"{request.model} does not support thinking: its chat template marks none.",
+                    fix="Leave `think` out, or ask a model that thinks before it answers.",
+                    param="think",
+                )
+            chat = request.messages, most, request.begun, tools
+            return self._tokenizer.encode_chat(*chat, think=request.think)
         if request.prompt_ids is None and request.prompt is not None:
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())

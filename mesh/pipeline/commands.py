@@ -227,10 +227,11 @@ class LoadedLocally(ProcessMessage, frozen=True):
 
 class AskerReady(ProcessMessage, frozen=True):
     """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
-    are none here, hops run them."""
+    are none here, hops run them. `abilities` as `mesh.pipeline.model.abilities` has them."""
 
     reasons: tuple[str, ...]
     is_thin: bool = False
+    abilities: tuple[str, ...] = ()
 
 
 class GenerationFrame(ProcessMessage, frozen=True):

@@ -68,6 +68,13 @@ class Text(Protocol):
         """Every token and its id."""
 
 
+def abilities(text: Text) -> tuple[str, ...]:
+    """What a model can beside chatting: ``tools`` where it can call functions, ``thinking`` where
+    its reasoning is told apart. Renders its chat template."""
+    found = {"tools": text.call_marks, "thinking": text.reasoning_marks}
+    return tuple(name for name, marks in found.items() if marks is not None)
+
+
 class TextReader(Protocol):
     """A draft model that reads one answer; see `mesh.pipeline.draft_model.DraftReader`."""
 

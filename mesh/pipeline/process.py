@@ -42,7 +42,7 @@ from mesh.pipeline.commands import (
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.draft_model import load_asker_and_draft
 from mesh.pipeline.engine import Engine
-from mesh.pipeline.model import AskerModel
+from mesh.pipeline.model import AskerModel, abilities
 from mesh.pipeline.sessions import expire_regularly
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Cancel, Failed, Handlers
@@ -165,7 +165,9 @@ class AskerProcess(Worker):
         except MeshError as error:
             self.say(Failed(error))
         else:
-            self.say(AskerReady(tuple(reasons), is_thin=self._started().model.ends is None))
+            model = self._started().model
+            able = await asyncio.to_thread(abilities, model.text)
+            self.say(AskerReady(tuple(reasons), is_thin=model.ends is None, abilities=able))
 
     async def _load(self, command: StartAsker) -> list[str]:
         """Load the ends and begin to follow the mesh; the reasons of what was chosen."""

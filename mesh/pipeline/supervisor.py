@@ -102,6 +102,7 @@ class AskerSupervisor(Supervisor):
         self.model_id = start.model_id
         self.reasons: tuple[str, ...] = ()
         self.is_thin = False
+        self.abilities: tuple[str, ...] = ()
         self.generations: tuple[LiveGeneration, ...] = ()
         self.standings: list[dict[str, Any]] = []
         self.accounts: dict[str, Any] = {}
@@ -230,7 +231,7 @@ class AskerSupervisor(Supervisor):
 
     def _is_loaded(self, answer: AskerReady) -> None:
         self.reasons, self.error = answer.reasons, None
-        self.is_thin = answer.is_thin
+        self.is_thin, self.abilities = answer.is_thin, answer.abilities
         self._attempts.succeeded(self.model_id)
         self.ready()
         self._owner.asker_changed()

@@ -131,3 +131,21 @@ async def test_models_that_a_chat_waits_for_are_listed_for_those_who_may(
     facts = {"state": "COLD", "total_layers": 8, "nodes": [], "context": 9}
     assert cold["hearthnet"] == facts
     assert (await http.get("/v1/models/cold")).status_code == 404
+
+
+async def test_of_a_model_on_its_way_clients_of_ollama_are_told_what_is_known(
+    served: tuple[Deployments, httpx.AsyncClient],
+) -> None:
+    deployments, client = served
+    deployments.rows = [
+        {"deployment": "d", "model_id": "big", "state": "DEPLOYING", "resting": False,
+         "total_layers": 80, "context": 0, "weights_sha256": "cd" * 32, "rests_at": None}
+    ]  # fmt: skip
+    big = (await client.get("/api/tags")).json()["models"][-1]
+    assert (big["name"], big["digest"], big["size"]) == ("big", "cd" * 32, 0)
+    assert big["modified_at"].startswith("0001-")  # as Ollama has it; Zed needs one
+    shown = (await client.post("/api/show", json={"name": "big:latest"})).json()
+    assert shown["capabilities"] == ["completion"]
+    assert shown["model_info"] == {}
+    running = (await client.get("/api/ps")).json()["models"]
+    assert [each["name"] for each in running] == ["echo"]

@@ -24,6 +24,7 @@ class LostText:
     """What the request meets first stands for all that would use the device."""
 
     eos_ids: tuple[int, ...] = ()
+    call_marks = reasoning_marks = None
 
     def prompt_ids(self, request: GenerationRequest, most: int) -> list[int]:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")

@@ -122,6 +122,9 @@ class ScriptedAsker:
         self.requests.append(request)
         return self._generate(request)
 
+    async def load(self, request: GenerationRequest) -> None:
+        """It is up."""
+
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         return await self.engine.lens(request, top)
 

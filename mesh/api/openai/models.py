@@ -25,7 +25,7 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
     """The endpoints' routes."""
 
     def known(request: Request) -> list[dict[str, Any]]:
-        return _runnable(view) + _waited_for(view, deployments, caller_of(request))
+        return listed(view, deployments, caller_of(request))
 
     async def listing(request: Request) -> Response:
         """The models that a chat can be asked of, as OpenAI lists them. The `hearthnet` object of
@@ -45,6 +45,13 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
         return JSONResponse(models[wanted])
 
     return [Route("/v1/models", listing), Route("/v1/models/{model_id:path}", one)]
+
+
+def listed(
+    view: MeshView, deployments: DeploymentControl | None, caller: Caller
+) -> list[dict[str, Any]]:
+    """The models that the caller may ask, as OpenAI's API has them."""
+    return _runnable(view) + _waited_for(view, deployments, caller)
 
 
 def _runnable(view: MeshView) -> list[dict[str, Any]]:

@@ -83,14 +83,14 @@ async def whole(
 ) -> Response:
     """The whole answer as one object, with a choice for each of `styles`. Raises MeshError; the
     generation ends with the client."""
-    collected = await unless_gone(request.receive, _collect(frames, len(styles), caller))
-    if collected is None:
+    ended = await unless_gone(request.receive, collected(frames, len(styles), caller))
+    if ended is None:
         return Response(status_code=499)  # nobody reads it
-    all_done = [done for _, done in collected]
+    all_done = [done for _, done in ended]
     body = head.whole(
         [
             style.whole(said, done.finish_reason)
-            for style, (said, done) in zip(styles, collected, strict=True)
+            for style, (said, done) in zip(styles, ended, strict=True)
         ]
     )
     return JSONResponse({**body, "usage": usage(all_done), "hearthnet": extension(all_done)})
@@ -120,7 +120,7 @@ async def events(
     pending: dict[str, Any] = {"usage": None} if include_usage else {}
     openings = {index: style.opening() for index, style in enumerate(styles)}
     all_done: dict[int, Done] = {}
-    bill = _Bill(caller)
+    bill = Bill(caller)
     last: dict[str, Any] = {}
     async with aclosing(frames):
         async for item in frames:
@@ -136,13 +136,13 @@ async def events(
                     break
                 yield encode(last | pending)
             elif isinstance(frame, TokenDelta | PromptPiece):
-                if not _is_empty(frame):
+                if not is_empty(frame):
                     yield encode(head.whole([style.piece(frame)]) | pending)
             else:
                 body = head.whole([style.piece(_NOTHING)]) | pending
                 yield encode(body | {"hearthnet": diagnostic(frame)})
     if len(all_done) < len(styles):
-        raise _unfinished()
+        raise unfinished()
     in_order = [all_done[index] for index in range(len(styles))]
     if include_usage:
         yield encode(last | pending)
@@ -151,10 +151,10 @@ async def events(
     yield DONE
 
 
-async def _collect(frames: Frames, count: int, caller: Caller) -> list[tuple[Said, Done]]:
+async def collected(frames: Frames, count: int, caller: Caller) -> list[tuple[Said, Done]]:
     """All that was said for each choice, and its end."""
     said = [Said() for _ in range(count)]
-    bill = _Bill(caller)
+    bill = Bill(caller)
     async with aclosing(frames):
         async for item in frames:
             index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
@@ -164,11 +164,11 @@ async def _collect(frames: Frames, count: int, caller: Caller) -> list[tuple[Sai
                 break
     ended = [(each, each.done) for each in said if each.done is not None]
     if len(ended) < count:
-        raise _unfinished()
+        raise unfinished()
     return ended
 
 
-class _Bill:
+class Bill:
     """Counts tokens against the caller's quota as they come, and what an answer keeps of them.
 
     The prompt's are charged with the first token: whoever leaves after that has had it computed.
@@ -194,11 +194,13 @@ class _Bill:
                 )
 
 
-def _is_empty(frame: TokenDelta | PromptPiece) -> bool:
+def is_empty(frame: TokenDelta | PromptPiece) -> bool:
+    """Whether a frame has nothing that a client is shown."""
     if isinstance(frame, PromptPiece):
         return not (frame.text or frame.logprobs)
     return not (frame.text or frame.reasoning or frame.tool_calls or frame.logprobs)
 
 
-def _unfinished() -> InternalError:
+def unfinished() -> InternalError:
+    """The error for frames that end without `Done`."""
     return InternalError("The generation ended without a result.", fix="Try again.")

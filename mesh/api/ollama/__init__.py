@@ -1,0 +1,1 @@
+"""Ollama's endpoints: another form of the chats, texts and lists of `mesh.api.openai`."""

@@ -1,0 +1,62 @@
+"""What Ollama's clients may ask for and is not here: refused with what to use instead."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mesh.api.faults import RefusedRoute
+from mesh.errors import NotSupported
+
+_EMBEDDINGS = (
+    "Embeddings are not computed here; take them from another server.",
+    "Set the client's embedding model to an Ollama or a `llama-server --embedding`. What a model's"
+    " own layers put out comes from `hearthnet harvest`.",
+)
+_FILES = (
+    "Models are not made or changed over this API.",
+    "Put a safetensors checkpoint or a GGUF file onto this machine's disk and start it with"
+    " `hearthnet deploy PATH`.",
+)
+
+INSTEAD = {
+    "/api/pull": (
+        "Models are not fetched over this API.",
+        "`hearthnet pull MODEL` fetches one, `hearthnet deploy MODEL` has it up as well; "
+        "/api/tags lists those that can be asked.",
+    ),
+    "/api/push": ("Models are not published from here.", "Use the Hugging Face hub's own tools."),
+    "/api/create": _FILES,
+    "/api/copy": (
+        "Models are not copied here.",
+        "A second name is given with `hearthnet up --model PATH=NAME`.",
+    ),
+    "/api/delete": (
+        "Models are not deleted over this API.",
+        "`hearthnet evict MODEL` unloads one, `hearthnet rm MODEL` deletes its files.",
+    ),
+    "/api/embed": _EMBEDDINGS,
+    "/api/embeddings": _EMBEDDINGS,
+    "/api/blobs": _FILES,
+}
+"""By path: what is not here; and what to use instead."""
+
+_METHODS = ["GET", "POST", "DELETE"]
+
+
+def routes() -> list[Route]:
+    """Those paths, and what is below them, such as blobs."""
+    return [
+        _route(path + below, what, fix)
+        for path, (what, fix) in INSTEAD.items()
+        for below in ("", "/{more:path}")
+    ]
+
+
+def _route(path: str, what: str, fix: str) -> Route:
+    async def refuse(_request: Request) -> Response:
+        """Refused with `not_supported`, which says what to use instead."""
+        raise NotSupported(what, fix=fix)
+
+    return RefusedRoute(path, refuse, methods=_METHODS)

@@ -1,0 +1,94 @@
+"""The `options` of Ollama's bodies: how tokens are chosen, and what servers of its kind are set up
+with.
+
+An option that would change the answer elsewhere and cannot here is refused by name. Those that say
+how a machine is to load a model are taken without effect: most clients send them, and here the mesh
+decides.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from mesh.api.bodies import Strict, only
+from mesh.types import SamplingParams
+
+_INT32 = 2**31
+_MAX_STOPS = 16
+_TEMPERATURE, _TOP_K, _TOP_P = 0.8, 40, 0.9
+"""Ollama's own defaults."""
+
+Hint = Any
+
+
+class Options(Strict):
+    """How the answer is chosen. As Ollama has it, `temperature` is 0.8, `top_k` 40 and `top_p` 0.9
+    where they are left out, and `num_predict` is the most tokens, -1 or -2 for no limit. A `seed`
+    of -1 is as none. `repeat_penalty` counts the whole text, prompt included.
+
+    A prompt that is too long for the model is refused whatever `num_ctx` says, never cut.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, lt=_INT32)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    # Ollama's, not here
+    repeat_last_n: Annotated[None, only(-1)] = None
+    presence_penalty: Annotated[None, only(0, 0.0)] = None
+    frequency_penalty: Annotated[None, only(0, 0.0)] = None
+    typical_p: Annotated[None, only(1, 1.0)] = None
+    tfs_z: Annotated[None, only(1, 1.0)] = None
+    mirostat: Annotated[None, only(0)] = None
+    penalize_newline: Annotated[None, only(True)] = None
+    # how a machine loads the model
+    num_ctx: Hint = None
+    num_batch: Hint = None
+    num_gpu: Hint = None
+    main_gpu: Hint = None
+    num_thread: Hint = None
+    numa: Hint = None
+    low_vram: Hint = None
+    f16_kv: Hint = None
+    use_mmap: Hint = None
+    use_mlock: Hint = None
+    # of what is not done here
+    num_keep: Hint = None
+    mirostat_tau: Hint = None
+    mirostat_eta: Hint = None
+
+    @field_validator("num_predict")
+    @classmethod
+    def _says_something(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("0 tokens are no answer; -1 is for no limit")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if len(texts) > _MAX_STOPS or not all(texts):
+            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
+        return value
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen; `logprobs` as there."""
+        limit = self.num_predict or -1
+        return SamplingParams(
+            temperature=_TEMPERATURE if self.temperature is None else self.temperature,
+            top_k=max(_TOP_K if self.top_k is None else self.top_k, 0),
+            top_p=_TOP_P if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repeat_penalty or 1.0,
+            seed=None if self.seed == -1 else self.seed,
+            max_tokens=limit if limit > 0 else None,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=logprobs,
+        )

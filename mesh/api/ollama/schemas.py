@@ -1,0 +1,160 @@
+"""The bodies of Ollama's endpoints, and the generation each asks for.
+
+As in `mesh.api.openai.schemas`, what is not done here is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from mesh.api.bodies import Strict, only, require_plain
+from mesh.api.ollama.messages import OllamaMessage, to_template
+from mesh.api.ollama.options import Hint, Options
+from mesh.api.openai.tools import MAX_TOOLS, Tool
+from mesh.types import GenerationRequest, ModelId, Principal, ToolUse
+
+_MAX_MESSAGES = 4096
+_ZERO = frozenset({"0", "0s", "0m", "0h", "0ms"})
+
+
+class _AnswerBody(Strict):
+    """What both endpoints share."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    stream: bool | None = None
+    format: Literal["json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Ollama's, not here
+    truncate: Annotated[None, only(False)] = None
+    shift: Annotated[None, only(False)] = None
+    keep_alive: Hint = None
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _plain_enough(cls, value: Any) -> Any:
+        return require_plain(value) if value != "" else None  # as Go has nothing
+
+    @model_validator(mode="after")
+    def _tells_alternatives_of_something(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in pieces, which it does unless that is switched off."""
+        return self.stream is not False
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to be let go of behind the answer."""
+        value = self.keep_alive
+        return value in _ZERO if isinstance(value, str) else value == 0 and value is not False
+
+    def _request(
+        self, model: ModelId, request_id: str, principal: Principal, **asked: Any
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            request_id=request_id,
+            model=model,
+            sampling=(self.options or Options()).sampling(
+                (self.top_logprobs or 0) if self.logprobs else None
+            ),
+            principal=principal,
+            schema={"type": "object"} if self.format == "json" else self.format or None,
+            think=self.think,
+            **asked,
+        )
+
+
+class OllamaChatBody(_AnswerBody):
+    """The body of `POST /api/chat`. `format` is `json` or a JSON schema. `think` false has a model
+    not think whose chat template has a switch for that; what a model thinks is in `thinking`,
+    apart from the answer. `keep_alive` has no effect: how long a model stays is its deployment's.
+    """
+
+    messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _differ(cls, value: list[Tool] | None) -> list[Tool] | None:
+        names = Counter(tool.function.name for tool in value or ())
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two of them are called {twice[0]}")
+        return value
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model is only to be loaded."""
+        return not self.messages
+
+    def to_request(
+        self, model: ModelId, request_id: str, principal: Principal
+    ) -> GenerationRequest:
+        """The generation this body asks of `model`, on behalf of `principal`."""
+        tools = tuple(tool.to_template() for tool in self.tools or ())
+        return self._request(
+            model,
+            request_id,
+            principal,
+            messages=to_template(self.messages),
+            tools=ToolUse(tools, in_pieces=False) if tools else None,
+        )
+
+
+class OllamaGenerateBody(_AnswerBody):
+    """The body of `POST /api/generate`: `prompt` is a user's message behind `system`, or with `raw`
+    a text that is continued as it is. All else is as in the body of `POST /api/chat`."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    # Ollama's, not here
+    suffix: Annotated[None, only("")] = None
+    template: Annotated[None, only("")] = None
+    context: Annotated[None, only([])] = None
+    images: Annotated[None, only([])] = None
+
+    @model_validator(mode="after")
+    def _is_raw_or_a_chat(self) -> Self:
+        if self.raw and self.system:
+            raise ValueError("system: a raw prompt is continued as it is; put it into the prompt")
+        if self.raw and self.think:
+            raise ValueError("think: a raw prompt is continued as it is, thoughts included")
+        return self
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model is only to be loaded."""
+        return not self.prompt
+
+    def to_request(
+        self, model: ModelId, request_id: str, principal: Principal
+    ) -> GenerationRequest:
+        """The generation this body asks of `model`, on behalf of `principal`."""
+        if self.raw:
+            return self._request(model, request_id, principal, prompt=self.prompt)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = (*system, {"role": "user", "content": self.prompt})
+        return self._request(model, request_id, principal, messages=messages)
+
+
+class ShowBody(Strict):
+    """The body of `POST /api/show`. Older clients say `name` for `model`."""
+
+    model: Annotated[str, Field(max_length=256)] = ""
+    name: Annotated[str, Field(max_length=256)] = ""
+    verbose: Hint = None
+
+    @model_validator(mode="after")
+    def _names_a_model(self) -> Self:
+        if not (self.model or self.name):
+            raise ValueError("model: it is missing")
+        return self
