@@ -146,6 +146,6 @@ async def test_of_a_model_on_its_way_clients_of_ollama_are_told_what_is_known(
     assert big["modified_at"].startswith("0001-")  # as Ollama has it; Zed needs one
     shown = (await client.post("/api/show", json={"name": "big:latest"})).json()
     assert shown["capabilities"] == ["completion"]
-    assert shown["model_info"] == {}
+    assert shown["model_info"] == {"general.basename": "big"}
     running = (await client.get("/api/ps")).json()["models"]
     assert [each["name"] for each in running] == ["echo"]

@@ -77,7 +77,8 @@ async def test_lists_say_what_is_known_of_the_models_that_can_be_asked(api: Serv
             shown = await client.show(name)
             assert shown.capabilities == ["completion", "tools"]
             assert shown.modelinfo == {
-                "general.architecture": "llama", "general.parameter_count": 1_234_000_000,
+                "general.basename": "echo", "general.architecture": "llama",
+                "general.parameter_count": 1_234_000_000,
                 "llama.context_length": 2048, "llama.block_count": 12,
             }  # fmt: skip
             for details in (listed.details, shown.details):
@@ -94,6 +95,8 @@ async def test_clients_find_a_server_of_a_known_version(http: httpx.AsyncClient)
     assert all(part.isdecimal() for part in version.split("."))
     for path in ("/", "/api/version", "/api/tags"):
         assert (await http.head(path)).status_code == 200
+    by_go = {"name": "", "system": "", "template": "", "verbose": False, "options": None}
+    assert (await http.post("/api/show", json={"model": "echo", **by_go})).status_code == 200
 
 
 async def test_an_answer_comes_in_lines_of_which_the_last_counts(http: httpx.AsyncClient) -> None:
@@ -106,6 +109,7 @@ async def test_an_answer_comes_in_lines_of_which_the_last_counts(http: httpx.Asy
     assert (last["prompt_eval_count"], last["eval_count"]) == (5, 3)
     parts = [last[f"{part}_duration"] for part in ("load", "prompt_eval", "eval")]
     assert min(parts) >= 0
+    assert parts[-1] > 0  # by which clients divide
     assert sum(parts) == last["total_duration"]
 
 

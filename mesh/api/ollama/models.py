@@ -89,9 +89,9 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
         return JSONResponse({"models": [_loaded(name, row) for name, row in loaded.items()]})
 
     async def show(request: Request) -> Response:
-        """What is known of a model: `{"details", "model_info": {"general.architecture",
-        "general.parameter_count", "ARCHITECTURE.context_length", "ARCHITECTURE.block_count"},
-        "capabilities", "modified_at"}`. Beside `completion` the capabilities are `tools` and
+        """What is known of a model: `{"details", "model_info": {"general.basename": its id,
+        "general.architecture", "general.parameter_count", "ARCHITECTURE.context_length",
+        "ARCHITECTURE.block_count"}, "capabilities", "modified_at"}`. Beside `completion` the capabilities are `tools` and
         `thinking`, once the model is up.
         """
         body = await read_body(request, ShowBody, settings)
@@ -99,7 +99,7 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
         wanted, rows = shelf.named(body.model or body.name, caller), shelf.rows(caller)
         if wanted not in rows:
             raise nobody_asks(wanted, rows)
-        return JSONResponse(_shown(rows[wanted]))
+        return JSONResponse(_shown(wanted, rows[wanted]))
 
     async def version(_request: Request) -> Response:
         """`{"version": the release of Ollama whose API this follows, "hearthnet": this program's
@@ -138,10 +138,11 @@ def _loaded(name: str, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
+def _shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
     facts = row.get("checkpoint") or {}
     family = facts.get("family", "")
     info = {
+        "general.basename": name,
         "general.architecture": family,
         "general.parameter_count": facts.get("parameters"),
         f"{family}.context_length": row["context"] if family else None,

@@ -152,6 +152,9 @@ class ShowBody(Strict):
     model: Annotated[str, Field(max_length=256)] = ""
     name: Annotated[str, Field(max_length=256)] = ""
     verbose: Hint = None
+    options: Hint = None
+    system: Annotated[None, only("")] = None
+    template: Annotated[None, only("")] = None
 
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:
