@@ -142,10 +142,10 @@ async def test_of_a_model_on_its_way_clients_of_ollama_are_told_what_is_known(
          "total_layers": 80, "context": 0, "weights_sha256": "cd" * 32, "rests_at": None}
     ]  # fmt: skip
     big = (await client.get("/api/tags")).json()["models"][-1]
-    assert (big["name"], big["digest"], big["size"]) == ("big", "cd" * 32, 0)
+    assert (big["name"], big["digest"], big["size"]) == ("big:latest", "cd" * 32, 0)
     assert big["modified_at"].startswith("0001-")  # as Ollama has it; Zed needs one
     shown = (await client.post("/api/show", json={"name": "big:latest"})).json()
     assert shown["capabilities"] == ["completion"]
     assert shown["model_info"] == {"general.basename": "big"}
     running = (await client.get("/api/ps")).json()["models"]
-    assert [each["name"] for each in running] == ["echo"]
+    assert [each["name"] for each in running] == ["echo:latest"]

@@ -68,10 +68,10 @@ async def said(http: httpx.AsyncClient, path: str = "/api/chat", **body: Any) ->
 async def test_lists_say_what_is_known_of_the_models_that_can_be_asked(api: Served) -> None:
     async with client_of(api.url) as client:
         (listed,) = (await client.list()).models
-        assert (listed.model, listed.digest, listed.size) == ("echo", "ab" * 32, 700_000_000)
+        assert (listed.model, listed.digest, listed.size) == ("echo:latest", "ab" * 32, 700_000_000)
         assert listed.modified_at == MOMENT
         (running,) = (await client.ps()).models
-        assert (running.name, running.context_length) == ("echo", 2048)
+        assert (running.name, running.context_length) == ("echo:latest", 2048)
         assert running.expires_at == MOMENT
         for name in ("echo", "echo:latest"):
             shown = await client.show(name)
@@ -158,6 +158,12 @@ async def test_options_reach_the_generation(http: httpx.AsyncClient, api: Served
     first, *_ = await said(http, options={"num_predict": -1, "seed": -1}, logprobs=True)
     assert api.generations.requests[-1].sampling.max_tokens is None
     assert api.generations.requests[-1].sampling.seed is None
+    # Open WebUI's, of a title, and its system prompt, once more.
+    await said(http, num_predict=50, system="be brief")
+    await said(http, system="twice", messages=list(api.generations.requests[-1].messages or ()))
+    *_, once, twice = api.generations.requests
+    assert once.sampling.max_tokens == 50
+    assert once.messages == twice.messages == ({"role": "system", "content": "be brief"}, *HELLO)
     assert first["logprobs"][0]["token"] == "hello"  # noqa: S105 - no secret
 
 

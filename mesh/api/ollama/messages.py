@@ -37,6 +37,7 @@ class OllamaCall(Strict):
     function: OllamaFunction
     id: CallId | None = None
     type: Hint = None
+    index: Hint = None
 
 
 class OllamaMessage(Strict):

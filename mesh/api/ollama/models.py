@@ -56,7 +56,7 @@ class Shelf:
         }
 
     def named(self, name: str, caller: Caller) -> ModelId:
-        """The id that a client means by a name: many add `:latest` to it."""
+        """The id that a client means by a name, as it is listed or without a tag."""
         short = name.removesuffix(_TAG)
         return ModelId(name if not short or name in self.rows(caller) else short)
 
@@ -91,8 +91,8 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
     async def show(request: Request) -> Response:
         """What is known of a model: `{"details", "model_info": {"general.basename": its id,
         "general.architecture", "general.parameter_count", "ARCHITECTURE.context_length",
-        "ARCHITECTURE.block_count"}, "capabilities", "modified_at"}`. Beside `completion` the capabilities are `tools` and
-        `thinking`, once the model is up.
+        "ARCHITECTURE.block_count"}, "capabilities", "modified_at"}`. Beside `completion` the
+        capabilities are `tools` and `thinking`, once the model is up.
         """
         body = await read_body(request, ShowBody, settings)
         caller = caller_of(request)
@@ -115,8 +115,9 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
     ]
 
 
-def _listed(name: str, row: dict[str, Any]) -> dict[str, Any]:
+def _listed(model: str, row: dict[str, Any]) -> dict[str, Any]:
     facts = row.get("checkpoint") or {}
+    name = model if ":" in model else model + _TAG  # Open WebUI asks for none without a tag
     return {
         "name": name,
         "model": name,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from mesh.api.bodies import Strict, only
 from mesh.types import SamplingParams
@@ -21,6 +21,15 @@ _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 40, 0.9
 """Ollama's own defaults."""
 
 Hint = Any
+
+
+def _says_something(value: int) -> int:
+    if value == 0:
+        raise ValueError("0 tokens are no answer; -1 is for no limit")
+    return value
+
+
+NumPredict = Annotated[int, Field(ge=-2, lt=_INT32), AfterValidator(_says_something)]
 
 
 class Options(Strict):
@@ -36,7 +45,7 @@ class Options(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    num_predict: Annotated[int, Field(ge=-2, lt=_INT32)] | None = None
+    num_predict: NumPredict | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     # Ollama's, not here
@@ -63,13 +72,6 @@ class Options(Strict):
     mirostat_tau: Hint = None
     mirostat_eta: Hint = None
 
-    @field_validator("num_predict")
-    @classmethod
-    def _says_something(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("0 tokens are no answer; -1 is for no limit")
-        return value
-
     @field_validator("stop")
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
@@ -78,9 +80,9 @@ class Options(Strict):
             raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
         return value
 
-    def sampling(self, logprobs: int | None) -> SamplingParams:
-        """How tokens are chosen; `logprobs` as there."""
-        limit = self.num_predict or -1
+    def sampling(self, num_predict: int | None, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen; `num_predict` where the options have none, `logprobs` as there."""
+        limit = self.num_predict or num_predict or -1
         return SamplingParams(
             temperature=_TEMPERATURE if self.temperature is None else self.temperature,
             top_k=max(_TOP_K if self.top_k is None else self.top_k, 0),

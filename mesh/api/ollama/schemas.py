@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only, require_plain
 from mesh.api.ollama.messages import OllamaMessage, to_template
-from mesh.api.ollama.options import Hint, Options
+from mesh.api.ollama.options import Hint, NumPredict, Options
 from mesh.api.openai.tools import MAX_TOOLS, Tool
 from mesh.types import GenerationRequest, ModelId, Principal, ToolUse
 
@@ -21,12 +21,13 @@ _ZERO = frozenset({"0", "0s", "0m", "0h", "0ms"})
 
 
 class _AnswerBody(Strict):
-    """What both endpoints share."""
+    """What both endpoints share. Open WebUI's limit of titles stands in `num_predict` here."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     format: Literal["json"] | dict[str, Any] | None = None
     options: Options | None = None
+    num_predict: NumPredict | None = None
     think: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -64,7 +65,7 @@ class _AnswerBody(Strict):
             request_id=request_id,
             model=model,
             sampling=(self.options or Options()).sampling(
-                (self.top_logprobs or 0) if self.logprobs else None
+                self.num_predict, (self.top_logprobs or 0) if self.logprobs else None
             ),
             principal=principal,
             schema={"type": "object"} if self.format == "json" else self.format or None,
@@ -76,11 +77,13 @@ class _AnswerBody(Strict):
 class OllamaChatBody(_AnswerBody):
     """The body of `POST /api/chat`. `format` is `json` or a JSON schema. `think` false has a model
     not think whose chat template has a switch for that; what a model thinks is in `thinking`,
-    apart from the answer. `keep_alive` has no effect: how long a model stays is its deployment's.
+    apart from the answer. `system` stands before messages without one of that role, `num_predict`
+    for that of the options. `keep_alive` has no effect: how long a model stays is its deployment's.
     """
 
     messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    system: str | None = None
 
     @field_validator("tools")
     @classmethod
@@ -100,11 +103,12 @@ class OllamaChatBody(_AnswerBody):
     ) -> GenerationRequest:
         """The generation this body asks of `model`, on behalf of `principal`."""
         tools = tuple(tool.to_template() for tool in self.tools or ())
+        has_own = any(message.role == "system" for message in self.messages)
         return self._request(
             model,
             request_id,
             principal,
-            messages=to_template(self.messages),
+            messages=(*_first(None if has_own else self.system), *to_template(self.messages)),
             tools=ToolUse(tools, in_pieces=False) if tools else None,
         )
 
@@ -141,8 +145,7 @@ class OllamaGenerateBody(_AnswerBody):
         """The generation this body asks of `model`, on behalf of `principal`."""
         if self.raw:
             return self._request(model, request_id, principal, prompt=self.prompt)
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = (*system, {"role": "user", "content": self.prompt})
+        messages = (*_first(self.system), {"role": "user", "content": self.prompt})
         return self._request(model, request_id, principal, messages=messages)
 
 
@@ -161,3 +164,7 @@ class ShowBody(Strict):
         if not (self.model or self.name):
             raise ValueError("model: it is missing")
         return self
+
+
+def _first(system: str | None) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}] if system else []
