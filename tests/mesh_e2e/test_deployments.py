@@ -280,6 +280,14 @@ def made_key(node: LocalNode, *, trusted: bool) -> str:
     return key
 
 
+def loading(node: LocalNode, key: str) -> httpx.Response:
+    """What a client of Ollama hears that has the model loaded before it asks."""
+    return httpx.post(
+        f"{node.url}/api/generate", json={"model": MODEL}, trust_env=False, timeout=60,
+        headers={"Authorization": f"Bearer {key}"},
+    )  # fmt: skip
+
+
 def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     house: dict[str, LocalNode], models: Path
 ) -> None:
@@ -318,6 +326,7 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
         assert "COLD" in refusal.json()["error"]["message"]
         with pytest.raises(RemoteError, match="COLD"):
             client.logits_of(models / MODEL, MODEL, "The kettle", kitchen.url, key)
+    assert loading(kitchen, guest).status_code == 403
     assert rests()
 
     # A job of a trusted key does, and is told how far it is before it runs.
@@ -346,6 +355,7 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     assert events[0]["phase"] in {"QUEUED", "PROVISIONING", "DEPLOYING"}
     assert chunks[-1]["hearthnet"]["token_ids"] == expected
     assert row(study)["level"] == "HOT"
+    assert loading(kitchen, lab).json()["done_reason"] == "load"
     assert hearthnet("evict", MODEL, node=attic).returncode == 0
     for node in house.values():
         until(lambda node=node: not held(node) and not rows(node), "it is gone", node)

@@ -51,7 +51,11 @@ class Shelf:
         for row in (*deployed, *held):
             known[row.get("id") or row["model_id"]] = row
         return {
-            each["id"]: {**known.get(each["id"], {}), **each["hearthnet"]}
+            each["id"]: {
+                **each["hearthnet"],
+                **known.get(each["id"], {}),
+                "state": each["hearthnet"]["state"],
+            }
             for each in listed(self._view, self._deployments, caller)
         }
 
