@@ -62,7 +62,8 @@ class Shelf:
     def named(self, name: str, caller: Caller) -> ModelId:
         """The id that a client means by a name, as it is listed or without a tag."""
         short = name.removesuffix(_TAG)
-        return ModelId(name if not short or name in self.rows(caller) else short)
+        is_own = short in ("", name) or name in self.rows(caller)
+        return ModelId(name if is_own else short)
 
     def why_not(self, model: ModelId) -> str | None:
         """Why a model that this node has cannot be asked now; None where it can."""
