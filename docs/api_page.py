@@ -59,8 +59,10 @@ FAMILIES = (
 )
 """Title, and how paths of it begin; what comes from `mesh.api.ndif` is of the last."""
 
-INSTEAD = {"OpenAI's": not_of_openai.INSTEAD, "Ollama's": not_of_ollama.INSTEAD}
-"""What is refused of each."""
+REFUSED_OF = {
+    "OpenAI's": [*not_of_openai.INSTEAD, *not_of_openai.STORED],
+    "Ollama's": [*not_of_ollama.INSTEAD],
+}
 
 _OWNERS = {**vars(services), "Pulls": Pulls}
 _REFERENCE = re.compile(r"(?:Answers as|Each as in) `(\w+)\.(\w+)`")
@@ -104,7 +106,7 @@ def page() -> str:
             if fresh and not isinstance(route, RefusedRoute):
                 parts.append("\n".join(_section(route, fresh, nested)))
         if any(isinstance(route, RefusedRoute) for route in routes):
-            parts.append(REFUSED.format(paths=_names(list(INSTEAD[title]))))
+            parts.append(REFUSED.format(paths=_names(REFUSED_OF[title])))
     parts.append("## Objects in bodies\n")
     shown = set[str]()
     while left := [name for name in nested if name not in shown]:

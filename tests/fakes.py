@@ -41,6 +41,7 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
     TokenLogprob,
+    ToolCallDelta,
     shard_id,
 )
 
@@ -228,6 +229,14 @@ class ScriptedGenerations:
         yield TokenDelta("so", (3,), reasoning=".")
         yield TokenDelta(" it is", (4,))
         yield done((1, 2, 3, 4))
+
+    async def _calls(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Ends a call and goes on in one step, as where guesses were right."""
+        yield TokenDelta("I look.", (1,), tool_calls=(ToolCallDelta(0, id="c1", name="look"),))
+        yield TokenDelta("", (2,), tool_calls=(ToolCallDelta(0, '{"a"'),))
+        more = (ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", id="c2", name="look"))
+        yield TokenDelta("Again.", (3, 4, 5), tool_calls=more)
+        yield done((1, 2, 3, 4, 5))
 
     async def _failover(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         lost, new = ShardId("failover:6-11"), ShardId("failover:4-11")

@@ -32,7 +32,7 @@ from mesh.api.ollama import asking as ollama
 from mesh.api.ollama import elsewhere as not_of_ollama
 from mesh.api.ollama import models as ollama_models
 from mesh.api.ollama.models import Shelf
-from mesh.api.openai import chat, completions, elsewhere, models, streams
+from mesh.api.openai import chat, completions, elsewhere, models, responses, streams
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import (
@@ -104,6 +104,7 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
     return [
         *chat.routes(generations, settings, kept),
         *completions.routes(generations, settings, kept),
+        *responses.routes(generations, settings, kept),
         *elsewhere.routes(),
         *lens.routes(generations, settings),
         *streams.routes(kept, settings),

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -32,7 +33,15 @@ NOT_SUPPORTED = "not_supported"
 """The kind of pydantic's errors for what is known and not done here."""
 
 
-def only(*accepted: object) -> BeforeValidator:
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """What is said of something that is not done here: `why`, for the message, and `fix`."""
+
+    why: str = ""
+    fix: str = "Leave it out."
+
+
+def only(*accepted: object, otherwise: Unsupported = Unsupported()) -> BeforeValidator:
     """A field of OpenAI's that hearthnet takes at null and at the values that change nothing."""
 
     def check(value: object) -> None:
@@ -41,9 +50,30 @@ def only(*accepted: object) -> BeforeValidator:
         ):
             return
         what = f"values other than {accepted[0]!r} are" if accepted else "this field is"
-        raise PydanticCustomError(NOT_SUPPORTED, "{what} not supported", {"what": what})
+        raise _not_supported(what, otherwise)
 
     return BeforeValidator(check)
+
+
+def only_types(what: str, *known: str, **others: Unsupported) -> BeforeValidator:
+    """Objects of OpenAI's, called `what`, of which hearthnet takes those whose `type` is `known`;
+    what is said of `others`, by their types."""
+    there = Unsupported(f"there are: {', '.join(known)}")
+
+    def check(value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in known:
+            return value
+        shown = repr(kind[:_SHOWN_CHARS])
+        raise _not_supported(f"{what} of the type {shown} are", others.get(kind, there))
+
+    return BeforeValidator(check)
+
+
+def _not_supported(what: str, refusal: Unsupported) -> PydanticCustomError:
+    why = f"; {refusal.why}" if refusal.why else ""
+    said = {"what": what, "why": why, "fix": refusal.fix}
+    return PydanticCustomError(NOT_SUPPORTED, "{what} not supported{why}", said)
 
 
 _MAX_DEPTH = 64
@@ -183,7 +213,7 @@ def _bad_request(error: ValidationError, fields: dict[str, Any], known: list[str
     same = [p["msg"] for p, its in zip(problems, paths, strict=True) if its == path]
     why = " / ".join(dict.fromkeys(same)).replace("Value error, ", "")[:_MAX_WHY]
     where = f"{param}: " if param else ""
-    fix = "Leave it out." if problem["type"] == NOT_SUPPORTED else "Correct the request."
+    fix = problem["ctx"]["fix"] if problem["type"] == NOT_SUPPORTED else "Correct the request."
     return BadRequest(f"{where}{why}.", fix=fix, param=param)
 
 

@@ -12,7 +12,8 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.bodies import Strict, read_body
-from mesh.api.openai.schemas import ChatMessage, Extension, to_template
+from mesh.api.openai.sampling import Extension
+from mesh.api.openai.schemas import ChatMessage, to_template
 from mesh.api.services import ApiSettings, Generations
 from mesh.api.sse import unless_gone
 from mesh.types import GenerationRequest, ModelId, Principal, Steer

@@ -16,8 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from mesh.api.faults import error_body
-from mesh.api.sse import encode
+from mesh.api.sse import FailureEvents, plain_failure
 from mesh.errors import Busy, InternalError, MeshError, NotFound
 from mesh.types import Principal
 
@@ -70,13 +69,21 @@ class KeptStreams:
         self._keep_s = keep_s
         self._kept: dict[tuple[Principal, str], _Kept] = {}
 
-    def keep(self, owner: Principal, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
-        """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
+    def keep(
+        self,
+        owner: Principal,
+        stream_id: str,
+        chunks: AsyncGenerator[bytes, None],
+        *,
+        failure: FailureEvents = plain_failure,
+    ) -> None:
+        """Produce `chunks` to their end, read or not; what they raise ends them with the events
+        that `failure` makes of it. Raises Busy when too many are under way."""
         self._make_room(owner)
         key = (owner, stream_id)
         kept = self._kept[key] = _Kept()
         kept.task = asyncio.create_task(
-            self._produce(key, kept, chunks), name=f"stream {stream_id}"
+            self._produce(key, kept, chunks, failure), name=f"stream {stream_id}"
         )
 
     def follow(self, owner: Principal, stream_id: str, after: int) -> KeptEvents:
@@ -117,18 +124,21 @@ class KeptStreams:
         del self._kept[gone]
 
     async def _produce(
-        self, key: tuple[Principal, str], kept: _Kept, chunks: AsyncGenerator[bytes, None]
+        self,
+        key: tuple[Principal, str],
+        kept: _Kept,
+        chunks: AsyncGenerator[bytes, None],
+        failure: FailureEvents,
     ) -> None:
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     self._add(kept, chunk)
         except MeshError as error:
-            self._add(kept, encode(error_body(error)))
+            self._add(kept, *failure(error))
         except Exception:
             logger.exception("stream=%s failed", key[1])
-            failure = InternalError("The stream failed.", fix="See the log.")
-            self._add(kept, encode(error_body(failure)))
+            self._add(kept, *failure(InternalError("The stream failed.", fix="See the log.")))
             raise
         finally:
             kept.ended = True
@@ -141,6 +151,7 @@ class KeptStreams:
             del self._kept[key]
 
     @staticmethod
-    def _add(kept: _Kept, chunk: bytes) -> None:
-        kept.events.append(b"id: %d\n" % len(kept.events) + chunk)
+    def _add(kept: _Kept, *chunks: bytes) -> None:
+        for chunk in chunks:
+            kept.events.append(b"id: %d\n" % len(kept.events) + chunk)
         kept.news.set()

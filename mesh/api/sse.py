@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +34,15 @@ def encode(payload: dict[str, Any], *, event: str | None = None, id_: int | None
     if event is not None:
         head += f"event: {event}\n"
     return f"{head}data: {json.dumps(payload, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+FailureEvents = Callable[[MeshError], Sequence[bytes]]
+"""The last events of a stream that has begun and fails."""
+
+
+def plain_failure(error: MeshError) -> Sequence[bytes]:
+    """One event that carries the error."""
+    return [encode(error_body(error))]
 
 
 def last_event_id(request: Request) -> int | None:
@@ -92,7 +101,7 @@ class EventStream(Response):
     """A response of server-sent events, with a comment whenever none came for `ping_s` seconds.
 
     `chunks` are whole events. What it raises before its first chunk becomes an ordinary error
-    response; later, a last event that carries the error.
+    response; later, the last events that `failure` makes of the error.
     """
 
     media_type = "text/event-stream"
@@ -104,6 +113,7 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str] | None = None,
         ping_s: float | None = None,
+        failure: FailureEvents = plain_failure,
     ) -> None:
         always = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**always, **(headers or {})})
@@ -111,6 +121,7 @@ class EventStream(Response):
         self._chunks = chunks
         self._closing = closing
         self._ping_s = ping_s
+        self._failure = failure
         self._sending = asyncio.Lock()
         self._sent = 0
         self._started = False
@@ -121,10 +132,6 @@ class EventStream(Response):
         await unless_gone(receive, self._run(scope, receive, send), self._closing)
         if self._started and self._closing is not None and self._closing.is_set():
             await send({"type": "http.response.body", "body": b""})
-
-    def ending(self, error: MeshError) -> bytes:
-        """The last event of a stream that cannot go on."""
-        return encode(error_body(error))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._ping_s is None:
@@ -155,17 +162,21 @@ class EventStream(Response):
             if not self._started:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
-            await self._send(send, self.ending(error))
+            await self._fail(send, error)
         except Exception:
             await self._end_pings()
             if self._started:
-                await self._send(send, self.ending(unforeseen()))
+                await self._fail(send, unforeseen())
                 await send({"type": "http.response.body", "body": b""})
             raise
         await self._end_pings()
         if not self._started:
             await self._send(send, b"")  # a stream without a single event is a stream as well
         await send({"type": "http.response.body", "body": b""})
+
+    async def _fail(self, send: Send, error: MeshError) -> None:
+        for event in self._failure(error):
+            await self._send(send, event)
 
     async def _end_pings(self) -> None:
         async with self._sending:  # one may be on its way

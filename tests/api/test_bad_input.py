@@ -363,7 +363,7 @@ async def test_unforeseen_error_in_mid_stream_is_told_without_details(
 async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    there = "Use one of: /v1/chat/completions, /v1/completions, /v1/models."
+    there = "Use one of: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models."
     assert missing.json()["error"]["fix"] == there
     assert (await http.get("/v1")).json()["error"]["fix"] == there
     assert (await http.get("/mesh/v2")).json()["error"]["fix"] == "Check the path's spelling."
@@ -383,8 +383,8 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     ("path", "instead"),
     [
         ("/v1/embeddings", "llama-server --embedding"),
-        ("/v1/responses", "/v1/chat/completions"),
-        ("/v1/responses/resp_1/cancel", "/v1/chat/completions"),
+        ("/v1/responses/resp_1/cancel", "POST /v1/responses"),
+        ("/v1/conversations", "POST /v1/responses"),
         ("/v1/messages", "LiteLLM"),
         ("/v1/messages/count_tokens", "LiteLLM"),
     ],

@@ -171,6 +171,20 @@ class TestAnswering:
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens > 10
 
+    def test_the_openai_client_streams_responses(self, sofa: LocalNode) -> None:
+        client = openai.OpenAI(
+            base_url=f"{sofa.url}/v1", api_key="unused",
+            http_client=httpx.Client(trust_env=False),
+        )  # fmt: skip
+        (question,) = QUESTION
+        asked = {"model": "builtin", "input": question["content"], "temperature": 0}
+        with client, client.responses.stream(**asked) as stream:  # type: ignore[arg-type]
+            text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+            answer = stream.get_final_response()
+        assert text == answer.output_text == ask(sofa)["choices"][0]["message"]["content"]
+        assert answer.usage is not None
+        assert answer.usage.output_tokens > 10
+
     def test_an_answer_follows_a_schema(self, sofa: LocalNode) -> None:
         schema = {
             "type": "object", "properties": {"place": {"enum": ["attic", "hearth"]}},

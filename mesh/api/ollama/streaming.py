@@ -7,7 +7,7 @@ said, nothing is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -31,9 +31,8 @@ class LineStream(EventStream):
 
     media_type = "application/x-ndjson"
 
-    def ending(self, error: MeshError) -> bytes:
-        """The last line of a stream that cannot go on."""
-        return line(error_body(error, OLLAMA))
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(chunks, failure=_failure)
 
 
 def line(said: dict[str, Any]) -> bytes:
@@ -68,6 +67,10 @@ async def lines(
             if isinstance(frame, TokenDelta) and not is_empty(frame):
                 yield line({**head(model), **form(frame), "done": False})
     raise unfinished()
+
+
+def _failure(error: MeshError) -> Iterable[bytes]:
+    return [line(error_body(error, OLLAMA))]
 
 
 async def _watched(frames: Frames, watch: Stopwatch) -> Frames:

@@ -40,7 +40,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
             return await whole(request, frames, [style], head, caller)
         head = Head(request_id, "chat.completion.chunk", body.model)
         chunks = events(frames, [style], head, caller, include_usage=body.include_usage)
-        return streamed(chunks, head, settings, caller, kept if body.resumable else None)
+        return streamed(chunks, request_id, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
 

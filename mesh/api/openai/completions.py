@@ -49,7 +49,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         if not body.stream:
             return await whole(request, frames, styles, head, caller)
         chunks = events(frames, styles, head, caller, include_usage=body.include_usage)
-        return streamed(chunks, head, settings, caller, kept if body.resumable else None)
+        return streamed(chunks, request_id, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/completions", create, methods=["POST"])]
 

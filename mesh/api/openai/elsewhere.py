@@ -16,11 +16,6 @@ INSTEAD = {
         "Set the client's embedding model to that server. What a model's own layers put out comes"
         " from `hearthnet harvest`, or from nnsight.",
     ),
-    "/v1/responses": (
-        "OpenAI's Responses API is not served here; use /v1/chat/completions.",
-        "That is `client.chat.completions.create` of OpenAI's SDK, `use_responses_api=False` in"
-        " LangChain, `provider.chat(MODEL)` in Vercel's AI SDK.",
-    ),
     "/v1/messages": (
         "Anthropic's Messages API is not served here; use /v1/chat/completions.",
         "Use an OpenAI client, or put a proxy that translates, such as LiteLLM, in front of it.",
@@ -28,12 +23,23 @@ INSTEAD = {
 }
 """By path: what is not here and what to use, which is all that some clients show; and how."""
 
+STORED = ("/v1/responses/{response_id}", "/v1/conversations")
+"""Where OpenAI has what it stored."""
+_NOT_STORED = (
+    "Nothing is stored here: a response cannot be fetched, cancelled or deleted, nor its tokens"
+    " counted ahead, and there are no conversations.",
+    "Keep what `POST /v1/responses` answers, and send the whole conversation as `input` the next"
+    " time. The rest of a stream that was asked for with `resumable` is at"
+    " /v1/streams/RESPONSE_ID.",
+)
+
 
 def routes() -> list[Route]:
     """Those paths, and what other servers have below them."""
+    refused = {**INSTEAD, **dict.fromkeys(STORED, _NOT_STORED)}
     return [
         route
-        for path, (what, fix) in INSTEAD.items()
+        for path, (what, fix) in refused.items()
         for route in (_route(path, what, fix), _route(path + "/{more:path}", what, fix))
     ]
 

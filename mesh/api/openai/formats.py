@@ -1,4 +1,4 @@
-"""What an answer must look like, as OpenAI's `response_format` has it."""
+"""What an answer must look like, as OpenAI's `response_format` and `text.format` have it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,20 @@ ResponseFormat = Annotated[
 ]
 
 
-def schema_of(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+class SchemaFormat(NamedSchema):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+
+
+FlatFormat = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Field(discriminator="type")]
+"""The same in `/v1/responses`."""
+
+
+def schema_of(wanted: ResponseFormat | FlatFormat | None) -> dict[str, Any] | None:
     """The JSON schema of an answer; None for any text."""
     if isinstance(wanted, JsonSchemaFormat):
         return wanted.json_schema.schema_
+    if isinstance(wanted, SchemaFormat):
+        return wanted.schema_
     return {"type": "object"} if isinstance(wanted, JsonObjectFormat) else None

@@ -1,39 +1,25 @@
-"""The bodies of OpenAI's endpoints, and the generation each asks for.
-
-A field that OpenAI has and hearthnet has not is refused by name unless it is null or says what
-happens anyway; a field nobody knows is refused too. Nothing is silently ignored except hints that
-cannot change the answer (`user`, `metadata`, cache and safety keys).
-"""
+"""The bodies of chats and completions, and the generation each asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 
 from mesh.api.bodies import Strict, only
 from mesh.api.openai.formats import ResponseFormat, schema_of
-from mesh.api.openai.tools import MAX_CALLS, CallId, ToolCall, ToolsBody
+from mesh.api.openai.sampling import INT32, Hint, Refused, SamplingBody
+from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
 from mesh.errors import BadRequest
-from mesh.types import (
-    GenerationRequest,
-    ModelId,
-    Principal,
-    SamplingParams,
-    Steer,
-    WireDtype,
-)
+from mesh.types import GenerationRequest, Principal
 
-MAX_EDITS = 16
-"""Steering edits of one request."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of `/v1/completions`."""
 MAX_PROMPTS = 128
@@ -41,16 +27,10 @@ MAX_PROMPTS = 128
 MAX_LOGPROBS = 1 << 19
 """Log-probabilities of its prompts, and of its answers where they are several, alternatives
 included: some 100 MB here."""
-_MAX_STOPS = 16
-_MAX_MESSAGES = 4096
-_MAX_PARTS = 4096
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096
 _MAX_PROMPT_IDS = 2**20
 """Above the context of every model that could run here; a model's own limit is checked later."""
-_INT32 = 2**31
-
-
-Refused = Annotated[None, only()]
-Hint = Any
 
 
 class StreamOptions(Strict):
@@ -60,96 +40,21 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[None, only(False)] = None
 
 
-class SteerChoice(Strict):
-    """A published steering edit, and how much of it."""
+class _ChoicesBody(SamplingBody):
+    """What chats and completions share."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
-    strength: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-
-
-class Extension(Strict):
-    """hearthnet's own fields, in one object that other servers are not sent by accident."""
-
-    steer: list[SteerChoice] = Field(default=[], max_length=MAX_EDITS)
-    draft: bool = True
-
-
-class _SamplingBody(Strict):
-    """What both endpoints share. The defaults are OpenAI's: `temperature` is 1 when absent."""
-
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    # hearthnet's own
-    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # A logit divided by far less than the least allowed is infinite, and no chance is left to draw.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    ignore_eos: bool | None = None
-    resumable: bool | None = None
-    wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
-    fallback_to_local: bool | None = None
-    hearthnet: Extension | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     # OpenAI's, not here
     n: Annotated[None, only(1)] = None
     logit_bias: Annotated[None, only({})] = None
     presence_penalty: Annotated[None, only(0, 0.0)] = None
     frequency_penalty: Annotated[None, only(0, 0.0)] = None
-    service_tier: Annotated[None, only("auto", "default")] = None
-    # hints
-    user: Hint = None
-    metadata: Hint = None
-    safety_identifier: Hint = None
-    prompt_cache_key: Hint = None
-
-    @field_validator("stop")
-    @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        texts = [value] if isinstance(value, str) else value or []
-        if len(texts) > _MAX_STOPS or not all(texts):
-            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
-        return value
-
-    @model_validator(mode="after")
-    def _resumes_what_is_streamed(self) -> Self:
-        if self.resumable and not self.stream:
-            raise ValueError("resumable needs stream to be true")
-        return self
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty or 1.0,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            stop=stop,
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-        )
-
-    def _steer(self) -> tuple[Steer, ...]:
-        wanted = self.hearthnet.steer if self.hearthnet is not None else []
-        return tuple(Steer(choice.name, choice.strength) for choice in wanted)
-
-    def _draft(self) -> bool:
-        return self.hearthnet is None or self.hearthnet.draft
-
-    def _wire(self) -> WireDtype | None:
-        return None if self.wire_dtype is None else WireDtype(self.wire_dtype)
 
 
 class TextPart(Strict):
@@ -159,15 +64,33 @@ class TextPart(Strict):
     text: str
 
 
+class _Part(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def joined(content: str | Sequence[_Part] | None) -> str:
+    """The text of a message."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    # A question and a file come as two parts: as other servers do, apart from each other.
+    return "\n".join(part.text for part in content)
+
+
+def role_of(role: str) -> str:
+    """A message's role as chat templates have it."""
+    return "system" if role == "developer" else role
+
+
 class ChatMessage(Strict):
     """One turn. `name`, and the `reasoning_content` of an earlier answer, are for the model's chat
     template, which may leave them out; the result of a call has the function's name. What OpenAI's
     own answers carry besides text and calls is taken while it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None
-    ) = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = (
+        None
+    )
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning_content: str | None = None
     parsed: Hint = None  # beside `content` in what OpenAI's clients parsed
@@ -190,11 +113,7 @@ class ChatMessage(Strict):
 
     def to_template(self) -> dict[str, Any]:
         """The role, name, text, reasoning and calls that a chat template may know."""
-        content = self.content
-        # A question and a file come as two parts: as other servers do, apart from each other.
-        text = content if isinstance(content, str) else "\n".join(p.text for p in content or ())
-        role = "system" if self.role == "developer" else self.role
-        shown: dict[str, Any] = {"role": role, "content": text}
+        shown: dict[str, Any] = {"role": role_of(self.role), "content": joined(self.content)}
         if self.name is not None:
             shown["name"] = self.name
         if self.reasoning_content:
@@ -212,30 +131,23 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
     Raises BadRequest for a result of no call before it.
     """
     shown = tuple(message.to_template() for message in messages)
-    names: dict[str, str] = {}
+    names = CallNames()
     for number, message in enumerate(shown):
         for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        call_id = message.get("tool_call_id")
-        if call_id is not None and call_id not in names:
-            raise BadRequest(
-                f"messages.{number}.tool_call_id: no call before it has the id {call_id[:64]!r}.",
-                fix="Send the assistant's message with its tool_calls before their results.",
-                param=f"messages.{number}.tool_call_id",
-            )
-        if call_id is not None:
-            message["name"] = names[call_id]
+            names.take(call)
+        if (call_id := message.get("tool_call_id")) is not None:
+            message["name"] = names.of(call_id, param=f"messages.{number}.tool_call_id")
     return shown
 
 
-class ChatBody(_SamplingBody, ToolsBody):
+class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
     where they are left out. Without a limit an answer may fill the context."""
 
     messages: Annotated[
-        list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
@@ -265,23 +177,19 @@ class ChatBody(_SamplingBody, ToolsBody):
     def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:
         """The generation this body asks for, on behalf of `principal`."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return GenerationRequest(
-            request_id=request_id,
-            model=ModelId(self.model),
+        return self._generation(
+            request_id,
+            principal,
+            self.max_completion_tokens or self.max_tokens,
+            logprobs,
             messages=to_template(self.messages),
-            sampling=self._sampling(self.max_completion_tokens or self.max_tokens, logprobs),
-            wire_dtype=self._wire(),
-            fallback_to_local=self.fallback_to_local,
-            draft=self._draft(),
-            steer=self._steer(),
-            principal=principal,
             tools=self.tool_use(),
             schema=schema_of(self.response_format),
         )
 
 
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=_INT32)]], Field(max_length=_MAX_PROMPT_IDS, fail_fast=True)
+    list[Annotated[int, Field(ge=0, lt=INT32)]], Field(max_length=_MAX_PROMPT_IDS, fail_fast=True)
 ]
 
 
@@ -314,7 +222,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionBody(_SamplingBody):
+class CompletionBody(_ChoicesBody):
     """The body of `POST /v1/completions`: `prompt` is a text, a list of token ids, or a list of
     either, each of which has a choice of its own in the answer.
 
@@ -324,7 +232,7 @@ class CompletionBody(_SamplingBody):
     """
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, lt=_INT32)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     # OpenAI's, not here
@@ -376,16 +284,12 @@ class CompletionBody(_SamplingBody):
 
     def _to_request(self, prompt: Any, request_id: str, principal: Principal) -> GenerationRequest:
         is_text = isinstance(prompt, str)
-        return GenerationRequest(
-            request_id=request_id,
-            model=ModelId(self.model),
+        return self._generation(
+            request_id,
+            principal,
+            self._limit,
+            self.logprobs,
             prompt=prompt if is_text else None,
             prompt_ids=None if is_text else tuple(prompt),
-            sampling=self._sampling(self._limit, self.logprobs),
-            wire_dtype=self._wire(),
-            fallback_to_local=self.fallback_to_local,
-            draft=self._draft(),
-            steer=self._steer(),
-            principal=principal,
             echo=bool(self.echo),
         )

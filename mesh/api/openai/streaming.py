@@ -1,4 +1,4 @@
-"""An answer to a completion request, streamed or whole, the same for both endpoints.
+"""An answer with choices, streamed or whole, the same for chats and completions.
 
 The order of a stream: the opening (chat's role), the text, the finish reason, with `include_usage`
 the token counts, ``[DONE]``. Chunks without news of the text carry an empty piece, never an empty
@@ -22,7 +22,14 @@ from mesh.api.openai.schemas import MAX_LOGPROBS
 from mesh.api.openai.several import Of
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
-from mesh.api.sse import DONE, EventStream, encode, unless_gone
+from mesh.api.sse import (
+    DONE,
+    EventStream,
+    FailureEvents,
+    encode,
+    plain_failure,
+    unless_gone,
+)
 from mesh.errors import BadRequest, InternalError
 from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
 
@@ -98,19 +105,21 @@ async def whole(
 
 def streamed(
     chunks: AsyncGenerator[bytes, None],
-    head: Head,
+    answer_id: str,
     settings: ApiSettings,
     caller: Caller,
     streams: KeptStreams | None = None,
+    *,
+    failure: FailureEvents = plain_failure,
 ) -> Response:
-    """`events` for a caller, who can resume them where `streams` keep them."""
+    """The events of an answer for a caller, who can resume them where `streams` keep them."""
     if streams is None:
-        return EventStream(chunks, ping_s=settings.ping_s)
+        return EventStream(chunks, ping_s=settings.ping_s, failure=failure)
     owner = caller.principal.account
-    streams.keep(owner, head.id, chunks)
-    kept = streams.follow(owner, head.id, -1)
+    streams.keep(owner, answer_id, chunks, failure=failure)
+    kept = streams.follow(owner, answer_id, -1)
     # The id is in every chunk, but a connection may break before the first.
-    return EventStream(kept, headers={"X-Stream-Id": head.id}, ping_s=settings.ping_s)
+    return EventStream(kept, headers={"X-Stream-Id": answer_id}, ping_s=settings.ping_s)
 
 
 async def events(
@@ -175,6 +184,7 @@ class Bill:
     """
 
     def __init__(self, caller: Caller) -> None:
+        """`caller` pays."""
         self._caller = caller
         self._left = MAX_LOGPROBS
 

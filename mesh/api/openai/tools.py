@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, require_plain
+from mesh.errors import BadRequest
 from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta, ToolUse
 
@@ -31,21 +32,20 @@ class FunctionSpec(Strict):
 
     _plain_enough = field_validator("parameters")(require_plain)
 
+    def to_template(self) -> dict[str, Any]:
+        """What a chat template is shown of it."""
+        shown: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            shown["description"] = self.description
+        shown["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": shown}
+
 
 class Tool(Strict):
     """A tool; the functions of the client are the only ones here."""
 
     type: Literal["function"]
     function: FunctionSpec
-
-    def to_template(self) -> dict[str, Any]:
-        """What a chat template is shown of it."""
-        function = self.function
-        shown: dict[str, Any] = {"name": function.name}
-        if function.description is not None:
-            shown["description"] = function.description
-        shown["parameters"] = function.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": shown}
 
 
 class CalledFunction(Strict):
@@ -63,6 +63,11 @@ class CalledFunction(Strict):
         require_plain(found)
         return value
 
+    def as_call(self, call_id: str) -> dict[str, Any]:
+        """What a chat template is shown of a call: the arguments as an object."""
+        function = {"name": self.name, "arguments": object_in(self.arguments or "{}")}
+        return {"id": call_id, "type": "function", "function": function}
+
 
 class ToolCall(Strict):
     """A call of an earlier answer."""
@@ -73,12 +78,29 @@ class ToolCall(Strict):
     index: Any = None  # of a stream; some clients send it back
 
     def to_template(self) -> dict[str, Any]:
-        """What a chat template is shown of it: the arguments as an object."""
-        function = {
-            "name": self.function.name,
-            "arguments": object_in(self.function.arguments or "{}"),
-        }
-        return {"id": self.id, "type": "function", "function": function}
+        """What a chat template is shown of it."""
+        return self.function.as_call(self.id)
+
+
+class CallNames:
+    """The functions that a conversation has called so far, by the calls' ids."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def take(self, call: dict[str, Any]) -> None:
+        """A call, as a chat template is shown it."""
+        self._names[call["id"]] = call["function"]["name"]
+
+    def of(self, call_id: str, *, param: str) -> str:
+        """What was called. Raises BadRequest, which names `param`, for no call before."""
+        if call_id not in self._names:
+            raise BadRequest(
+                f"{param}: no call before it has the id {call_id[:64]!r}.",
+                fix="Send the assistant's calls before their results.",
+                param=param,
+            )
+        return self._names[call_id]
 
 
 class _Named(Strict):
@@ -105,14 +127,12 @@ class ToolsBody(Strict):
 
     @model_validator(mode="after")
     def _chooses_what_is_there(self) -> Self:
-        names = Counter(tool.function.name for tool in self.tools or ())
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"tools: two of them are called {twice[0]}")
-        if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice: there are no tools to call")
-        if self._named and self._named not in names:
-            raise ValueError(f"tool_choice: there is no tool {self._named[:_MAX_ID]!r}")
+        require_choosable(self._functions, self.tool_choice, self._named)
         return self
+
+    @property
+    def _functions(self) -> list[FunctionSpec]:
+        return [tool.function for tool in self.tools or ()]
 
     @property
     def _named(self) -> str:
@@ -120,16 +140,47 @@ class ToolsBody(Strict):
 
     def tool_use(self) -> ToolUse | None:
         """What the answer may call; None where that is nothing."""
-        if not self.tools or self.tool_choice == "none":
+        if self.tool_choice == "none":
             return None
-        return ToolUse(
-            tuple(tool.to_template() for tool in self.tools),
-            parallel=self.parallel_tool_calls is not False and not self._named,
-            in_pieces=bool(self.stream),
-            required=self.tool_choice == "required" or bool(self._named),
+        return tool_use(
+            self._functions,
             named=self._named,
-            strict=tuple(tool.function.name for tool in self.tools if tool.function.strict),
+            required=self.tool_choice == "required",
+            parallel=self.parallel_tool_calls is not False,
+            in_pieces=bool(self.stream),
         )
+
+
+def require_choosable(functions: Sequence[FunctionSpec], choice: object, named: str) -> None:
+    """Raise ValueError for functions of one name, and for a choice of what is not among them."""
+    names = Counter(function.name for function in functions)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"tools: two of them are called {twice[0]}")
+    if choice == "required" and not names:
+        raise ValueError("tool_choice: there are no tools to call")
+    if named and named not in names:
+        raise ValueError(f"tool_choice: there is no tool {named[:_MAX_ID]!r}")
+
+
+def tool_use(
+    functions: Sequence[FunctionSpec],
+    *,
+    named: str,
+    required: bool,
+    parallel: bool,
+    in_pieces: bool,
+) -> ToolUse | None:
+    """What an answer may call, the `named` one if any; None where there are no functions."""
+    if not functions:
+        return None
+    return ToolUse(
+        tuple(function.to_template() for function in functions),
+        parallel=parallel and not named,
+        in_pieces=in_pieces,
+        required=required or bool(named),
+        named=named,
+        strict=tuple(function.name for function in functions if function.strict),
+    )
 
 
 def call_chunks(news: Iterable[ToolCallDelta]) -> list[dict[str, Any]]:

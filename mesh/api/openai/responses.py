@@ -1,0 +1,122 @@
+"""`POST /v1/responses`: a chat in the form of OpenAI's Responses API, of which nothing is stored.
+
+A second form of what `/v1/chat/completions` does: another body for the same generation, other words
+for its frames.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.auth import Caller, caller_of
+from mesh.api.bodies import read_body
+from mesh.api.openai.response_body import ResponseBody
+from mesh.api.openai.response_output import Event, ResponseWriter
+from mesh.api.openai.streaming import Bill, streamed, unfinished
+from mesh.api.resumable import KeptStreams
+from mesh.api.services import ApiSettings, Generations
+from mesh.api.sse import encode, unless_gone
+from mesh.errors import MeshError
+from mesh.types import Done, StreamFrame
+
+_HERE = (
+    (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
+    (re.compile(r"\bresponse_format\b"), "text.format"),
+    (re.compile(r"\b(tools\.\d+)\.function\b"), r"\1"),
+    (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
+)
+"""What the fields of a chat are called here, where errors name them."""
+_SAID = re.compile(r"messages(\[\d+\])?|prompt")
+
+
+def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
+    """The endpoint's route."""
+
+    async def create(request: Request) -> Response:
+        """Answer a chat, as OpenAI's Responses API has it: a `response`, or with `stream` its
+        typed events. Nothing is stored: `store` is false in every answer, and what was said before
+        comes as `input`. What a model thinks is an item of the type `reasoning`, whole as its
+        `summary`. The `hearthnet` object of the answer says what ran where and how fast; further
+        events `response.in_progress` with one tell what happens to the route.
+        """
+        body = await read_body(request, ResponseBody, settings)
+        response_id = f"resp_{secrets.token_hex(16)}"  # who has it may resume the stream
+        caller = caller_of(request)
+        asked = body.to_request(response_id, caller.principal)
+        frames = generations.generate(replace(asked, may_wake=caller.may_wake))
+        writer = ResponseWriter(response_id, body.echo())
+        events = _events(frames, writer, caller)
+        if not body.stream:
+            return await _whole(request, events, writer)
+
+        def failure(error: MeshError) -> Sequence[bytes]:
+            return _encoded(writer.fail(error))
+
+        streams = kept if body.resumable else None
+        return streamed(_chunks(events), response_id, settings, caller, streams, failure=failure)
+
+    return [Route("/v1/responses", create, methods=["POST"])]
+
+
+async def _whole(
+    request: Request, events: AsyncGenerator[list[Event], None], writer: ResponseWriter
+) -> Response:
+    """The whole answer. Raises MeshError; the generation ends with the client."""
+
+    async def write() -> ResponseWriter:
+        async with aclosing(events):
+            async for _ in events:
+                pass
+        return writer
+
+    written = await unless_gone(request.receive, write())
+    return Response(status_code=499) if written is None else JSONResponse(written.answer)
+
+
+async def _chunks(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for some in events:
+            for chunk in _encoded(some):
+                yield chunk
+
+
+def _encoded(events: Sequence[Event]) -> list[bytes]:
+    return [encode(event, event=event["type"]) for event in events]
+
+
+async def _events(
+    frames: AsyncGenerator[StreamFrame, None], writer: ResponseWriter, caller: Caller
+) -> AsyncGenerator[list[Event], None]:
+    """The events of each frame; the tokens are charged to the caller."""
+    bill = Bill(caller)
+    with _own_names():
+        async with aclosing(frames):
+            async for frame in frames:
+                bill.take(frame)
+                yield writer.take(frame)
+                if isinstance(frame, Done):
+                    return
+        raise unfinished()
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Have errors name fields as they are called here."""
+    try:
+        yield
+    except MeshError as error:
+        for chat, here in _HERE:
+            error.message = chat.sub(here, error.message)
+            error.fix = chat.sub(here, error.fix)
+            error.param = error.param and chat.sub(here, error.param)
+        if error.param and _SAID.fullmatch(error.param):
+            error.param = "input"
+        raise

@@ -1,0 +1,121 @@
+"""What the bodies of all of OpenAI's endpoints share: the model, how it is sampled, and hearthnet's
+own fields.
+
+A field that OpenAI has and hearthnet has not is refused by name unless it is null or says what
+happens anyway; a field nobody knows is refused too. Nothing is silently ignored except hints that
+cannot change the answer (`user`, `metadata`, cache and safety keys).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from mesh.api.bodies import Strict, only
+from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
+
+MAX_EDITS = 16
+"""Steering edits of one request."""
+INT32 = 2**31
+_MAX_STOPS = 16
+
+Refused = Annotated[None, only()]
+Hint = Any
+
+
+class SteerChoice(Strict):
+    """A published steering edit, and how much of it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    strength: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+
+
+class Extension(Strict):
+    """hearthnet's own fields, in one object that other servers are not sent by accident."""
+
+    steer: list[SteerChoice] = Field(default=[], max_length=MAX_EDITS)
+    draft: bool = True
+
+
+class SamplingBody(Strict):
+    """The fields. The defaults are OpenAI's: `temperature` is 1 when absent."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    # hearthnet's own
+    top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # A logit divided by far less than the least allowed is infinite, and no chance is left to draw.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    ignore_eos: bool | None = None
+    resumable: bool | None = None
+    wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
+    fallback_to_local: bool | None = None
+    hearthnet: Extension | None = None
+    # OpenAI's, not here
+    service_tier: Annotated[None, only("auto", "default")] = None
+    # hints
+    user: Hint = None
+    metadata: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if len(texts) > _MAX_STOPS or not all(texts):
+            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
+        return value
+
+    @model_validator(mode="after")
+    def _resumes_what_is_streamed(self) -> Self:
+        if self.resumable and not self.stream:
+            raise ValueError("resumable needs stream to be true")
+        return self
+
+    def _generation(
+        self,
+        request_id: str,
+        principal: Principal,
+        max_tokens: int | None,
+        logprobs: int | None,
+        **what: Any,
+    ) -> GenerationRequest:
+        """The generation on behalf of `principal` of what `GenerationRequest` has further fields
+        for: a text, and what binds the answer."""
+        return GenerationRequest(
+            request_id=request_id,
+            model=ModelId(self.model),
+            sampling=self._sampling(max_tokens, logprobs),
+            wire_dtype=None if self.wire_dtype is None else WireDtype(self.wire_dtype),
+            fallback_to_local=self.fallback_to_local,
+            draft=self.hearthnet is None or self.hearthnet.draft,
+            steer=self._steer(),
+            principal=principal,
+            **what,
+        )
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+    def _steer(self) -> tuple[Steer, ...]:
+        wanted = self.hearthnet.steer if self.hearthnet is not None else []
+        return tuple(Steer(choice.name, choice.strength) for choice in wanted)
