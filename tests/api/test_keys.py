@@ -188,16 +188,18 @@ async def test_requests_over_the_quota_get_429_and_reading_is_free(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/v1/chat/completions", CHAT), ("/v1/responses", {"model": "echo", "input": "a b c"})],
+)
 async def test_tokens_over_the_quota_get_429(
-    stream: bool, owned: tuple[Served, httpx.AsyncClient]
+    path: str, asked: dict[str, Any], stream: bool, owned: tuple[Served, httpx.AsyncClient]
 ) -> None:
     api, http = owned
     http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(tokens_per_day=6))))
-    body: dict[str, Any] = {**CHAT, "stream": stream}
-    assert (
-        await http.post("/v1/chat/completions", json=body)
-    ).is_success  # 5 of the prompt, 3 more
-    over = await http.post("/v1/chat/completions", json=body)
+    body: dict[str, Any] = {**asked, "stream": stream}
+    assert (await http.post(path, json=body)).is_success  # 5 of the prompt, 3 more
+    over = await http.post(path, json=body)
     assert code(over) == (429, "quota_exceeded")
     assert over.json()["error"]["param"] == "tokens_per_day"
 
