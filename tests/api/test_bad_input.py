@@ -181,8 +181,17 @@ async def test_infinite_numbers_are_refused_by_name(shared: Shared, name: str, n
         ("chat/completions", {**CHAT, **STRANGERS}, "x0", "Unknown field"),
         ("chat/completions", _message(**STRANGERS), "messages.1.x0", "Unknown field"),
         ("chat/completions", {**CHAT, "x" * 2_000_000: 0}, "x" * 100, "Unknown field"),
+        ("responses", {"input": [0] * MANY}, "input.0", "an object with a type"),
+        ("responses", {"input": [{"type": "x" * 99}] * 30_000}, "input.0", "not supported"),
+        ("responses", {"input": [{"role": "user", "content": [{}] * MANY}]},
+         "input.0.content.0.type", "missing"),
+        ("responses", {"input": [{"type": "reasoning", "summary": [0] * MANY}]},
+         "input.0.summary.0", "valid dictionary"),
+        ("responses", {"input": "a", "tools": [{"type": "x"}] * MANY}, "tools.0", "not supported"),
+        ("responses", {"input": "a", "include": [0] * MANY}, "include.0", "Input should be"),
+        ("responses", {"input": "a", "metadata": STRANGERS}, "metadata", "at most 16"),
     ],
-    ids=range(12),
+    ids=range(19),
 )  # fmt: skip
 async def test_one_problem_of_many_costs_little(
     path: str, body: dict[str, Any], param: str, said: str

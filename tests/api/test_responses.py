@@ -105,11 +105,20 @@ async def test_what_ends_a_call_and_what_follows_it_are_told_apart(
     assert told_of == ["I look.", '{"a": 1}', "Again.", "{}"]
 
 
-async def test_what_happens_to_the_route_is_told_between(http: httpx.AsyncClient) -> None:
+async def test_what_happens_to_the_route_is_told_between(
+    http: httpx.AsyncClient, api: Served
+) -> None:
     events = await told(http, "failover")
     news = [event["hearthnet"]["event"]["type"] for event in events if "hearthnet" in event]
     assert news == ["shard_status", "shard_failover"]
+    assert {event["type"] for event in events if "hearthnet" in event} == {"hearthnet.event"}
     assert events[-1]["response"]["hearthnet"]["failovers"] == 1
+    async with (
+        openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none") as client,
+        client.responses.stream(model="failover", input="hi") as stream,
+    ):
+        assert [event.type async for event in stream] == [event["type"] for event in events]
+        assert (await stream.get_final_response()).output_text == "one two"
 
 
 async def test_an_answer_that_was_cut_is_incomplete(http: httpx.AsyncClient) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import FlatFormat, schema_of
@@ -22,6 +22,7 @@ from mesh.api.openai.tools import (
 )
 from mesh.types import GenerationRequest, Principal
 
+_MAX_PAIRS = 16
 _LOGPROBS = "message.output_text.logprobs"
 
 Includable = Literal[
@@ -82,9 +83,18 @@ Choice = (
     Literal["none", "auto", "required"]
     | Annotated[NamedFunction, only_types("choices of tools", "function")]
 )
+
+
+def _few(value: Any) -> Any:
+    """Looked at first: each pair that is wrong would become an error of its own."""
+    if isinstance(value, dict) and len(value) > _MAX_PAIRS:
+        raise ValueError(f"{len(value)} pairs; there may be at most {_MAX_PAIRS}")
+    return value
+
+
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    Field(max_length=16),
+    BeforeValidator(_few),
 ]
 
 

@@ -188,8 +188,7 @@ class ResponseWriter:
         elif isinstance(frame, PromptPiece):  # a conversation is not given back
             events = []
         else:
-            standing = {"response": self._standing(_UNDER_WAY), "hearthnet": diagnostic(frame)}
-            events = [{"type": "response.in_progress", **standing}]
+            events = [{"type": "hearthnet.event", "hearthnet": diagnostic(frame)}]
         return self._numbered(events)
 
     def fail(self, error: MeshError) -> list[Event]:

@@ -44,8 +44,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         """Answer a chat, as OpenAI's Responses API has it: a `response`, or with `stream` its
         typed events. Nothing is stored: `store` is false in every answer, and what was said before
         comes as `input`. What a model thinks is an item of the type `reasoning`, whole as its
-        `summary`. The `hearthnet` object of the answer says what ran where and how fast; further
-        events `response.in_progress` with one tell what happens to the route.
+        `summary`. The `hearthnet` object of the answer says what ran where and how fast; events
+        `hearthnet.event` with one tell what happens to the route.
         """
         body = await read_body(request, ResponseBody, settings)
         response_id = f"resp_{secrets.token_hex(16)}"  # who has it may resume the stream
