@@ -102,7 +102,7 @@ class OllamaChatBody(_AnswerBody):
         self, model: ModelId, request_id: str, principal: Principal
     ) -> GenerationRequest:
         """The generation this body asks of `model`, on behalf of `principal`."""
-        tools = tuple(tool.to_template() for tool in self.tools or ())
+        tools = tuple(tool.function.to_template() for tool in self.tools or ())
         has_own = any(message.role == "system" for message in self.messages)
         return self._request(
             model,

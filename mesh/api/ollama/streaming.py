@@ -7,7 +7,7 @@ said, nothing is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -69,7 +69,7 @@ async def lines(
     raise unfinished()
 
 
-def _failure(error: MeshError) -> Iterable[bytes]:
+def _failure(error: MeshError) -> Sequence[bytes]:
     return [line(error_body(error, OLLAMA))]
 
 
