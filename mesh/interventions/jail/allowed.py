@@ -141,14 +141,13 @@ PICKLED = frozenset((
     "torch.storage.UntypedStorage", "torch.serialization._get_layout",
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy.ndarray",
     "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.numeric._frombuffer",
-    "cloudpickle.cloudpickle._class_setstate",
     "nnsight.intervention.serialization._load_function",
     "nnsight.modeling.transformers.TransformersModel._call",
     "cloudpickle.cloudpickle._make_skeleton_enum", "cloudpickle.cloudpickle._builtin_type",
     "cloudpickle.cloudpickle._make_empty_cell", "cloudpickle.cloudpickle._make_cell",
     "abc.ABCMeta", "enum.EnumType", "enum.EnumMeta", "enum.Enum",
     # What `dataclass` writes down in a class, beside methods that nobody has the source of.
-    "dataclasses.Field", "dataclasses._DataclassParams", "types.MappingProxyType",
+    "dataclasses.Field", "types.MappingProxyType",
     "cloudpickle.cloudpickle._get_dataclass_field_type_sentinel",
 ))
 

@@ -15,18 +15,24 @@ import io
 import secrets
 import sys
 import types
+from collections import namedtuple
 from collections.abc import Callable
+from enum import Enum
 from types import CodeType, FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from cloudpickle.cloudpickle import _make_skeleton_class  # type: ignore[import-untyped]
+from cloudpickle.cloudpickle import (  # type: ignore[import-untyped]
+    _class_setstate,
+    _make_skeleton_class,
+)
 from nnsight.intervention import interleaver, serialization
 from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
 from nnsight.tracing.util import Scope
 
+from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 from mesh.interventions.jail.desugar import compile_guarded
 from mesh.interventions.jail.guards import (
@@ -37,7 +43,16 @@ from mesh.interventions.jail.guards import (
     refuse_metaclass,
 )
 from mesh.interventions.jail.ownership import UserClass, UserModule
-from mesh.interventions.jail.standins import Missing, Nothing, compiled, unavailable
+from mesh.interventions.jail.standins import (
+    DataclassParams,
+    Missing,
+    Nothing,
+    Refused,
+    compiled,
+    dataclass_state,
+    set_dataclass_state,
+    unavailable,
+)
 
 _BUILTINS = guarded_builtins()
 _suffix = ""
@@ -96,13 +111,18 @@ def _guarding(initialise: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _fenced_loader(load: Callable[..., types.FunctionType]) -> Callable[..., types.FunctionType]:
-    def fenced(*args: Any) -> types.FunctionType:
+def _fenced_loader(
+    load: Callable[..., types.FunctionType],
+) -> Callable[..., types.FunctionType | Refused]:
+    def fenced(*args: Any) -> types.FunctionType | Refused:
         name, filename = str(args[1]), str(args[5])
         if name in _SHIPPED_BY_NNSIGHT and filename.endswith(_MODEL_FILE):
             own: types.FunctionType = _SHIPPED_BY_NNSIGHT[name]
             return own
-        loaded = load(*args)
+        try:
+            loaded = load(*args)
+        except PolicyViolation as violation:
+            return Refused(violation)
         function = types.FunctionType(
             loaded.__code__, {"__builtins__": _BUILTINS}, loaded.__name__, loaded.__defaults__
         )
@@ -114,7 +134,7 @@ def _fenced_loader(load: Callable[..., types.FunctionType]) -> Callable[..., typ
 
 
 def _fenced_fill(function: Any, names: dict[str, Any]) -> None:
-    if function in _SHIPPED_BY_NNSIGHT.values():
+    if type(function) is Refused or function in _SHIPPED_BY_NNSIGHT.values():
         return
     if getattr(function, "__globals__", {}).get("__builtins__") is not _BUILTINS:
         raise refuse("changing what a function sees")
@@ -139,6 +159,8 @@ class _TorchFunctions:
 
 
 def _fenced_getattr(owner: Any, name: str) -> Any:
+    if name == "__new__" and isinstance(owner, type):
+        return Nothing  # of an enumeration, which makes its members before that is looked at
     if owner is not _TorchFunctions:
         raise refuse(f"`.{name}` of something in a payload")
     return guarded_import_from("torch", name)
@@ -148,8 +170,25 @@ def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: 
     refuse_metaclass(bases)
     # What guarded code may assign to is told by the class of its class.
     wanted = UserClass if constructor is type else constructor
-    made: type = _make_skeleton_class(wanted, name, bases, *more)
+    # `NamedTuple` would make a class without fields, by a class of its own.
+    plain = tuple(tuple if base is NamedTuple else base for base in bases)
+    made: type = _make_skeleton_class(wanted, name, plain, *more)
     return made
+
+
+def _fenced_class_state(made: type, state: tuple[dict[str, Any], dict[str, Any]]) -> type:
+    """A class of the author's own with what is in it. What makes a named tuple or an enumeration
+    one comes without a source and is made anew."""
+    names, slots = state
+    if issubclass(made, Enum):
+        names = {key: value for key, value in names.items() if key not in vars(made)}
+    elif issubclass(made, tuple) and "_fields" in names:
+        defaults = names.get("_field_defaults", {}).values()
+        like = namedtuple(made.__name__, names["_fields"], defaults=defaults)  # type: ignore[misc]
+        fresh = {k: v for k, v in vars(like).items() if k not in ("__doc__", "__module__")}
+        names = {**names, **fresh}
+    filled: type = _class_setstate(made, (names, slots))
+    return filled
 
 
 def _load_storage(data: bytes) -> Any:
@@ -175,6 +214,15 @@ _REPLACED: dict[str, Any] = {
     "cloudpickle.cloudpickle._function_setstate": Nothing,
     "dataclasses._MISSING_TYPE": Missing,
     "dataclasses._HAS_DEFAULT_FACTORY_CLASS": Nothing,
+    "cloudpickle.cloudpickle._class_setstate": _fenced_class_state,
+    "_collections._tuplegetter": Nothing,
+    "collections._tuplegetter": Nothing,
+    "_thread.get_ident": Nothing,
+    "enum.Enum.__new__": Nothing,
+    "typing.ForwardRef": Nothing,
+    "dataclasses._DataclassParams": DataclassParams,
+    "dataclasses._dataclass_getstate": dataclass_state,
+    "dataclasses._dataclass_setstate": set_dataclass_state,
     "dataclasses._replace": dataclasses.replace,  # what each data class has since Python 3.13
 }
 
@@ -201,7 +249,8 @@ class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
             # A dotted name may lead through a module to anywhere; what it finds tells.
             if isinstance(found, type) and found.__module__.startswith("nnsight."):
                 return found
-        found = _importable(module, name)
+        is_builtin = module == "builtins" and not name.startswith("_")
+        found = _BUILTINS.get(name) if is_builtin else _importable(module, name)
         if found is None and self._brings_a_module:
             return unavailable(full)
         if found is None:

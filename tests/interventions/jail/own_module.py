@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import namedtuple
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -85,3 +88,25 @@ class Setting:
 
     def _doubled(self) -> float:
         return self._strength * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    layer: int
+    half: str = "output"
+
+
+class Pair(NamedTuple):
+    low: int
+    high: int = 7
+
+    def width(self) -> int:
+        return self.high - self.low
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Side(Enum):
+    LEFT = 1
+    RIGHT = 2

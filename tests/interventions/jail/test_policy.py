@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import math
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import nnsight
@@ -288,10 +290,11 @@ def test_augmented_assignment_evaluates_in_python_s_order_and_once() -> None:
 @pytest.mark.parametrize(
     "name",
     ["os.system", "torch.os.system", "nnsight.intervention.envoy.torch.os.system",
-     "torch.hub.load", "builtins.eval", "numpy.testing.run_string", "_operator.attrgetter",
-     "operator.attrgetter", "nnsight.ndif.httpx.get", "torch.save", "torch._C._nn._parse_to",
-     "torch.nn._reduction.get_enum", "posix.getpid", "_io.open", "random._os", "json.load",
-     "einops.einops._rearrange", "nnsight.tracing.tracer._saves", "numpy._globals._NoValue"],
+     "torch.hub.load", "builtins.eval", "builtins._getattr_", "numpy.testing.run_string",
+     "_operator.attrgetter", "operator.attrgetter", "nnsight.ndif.httpx.get", "torch.save",
+     "torch._C._nn._parse_to", "torch.nn._reduction.get_enum", "posix.getpid", "_io.open",
+     "random._os", "json.load", "einops.einops._rearrange", "nnsight.tracing.tracer._saves",
+     "numpy._globals._NoValue"],
 )  # fmt: skip
 def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
     module, _, attribute = name.rpartition(".")
@@ -335,6 +338,36 @@ def test_compiled_code_that_comes_along_refuses_to_run_and_not_to_come() -> None
     make = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")
     with pytest.raises(PolicyViolation, match="a class of classes"):
         make(type, "Meta", (type,), {}, None, None)
+
+
+def test_the_state_of_a_data_class_is_set_in_the_author_s_own_objects_only() -> None:
+    unpickle = FencedUnpickler(io.BytesIO(b""), {}).find_class
+    set_state = unpickle("dataclasses", "_dataclass_setstate")
+    state_of = unpickle("dataclasses", "_dataclass_getstate")
+    make = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")
+
+    @dataclass
+    class Theirs:
+        secret: int = 1
+
+    def named(name: str) -> dict[str, Any]:
+        (field,) = dataclasses.fields(Theirs)
+        field.name = name
+        return {name: field}
+
+    mine = make(type, "Mine", (), {}, None, None)
+    mine.__dataclass_fields__ = named("a")
+    own = mine()
+    set_state(own, [5])
+    assert state_of(own) == [5]
+    theirs = Theirs()
+    for use in (lambda: set_state(theirs, [2]), lambda: state_of(theirs)):
+        with pytest.raises(PolicyViolation, match="Theirs"):
+            use()
+    mine.__dataclass_fields__ = named("__class__")
+    with pytest.raises(PolicyViolation, match="__class__"):
+        set_state(own, [Theirs])
+    assert (theirs.secret, type(own)) == (1, mine)
 
 
 def test_what_comes_along_cannot_take_a_guard_s_place() -> None:

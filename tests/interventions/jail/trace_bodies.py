@@ -553,7 +553,8 @@ def a_match(m: Any, x: torch.Tensor, backend: Backend) -> Names:  # noqa: C901
 
 @benign
 def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
-    setting = own_module.Setting(1)
+    setting, place = own_module.Setting(1), own_module.Place(1)
+    pair, point, side = own_module.Pair(3), own_module.Point(1, 2), own_module.Side.RIGHT
     with m.trace(x, backend=backend):
         reading, louder = own_module.Reading(), own_module.Louder()
         means = nnsight.save([r.take(m.layers[1].output) for r in (reading, louder)])
@@ -561,6 +562,9 @@ def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
         inner = own_module._shifted(torch.ones(2)).save()
         setting._strength += 0.25
         sizes = nnsight.save([setting._doubled(), own_module.SCALE + own_module._OFFSET])
+        where = nnsight.save([place.layer, place.half, side.value])
+        ends = nnsight.save([pair.width(), pair._replace(high=9).high, own_module.Pair(1)[1]])
+        ends.append(point.y + own_module.Point(5, 6).x)
         score = own_module.Probe()(torch.ones(1, 8)).detach().save()
     return locals()
 
