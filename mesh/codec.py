@@ -16,6 +16,8 @@ import math
 import re
 from collections.abc import Callable, KeysView, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from types import UnionType
 from typing import (
@@ -25,7 +27,6 @@ from typing import (
     NoReturn,
     TypeVar,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -169,10 +170,9 @@ class Canonical(Generic[Form]):
     def pack(self, value: Form) -> bytes:
         """The bytes to sign. Raises Fault for what msgpack has no form for; `unpack` the rest."""
         try:
-            body: bytes = msgpack.packb([self._version, *msgspec.structs.astuple(value)])
+            return bytes(msgpack.packb([self._version, *msgspec.structs.astuple(value)]))
         except (TypeError, ValueError, OverflowError) as error:
             raise Fault(f"cannot be written: {error}") from error
-        return body
 
     def unpack(self, body: bytes) -> Form:
         """What the bytes say, strictly. Raises Fault.
@@ -199,20 +199,17 @@ class Canonical(Generic[Form]):
 
 def is_plain(value: object, depth: int) -> bool:
     """Whether a decoded value is made of msgpack's plain types only, not deeper than `depth`."""
-    kind = type(value)
-    if kind is str or kind is int or kind is bytes or kind is bool or value is None:
+    if value is None or type(value) in (str, int, bytes, bool):
         return True
-    if kind is float:
-        return math.isfinite(cast("float", value))
+    if type(value) is float:
+        return math.isfinite(value)
     if depth == 0:
         return False
-    if kind is list:
-        items = cast("list[object]", value)
-        return len(items) <= MAX_ELEMENTS and all(is_plain(item, depth - 1) for item in items)
-    if kind is dict:
-        pairs = cast("dict[object, object]", value)
-        return len(pairs) <= MAX_ELEMENTS and all(
-            type(key) is str and is_plain(item, depth - 1) for key, item in pairs.items()
+    if type(value) is list:
+        return len(value) <= MAX_ELEMENTS and all(is_plain(item, depth - 1) for item in value)
+    if type(value) is dict:
+        return len(value) <= MAX_ELEMENTS and all(
+            type(key) is str and is_plain(item, depth - 1) for key, item in value.items()
         )
     return False
 
@@ -246,7 +243,7 @@ def convert(values: object, form: type[T], *, complete: bool = False, closed: bo
     if (complete or closed) and isinstance(values, dict):
         _require_keys(values.keys(), field_names(form), complete=complete, closed=closed)
     try:
-        result = msgspec.convert(values, form, builtin_types=_AS_THEY_ARE)
+        result = msgspec.convert(values, form, builtin_types=_AS_THEY_ARE, dec_hook=from_text)
     except (msgspec.ValidationError, RecursionError) as error:
         raise _fault(error, values) from error
     if (check := _check_of(form)) is not None:
@@ -265,7 +262,22 @@ def _require_keys(
 
 def plain(value: object) -> dict[str, Any]:
     """The map that `convert` reads a dataclass from: its fields in order, nested ones too."""
-    return cast("dict[str, Any]", msgspec.to_builtins(value, builtin_types=_AS_THEY_ARE))
+    said: dict[str, Any] = msgspec.to_builtins(value, builtin_types=_AS_THEY_ARE, enc_hook=to_text)
+    return said
+
+
+def to_text(value: object) -> str:
+    """A value without fields, for msgspec: it is the text that its class's `parse` reads."""
+    if not hasattr(value, "parse"):
+        raise NotImplementedError(f"{type(value).__name__} has no form")
+    return str(value)
+
+
+def from_text(kind: type[Any], value: object) -> Any:
+    """The inverse of `to_text`. Raises ValueError."""
+    if type(value) is not str:
+        raise ValueError(f"expected `str`, got `{type(value).__name__}`")
+    return kind.parse(value)
 
 
 _NAMES: dict[type, KeysView[str]] = {}
@@ -279,17 +291,11 @@ def field_names(form: type) -> KeysView[str]:
 
 
 Check = Callable[[Any, str], None]
-_CHECKS: dict[Any, Check | None] = {}
 
 
-def _check_of(hint: Any) -> Check | None:
+def _make_check(hint: Any) -> Check | None:
     """What to do with a value of this annotation, and below it; None for nothing."""
-    if hint not in _CHECKS:
-        _CHECKS[hint] = _make_check(hint, get_origin(hint), get_args(hint))
-    return _CHECKS[hint]
-
-
-def _make_check(hint: Any, origin: Any, arguments: tuple[Any, ...]) -> Check | None:
+    origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         below = _check_of(arguments[0])
         own = [extra for extra in arguments[1:] if callable(extra)]
@@ -297,17 +303,18 @@ def _make_check(hint: Any, origin: Any, arguments: tuple[Any, ...]) -> Check | N
     if origin in (Union, UnionType):
         inner = [check for one in arguments if (check := _check_of(one)) is not None]
         return _optional(inner[0]) if inner else None
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        members = [_check_of(one) for one in arguments]
-        return _members(members) if any(members) else None
     if origin in (tuple, list, frozenset):
-        each = _check_of(arguments[0])
-        return _each(each) if each is not None else None
+        is_fixed = origin is tuple and arguments[-1] is not Ellipsis
+        members = [_check_of(one) for one in (arguments if is_fixed else arguments[:1])]
+        return _members(members) if any(members) else None
     if is_dataclass(hint) or hasattr(hint, "_fields"):  # a NamedTuple has its fields' names too
         hints = get_type_hints(hint, include_extras=True)
         found = {name: check for name in hints if (check := _check_of(hints[name])) is not None}
         return _nested(found) if found else None
     return None
+
+
+_check_of: Callable[[Any], Check | None] = cache(_make_check)
 
 
 def _run(own: list[Callable[[Any], None]], below: Check | None) -> Check:
@@ -325,23 +332,16 @@ def _run(own: list[Callable[[Any], None]], below: Check | None) -> Check:
 
 
 def _optional(inner: Check) -> Check:
-    absent = (None, msgspec.UNSET)
-    return lambda value, name: None if value in absent else inner(value, name)
+    return lambda value, name: None if value in (None, msgspec.UNSET) else inner(value, name)
 
 
 def _members(members: list[Check | None]) -> Check:
+    """`members` are those of a tuple, or the one for all elements."""
+
     def check(values: Any, name: str) -> None:
-        for value, one in zip(values, members, strict=True):
+        for value, one in zip(values, cycle(members), strict=False):
             if one is not None:
                 one(value, name)
-
-    return check
-
-
-def _each(each: Check) -> Check:
-    def check(values: Any, name: str) -> None:
-        for value in values:
-            each(value, name)
 
     return check
 

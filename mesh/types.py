@@ -10,13 +10,43 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, NewType
+from functools import total_ordering
+from ipaddress import IPv6Address
+from typing import Annotated, Any, Final, NewType
+
+from msgspec import Meta
+
+from mesh.codec import MAX_TEXT, printable
 
 NodeId = NewType("NodeId", str)
 ModelId = NewType("ModelId", str)
 ShardId = NewType("ShardId", str)
 Endpoint = NewType("Endpoint", str)
 """Where a shard listens: ``wss://HOST:PORT``."""
+
+_ENDPOINT = re.compile(
+    r"wss://(\[[0-9A-Fa-f:.]{2,45}(%[\w.-]{1,15})?\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})"
+)
+
+
+def _can_be_listened_at(endpoint: str) -> None:
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or not 0 < int(endpoint.rpartition(":")[2]) < 65536:
+        raise ValueError("must be wss://HOST:PORT")
+    try:
+        if found[1].startswith("["):
+            IPv6Address(found[1][1:-1])
+        else:
+            found[1].encode("idna")
+    except ValueError:
+        raise ValueError(f"must name a host, not {found[1]!r}") from None
+
+
+# As they come from outside (`mesh.codec`).
+_TEXT = Meta(min_length=1, max_length=MAX_TEXT)
+ModelName = Annotated[ModelId, _TEXT, printable]
+Address = Annotated[Endpoint, _TEXT, printable, _can_be_listened_at]
+"""Of a node in this machine's network."""
 
 
 def host_port(host: str, port: int | str) -> str:
@@ -105,20 +135,22 @@ HIDDEN_DTYPES: frozenset[str] = frozenset(WireDtype)
 """What a tensor of hidden states between nodes says that it is made of."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@total_ordering
 class LayerRange:
     """A contiguous range of decoder layers, half-open: ``start <= layer < stop``.
 
-    On the wire, in shard ids and on screen the same range is inclusive, ``lo-hi``; `parse` and
-    `str` convert. Raises ValueError when the range is empty or negative.
+    Outside memory, in messages, shard ids and on screen, the same range is inclusive text,
+    ``lo-hi``; `parse` and `str` convert. Raises ValueError when the range is empty or negative.
     """
 
-    start: int
-    stop: int
+    # No dataclass: `mesh.codec` would take its fields for its form.
+    __slots__ = ("start", "stop")
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            raise ValueError(f"layer range [{self.start}, {self.stop}) is empty or negative")
+    def __init__(self, start: int, stop: int) -> None:
+        if not 0 <= start < stop:
+            raise ValueError(f"layer range [{start}, {stop}) is empty or negative")
+        self.start: Final = start
+        self.stop: Final = stop
 
     @classmethod
     def parse(cls, text: str) -> LayerRange:
@@ -130,6 +162,20 @@ class LayerRange:
 
     def __str__(self) -> str:
         return f"{self.start}-{self.stop - 1}"
+
+    def __repr__(self) -> str:
+        return f"LayerRange({self.start}, {self.stop})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerRange):
+            return NotImplemented
+        return self.start == other.start and self.stop == other.stop
+
+    def __lt__(self, other: LayerRange) -> bool:
+        return (self.start, self.stop) < (other.start, other.stop)
+
+    def __hash__(self) -> int:
+        return hash((self.start, self.stop))
 
     def __len__(self) -> int:
         return self.stop - self.start

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
 
@@ -31,28 +31,26 @@ MINIMUM_S = 3600.0
 """The seed's minimum deployment time."""
 
 DeploymentId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-_Layers = Annotated[str, Meta(pattern=r"\A\d{1,6}-\d{1,6}\Z")]
 _Node = Annotated[NodeId, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
 _Seconds = Annotated[float, Meta(ge=0, le=86400 * 366)]
-_WrittenSpans = Annotated[list[tuple[_Node, _Layers]], Meta(max_length=MAX_SPANS)]
-_WrittenReplicas = Annotated[list[tuple[Int63, _WrittenSpans]], Meta(max_length=MAX_REPLICAS)]
 Quant = Literal["", "auto", "none", "int8", "int4"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A contiguous range of layers on one node."""
 
-    node: NodeId
+    node: _Node
     layers: LayerRange
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+_Spans = Annotated[tuple[Span, ...], Meta(max_length=MAX_SPANS)]
+
+
+class Replica(NamedTuple):
     """One whole copy of the model over some nodes; its number is never used again."""
 
-    number: int
-    spans: tuple[Span, ...]
+    number: Int63
+    spans: _Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class Wish:
     minimum_s: _Seconds = MINIMUM_S
     keep_alive_s: _Seconds = 0.0
     nodes: Annotated[tuple[_Node, ...], Meta(max_length=MAX_SPANS)] = ()
-    pins: tuple[Span, ...] = ()
+    pins: _Spans = ()
     resting: bool = False
     evicted: bool = False
 
@@ -90,7 +88,7 @@ class Wish:
 
     def payload(self) -> dict[str, Any]:
         """What the event says."""
-        return {**codec.plain(self), "pins": _written(self.pins)}
+        return codec.plain(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,7 @@ class Plan:
 
     def payload(self) -> dict[str, Any]:
         """What the event says."""
-        replicas = [[each.number, _written(each.spans)] for each in self.replicas]
-        return {**codec.plain(self), "replicas": replicas}
+        return codec.plain(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +212,7 @@ def merged(deployments: Mapping[str, Deployment], into: str) -> list[Deployment]
 def read_wish(payload: Mapping[str, Any]) -> Wish | None:
     """The wish of a payload; None for one of a form that nobody knows here."""
     try:
-        pins = _spans(codec.convert(payload.get("pins"), _WrittenSpans))
-        wish = codec.convert({**payload, "pins": pins}, Wish, complete=True)
+        wish = codec.convert(payload, Wish, complete=True)
     except ValueError:
         return None
     return wish if _within(wish.pins, wish.whole) else None
@@ -225,23 +221,13 @@ def read_wish(payload: Mapping[str, Any]) -> Wish | None:
 def read_plan(payload: Mapping[str, Any], wish: Wish) -> Plan | None:
     """The plan of a payload; None for one that cannot be a plan of this wish."""
     try:
-        written = codec.convert(payload.get("replicas"), _WrittenReplicas)
-        replicas = tuple(Replica(number, _spans(spans)) for number, spans in written)
-        plan = codec.convert({**payload, "replicas": replicas}, Plan, complete=True)
+        plan = codec.convert(payload, Plan, complete=True)
     except ValueError:
         return None
-    spans = [span for replica in replicas for span in replica.spans]
+    spans = [span for replica in plan.replicas for span in replica.spans]
     if plan.deployment != wish.deployment or len(spans) > MAX_SPANS:
         return None
     return plan if _within(spans, wish.whole) else None
-
-
-def _written(spans: Iterable[Span]) -> list[list[str]]:
-    return [[span.node, str(span.layers)] for span in spans]
-
-
-def _spans(rows: Iterable[tuple[NodeId, str]]) -> tuple[Span, ...]:
-    return tuple(Span(node, LayerRange.parse(layers)) for node, layers in rows)
 
 
 def _within(spans: Iterable[Span], whole: LayerRange) -> bool:

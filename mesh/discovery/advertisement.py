@@ -7,11 +7,9 @@ nothing of links, clocks or who is online.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
-from ipaddress import IPv6Address
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, UnsetType
@@ -20,6 +18,7 @@ from mesh import codec
 from mesh.codec import Fault, Sha256, Text
 from mesh.errors import BadAdvertisement
 from mesh.types import (
+    Address,
     Endpoint,
     LayerRange,
     ModelId,
@@ -35,9 +34,6 @@ from mesh.types import (
 MAX_SHARDS_PER_NODE = 64
 MAX_LAYERS = 10_000
 MAX_COUNT = 2**31 - 1
-_ENDPOINT = re.compile(
-    r"wss://(\[[0-9A-Fa-f:.]{2,45}(%[\w.-]{1,15})?\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +46,6 @@ class Advertisement:
 
 def _layers(text: str) -> None:
     LayerRange.parse(text)
-
-
-def endpoint_text(text: str) -> None:
-    """Raise ValueError unless the text is where a node of this machine's network can listen."""
-    found = _ENDPOINT.fullmatch(text)
-    if found is None or not 0 < int(text.rpartition(":")[2]) < 65536:
-        raise ValueError("must be wss://HOST:PORT")
-    try:
-        if found[1].startswith("["):
-            IPv6Address(found[1][1:-1])
-        else:
-            found[1].encode("idna")
-    except ValueError:
-        raise ValueError(f"must name a host, not {found[1]!r}") from None
 
 
 def _moment(text: str) -> None:
@@ -120,7 +102,7 @@ class _Entry:
     max_concurrent_streams: Count
     host: Text
     node_name: Text
-    endpoint: Annotated[Text, endpoint_text]
+    endpoint: Address
     dtype: Text
     determinism_class: Text
     advertised_at: Moment
@@ -169,7 +151,7 @@ def decode(data: object, *, host: NodeId) -> Advertisement:
     descriptor = ShardDescriptor(
         identifier, ModelId(entry.model_id), entry.weights_sha256, layers, entry.total_layers,
         entry.vram_required_mb, entry.max_concurrent_streams, host, entry.node_name,
-        Endpoint(entry.endpoint), entry.dtype, entry.determinism_class, _utc(entry.advertised_at),
+        entry.endpoint, entry.dtype, entry.determinism_class, _utc(entry.advertised_at),
         entry.embeds is True, entry.head is True,
         0 if entry.kv_tokens is UNSET else entry.kv_tokens,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import Fault, Text
-from mesh.discovery.advertisement import MAX_LAYERS, endpoint_text
+from mesh.codec import Fault
+from mesh.discovery.advertisement import MAX_LAYERS
 from mesh.errors import BadAdvertisement
-from mesh.types import Endpoint, LayerRange, ModelId
+from mesh.types import Address, LayerRange, ModelName
 
 MAX_WEIGHTS_PER_NODE = 64
 MAX_SPANS = 64
@@ -63,14 +63,14 @@ class HeldWeights:
     `arriving` is None while it fetches nothing of it, or does not say how far it is.
     """
 
-    model_id: ModelId
-    weights_sha256: str
-    total_layers: int
-    layers: tuple[LayerRange, ...]
+    model_id: ModelName
+    weights_sha256: _Hash
+    total_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+    layers: Annotated[tuple[LayerRange, ...], Meta(max_length=MAX_SPANS)]
     ends: bool
-    endpoint: Endpoint
-    origin: str = ""
-    files_sha256: str = ""
+    endpoint: Address
+    origin: Annotated[str, Meta(max_length=256), codec.printable] = ""
+    files_sha256: _Hash = ""
     arriving: Arriving | None = None
 
     def without_bytes(self) -> HeldWeights:
@@ -78,46 +78,23 @@ class HeldWeights:
         return replace(self, arriving=None)
 
 
-def _span(text: str) -> None:
-    LayerRange.parse(text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    model_id: Text
-    weights_sha256: _Hash
-    total_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-    layers: Annotated[tuple[Annotated[Text, _span], ...], Meta(max_length=MAX_SPANS)]
-    ends: bool
-    endpoint: Annotated[Text, endpoint_text]
-    origin: Annotated[str, Meta(max_length=256), codec.printable] = ""
-    files_sha256: _Hash = ""
-    arriving: Arriving | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Entries:
-    weights: Annotated[tuple[_Entry, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)]
+    weights: Annotated[tuple[HeldWeights, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)]
 
 
 def encode_all(held: Sequence[HeldWeights]) -> list[dict[str, Any]]:
     """Plain JSON-able types; what does not fit in a notice is left out, the last first."""
     return [
-        codec.plain(
-            _Entry(
-                each.model_id, each.weights_sha256, each.total_layers,
-                tuple(str(span) for span in each.layers[:MAX_SPANS]), each.ends, each.endpoint,
-                each.origin, each.files_sha256, each.arriving,
-            )
-        )
+        codec.plain(replace(each, layers=each.layers[:MAX_SPANS]))
         for each in held[:MAX_WEIGHTS_PER_NODE]
-    ]  # fmt: skip
+    ]
 
 
 def decode_all(entries: object) -> tuple[HeldWeights, ...]:
     """What a node said. Raises BadAdvertisement naming the field."""
     try:
-        read = codec.convert({KEY: entries}, _Entries).weights
+        return codec.convert({KEY: entries}, _Entries).weights
     except Fault as fault:
         field = fault.field or KEY
         raise BadAdvertisement(
@@ -125,11 +102,3 @@ def decode_all(entries: object) -> tuple[HeldWeights, ...]:
             fix="Update hearthnet on the node that sent it.",
             param=KEY,
         ) from fault
-    return tuple(
-        HeldWeights(
-            ModelId(entry.model_id), entry.weights_sha256, entry.total_layers,
-            tuple(map(LayerRange.parse, entry.layers)), entry.ends, Endpoint(entry.endpoint),
-            entry.origin, entry.files_sha256, entry.arriving,
-        )
-        for entry in read
-    )  # fmt: skip

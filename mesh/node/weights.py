@@ -24,7 +24,7 @@ from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
-from mesh.types import Endpoint, ModelId, NodeId, host_port
+from mesh.types import Endpoint, ModelId, host_port
 
 TELL_BYTES_S = 2.0
 """Others are told so often, at most, how far a fetch is; of layers that are there, at once."""
@@ -90,7 +90,7 @@ class Weights:
             if view.online and view.info.node_id != self._key.node_id
         ]
         heard = self._peers = [
-            _heard(view.info.node_id, view.info.name, held)
+            PeerHolding(view.info.node_id, view.info.name, held)
             for view in others
             for held in view.weights
         ]
@@ -154,11 +154,3 @@ def _is_of(transfer: Transfer, holding: Holding) -> bool:
 def _lasting(held: Sequence[HeldWeights]) -> list[tuple[HeldWeights, bool]]:
     """Without bytes that come, but with whether any do."""
     return [(each.without_bytes(), each.arriving is None) for each in held]
-
-
-def _heard(node: NodeId, name: str, held: HeldWeights) -> PeerHolding:
-    return PeerHolding(
-        node, name, held.endpoint, held.model_id, held.weights_sha256, held.total_layers,
-        held.layers, held.ends, held.origin, held.files_sha256,
-        0 if held.arriving is None else held.arriving.done_bytes,
-    )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, Union
 
 import msgspec
 
+from mesh.codec import from_text, to_text
 from mesh.errors import BadRequest, MeshError, from_dict
 from mesh.identity.tls import TlsMaterial
 from mesh.processes.lifecycle import LoadNeed
@@ -134,7 +135,7 @@ def _to_plain(value: object) -> object:
         return value.to_dict()
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} is no part of a message")
+    return to_text(value)
 
 
 def _from_plain(kind: type[Any], value: Any) -> object:
@@ -142,7 +143,7 @@ def _from_plain(kind: type[Any], value: Any) -> object:
         return from_dict(msgspec.convert(value, dict[str, Any]))
     if issubclass(kind, Path):
         return Path(msgspec.convert(value, str))
-    raise NotImplementedError(f"{kind.__name__} is no part of a message")
+    return from_text(kind, value)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)

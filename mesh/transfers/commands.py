@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import MeshError
 from mesh.processes.messages import ProcessMessage, Start
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
 from mesh.transfers.shelf import Holding
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +24,16 @@ class LocalCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PeerHolding:
-    """What another node advertises of one checkpoint, and where it is asked.
-
-    `weights_sha256` is '' while it fetches it from the hub (`origin`), as the hash is not known
-    before the end of that. `files_sha256` is that of config and tokenizer, '' where it says none.
-    `arrived_bytes` have come so far of what it fetches now.
-    """
+    """What another node advertises of one checkpoint."""
 
     node: NodeId
     node_name: str
-    endpoint: Endpoint
-    model_id: ModelId
-    weights_sha256: str
-    total_layers: int
-    layers: tuple[LayerRange, ...]
-    ends: bool
-    origin: str
-    files_sha256: str = ""
-    arrived_bytes: int = 0
+    held: HeldWeights
+
+    @property
+    def arrived_bytes(self) -> int:
+        """So many have come of what it fetches now."""
+        return 0 if self.held.arriving is None else self.held.arriving.done_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ class Fetches:
         return None
 
     def _having(self, sha256: str) -> list[PeerHolding]:
-        return [peer for peer in self._peers if peer.weights_sha256 == sha256]
+        return [peer for peer in self._peers if peer.held.weights_sha256 == sha256]
 
     def _lied(self, order: Ensure, node: NodeId, tensor: str) -> None:
         """Whoever hears it leaves that node out of what it tells from now on."""

@@ -76,7 +76,9 @@ class HubClaims:
     def other(self, origin: str) -> PeerHolding | None:
         """Who else asks for it."""
         now = asyncio.get_running_loop().time()
-        claims = {(p.node, p.origin): p for p in self._fetches.peers if not p.weights_sha256}
+        claims = {
+            (p.node, p.held.origin): p for p in self._fetches.peers if not p.held.weights_sha256
+        }
         for key, peer in claims.items():
             if key not in self._seen or peer.arrived_bytes > self._seen[key][0]:
                 self._seen[key] = (peer.arrived_bytes, now)
@@ -84,7 +86,7 @@ class HubClaims:
         found = [
             peer
             for key, peer in claims.items()
-            if peer.origin == origin and now - self._seen[key][1] < self._patience_s
+            if peer.held.origin == origin and now - self._seen[key][1] < self._patience_s
         ]
         return min(found, key=lambda peer: peer.node, default=None)
 
@@ -215,7 +217,8 @@ class Outside:
             return read.manifest.weights_sha256
         if hub_alone:
             return None
-        said = {p.node: p.weights_sha256 for p in self._fetches.peers if p.origin == origin}
+        peers = [p for p in self._fetches.peers if p.held.origin == origin]
+        said = {p.node: p.held.weights_sha256 for p in peers}
         votes = Counter([*filter(None, said.values()), *(k.manifest.weights_sha256 for k in here)])
         sha256, count = votes.most_common(1)[0] if votes else ("", 0)
         return sha256 if 2 * count > votes.total() else None

@@ -44,14 +44,13 @@ def agreed_files(having: Sequence[PeerHolding]) -> str:
     The weights' hash does not prove config and tokenizer, and one node alone could give others.
     Raises BadCheckpoint where no answer has so many.
     """
-    said = Counter(peer.files_sha256 for peer in having if peer.files_sha256)
+    saying = [(p.node_name, p.held.files_sha256) for p in having if p.held.files_sha256]
+    said = Counter(files for _, files in saying)
     if not said:
         return ""
     files, count = said.most_common(1)[0]
     if 2 * count <= said.total():
-        names = ", ".join(
-            f"{peer.node_name} ({peer.files_sha256[:12]})" for peer in having if peer.files_sha256
-        )
+        names = ", ".join(f"{name} ({files[:12]})" for name, files in saying)
         raise BadCheckpoint(
             f"Nodes have other configs or tokenizers with the same weights: {names}.",
             fix="Make the files beside the weights equal, or stop the node whose files are wrong.",
@@ -161,7 +160,7 @@ class PeerSources:
 
     def update(self, peers: Sequence[PeerHolding]) -> None:
         """These advertise something of the checkpoint now, and nobody else does."""
-        now = {peer.node: peer for peer in peers if peer.weights_sha256 == self._sha256}
+        now = {peer.node: peer for peer in peers if peer.held.weights_sha256 == self._sha256}
         for node in self._peers.keys() - now.keys():
             self._tasks.pop(node).cancel()
             self._fetch.leave(node)

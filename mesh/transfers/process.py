@@ -310,7 +310,7 @@ class FetcherProcess(Worker):
     async def _dial(self, peer: PeerHolding) -> WeightsLink:
         start = self._start_command
         assert start is not None  # noqa: S101 - nobody is dialled before
-        host, port = place_of(peer.endpoint)
+        host, port = place_of(peer.held.endpoint)
         handler = WeightsLink(peer.node)
         link = await connect_to(
             peer.node, host, port, hello=start.hello, handler=handler,

@@ -96,14 +96,14 @@ class Pulls:
             model["in_use"] = model["directory"] in in_use
         neighbours: dict[tuple[str, str], dict[str, Any]] = {}
         for peer in self._around.peers():
-            key = (peer.model_id, peer.weights_sha256)
+            held = peer.held
             row = neighbours.setdefault(
-                key,
+                (held.model_id, held.weights_sha256),
                 {
-                    "id": peer.model_id,
-                    "weights_sha256": peer.weights_sha256,
-                    "origin": peer.origin or None,
-                    "total_layers": peer.total_layers,
+                    "id": held.model_id,
+                    "weights_sha256": held.weights_sha256,
+                    "origin": held.origin or None,
+                    "total_layers": held.total_layers,
                     "nodes": [],
                 },
             )
@@ -111,9 +111,9 @@ class Pulls:
                 {
                     "node_id": peer.node,
                     "name": peer.node_name,
-                    "layers": [str(span) for span in peer.layers],
-                    "ends": peer.ends,
-                    "fetching": not peer.weights_sha256,
+                    "layers": [str(span) for span in held.layers],
+                    "ends": held.ends,
+                    "fetching": not held.weights_sha256,
                 }
             )
         return {**facts, "neighbours": list(neighbours.values()), "pulls": self._running()}
@@ -267,7 +267,7 @@ def meant(
 
     Raises BadRequest when it could be several.
     """
-    said = [*((p.model_id, p.weights_sha256) for p in peers)]
+    said = [*((p.held.model_id, p.held.weights_sha256) for p in peers)]
     said += [(ModelId(held.model_id), held.weights_sha256) for held in holdings]
     known = {sha256: name for name, sha256 in said if _means(model, name, sha256)}
     if len(known) > 1:

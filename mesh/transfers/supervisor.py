@@ -172,7 +172,8 @@ class FetcherSupervisor(RestingSupervisor):
 
     def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """What other nodes advertise now, and how many of those are up."""
-        honest = [peer for peer in peers if (peer.node, peer.weights_sha256) not in self._liars]
+        liars = self._liars
+        honest = [peer for peer in peers if (peer.node, peer.held.weights_sha256) not in liars]
         if self._peers != (now := Peers(tuple(honest), neighbours)):
             self._peers = now
             self.tell(now)

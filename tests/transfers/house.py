@@ -11,12 +11,13 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from mesh.discovery.weights import HeldWeights
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, StartFetcher
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
-from mesh.types import Endpoint, ModelId, NodeId
+from mesh.types import Endpoint, ModelId
 from mesh.wire.messages import Hello
 
 MODEL = ModelId("toy")
@@ -36,9 +37,12 @@ class Fetcher:
         where = endpoint or f"wss://127.0.0.1:{self.supervisor.port}"
         return [
             PeerHolding(
-                NodeId(self.key.node_id), self.name, Endpoint(where), ModelId(held.model_id),
-                held.weights_sha256, held.total_layers, tuple(spans_of(held.layers)), held.ends,
-                held.origin, held.files_sha256,
+                self.key.node_id, self.name,
+                HeldWeights(
+                    ModelId(held.model_id), held.weights_sha256, held.total_layers,
+                    tuple(spans_of(held.layers)), held.ends, Endpoint(where), held.origin,
+                    held.files_sha256,
+                ),
             )
             for held in self.supervisor.holdings
         ]  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.errors import Busy, HubRefused, MeshError, ModelNotFound, TransferFailed
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
@@ -18,7 +19,7 @@ from mesh.models.partial import read_record
 from mesh.models.partial_writer import PartialWriter
 from mesh.transfers.commands import PeerHolding
 from mesh.transfers.hub import HubSettings
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from mesh.types import Endpoint, LayerRange, ModelId
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
@@ -278,7 +279,7 @@ async def test_nobody_is_believed_what_the_hub_has_where_it_says_something_else(
         liar, victim = made.start("liar", other), made.start("victim", patience_s=4.0)
         await up(liar, victim)
         origin = f"org/toy@{hub.commit}"
-        said = [replace(held, origin=origin) for held in liar.holding()]
+        said = [replace(peer, held=replace(peer.held, origin=origin)) for peer in liar.holding()]
         victim.supervisor.hear(said, 1)
         with pytest.raises(TransferFailed, match=r"is not that of org/toy on the hub") as refused:
             await victim.supervisor.pull("org/toy")
@@ -296,15 +297,17 @@ async def test_who_says_that_it_fetches_and_gets_nothing_is_not_waited_for(
         made.hub = HubSettings(hub.url)
         one = made.start("one", patience_s=1.0)
         await up(one)
-        claim = PeerHolding(
-            NodeId(made.keys["idler"].node_id), "idler", Endpoint("wss://127.0.0.1:9"),
-            ModelId("org/toy"), "", 0, (), ends=False, origin=f"org/toy@{hub.commit}",
+        held = HeldWeights(
+            ModelId("org/toy"), "", 0, (), ends=False, endpoint=Endpoint("wss://127.0.0.1:9"),
+            origin=f"org/toy@{hub.commit}", arriving=Arriving(0, 9, 0),
         )  # fmt: skip
+        claim = PeerHolding(made.keys["idler"].node_id, "idler", held)
         one.supervisor.hear([claim], 1)
         pull = asyncio.create_task(one.supervisor.pull("org/toy"))
         for arrived in (1, 2, 3, 4, 5, 6, 7, 8):  # while something comes it is
             await asyncio.sleep(0.5)
-            one.supervisor.hear([replace(claim, arrived_bytes=arrived)], 1)
+            more = replace(held, arriving=Arriving(arrived, 9, 1))
+            one.supervisor.hear([replace(claim, held=more)], 1)
         assert not pull.done()
         assert weights_sent(hub) == 0
         async with asyncio.timeout(30):

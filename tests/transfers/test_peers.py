@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from mesh.discovery.weights import HeldWeights
 from mesh.models.manifest import read_manifest
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import PeerHolding
@@ -46,7 +47,8 @@ async def test_who_is_asked_no_more_is_listened_to_no_more(tmp_path: Path) -> No
     fetch = Fetch(copy, WantedLayers(None), Shelf(), Pace())
     sources = PeerSources(sha256, fetch, dial)
     where = Endpoint("wss://127.0.0.1:9")
-    peer = PeerHolding(NodeId("full"), "full", where, whole.model_id, sha256, 2, (), True, "")
+    held = HeldWeights(whole.model_id, sha256, 2, (), ends=True, endpoint=where)
+    peer = PeerHolding(NodeId("full"), "full", held)
     sources.update([peer])
     await fetch.run()
     await sources.close()
