@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import total_ordering
 from ipaddress import IPv6Address
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, NewType
 
 from msgspec import Meta
 
-from mesh.codec import MAX_TEXT, printable
+from mesh.codec import MAX_TEXT, Sha256, Text, printable
 
 NodeId = NewType("NodeId", str)
 ModelId = NewType("ModelId", str)
@@ -42,8 +42,21 @@ def _can_be_listened_at(endpoint: str) -> None:
         raise ValueError(f"must name a host, not {found[1]!r}") from None
 
 
+def _is_in_utc(moment: datetime) -> None:
+    try:
+        moment.astimezone(UTC)
+    except OverflowError as error:
+        raise ValueError("must be a time in UTC") from error
+
+
+MAX_LAYERS = 10_000
+MAX_COUNT = 2**31 - 1
+
 # As they come from outside (`mesh.codec`).
 _TEXT = Meta(min_length=1, max_length=MAX_TEXT)
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Milliseconds = Annotated[float, Meta(ge=0, le=MAX_COUNT)]
+Moment = Annotated[datetime, Meta(tz=True), _is_in_utc]
 ModelName = Annotated[ModelId, _TEXT, printable]
 Address = Annotated[Endpoint, _TEXT, printable, _can_be_listened_at]
 """Of a node in this machine's network."""
@@ -206,22 +219,22 @@ class ShardDescriptor:
     have, 0 where its host does not say.
     """
 
-    shard_id: ShardId
-    model_id: ModelId
-    weights_sha256: str
-    layer_range: LayerRange
-    total_layers: int
-    vram_required_mb: int
-    max_concurrent_streams: int
-    host: NodeId
-    node_name: str
-    endpoint: Endpoint
-    dtype: str
-    determinism_class: str
-    advertised_at: datetime
+    shard_id: Annotated[ShardId, _TEXT, printable]
+    model_id: ModelName
+    weights_sha256: Sha256
+    layers: LayerRange
+    total_layers: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+    vram_required_mb: Count
+    max_concurrent_streams: Count
+    host: Annotated[NodeId, _TEXT, printable]
+    node_name: Text
+    endpoint: Address
+    dtype: Text
+    determinism_class: Text
+    advertised_at: Moment
     embeds: bool = False
     head: bool = False
-    kv_tokens: int = 0
+    kv_tokens: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +242,9 @@ class ShardMemory:
     """Memory of a shard on its device, in MiB: its weights in every form they are held in, the
     caches of its sessions, and what computing takes beside them."""
 
-    weights_mb: int = 0
-    caches_mb: int = 0
-    headroom_mb: int = 0
+    weights_mb: Count = 0
+    caches_mb: Count = 0
+    headroom_mb: Count = 0
 
     @property
     def total_mb(self) -> int:
@@ -243,13 +256,12 @@ class ShardMemory:
 class ShardHealth:
     """What a shard reports of itself. Latencies are milliseconds per recent step."""
 
-    shard_id: ShardId
     online: bool
-    last_seen: datetime
-    p50_latency_ms: float
-    p95_latency_ms: float
-    queue_depth: int
-    active_streams: int
+    last_seen: Moment
+    p50_latency_ms: Milliseconds
+    p95_latency_ms: Milliseconds
+    queue_depth: Count
+    active_streams: Count
     memory: ShardMemory | None = None
     """What it takes now; None when its host does not say."""
 

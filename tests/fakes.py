@@ -58,7 +58,7 @@ def descriptor(node: str, layers: str, model: str = "echo") -> ShardDescriptor:
         shard_id=shard_id(ModelId(model), span),
         model_id=ModelId(model),
         weights_sha256="0" * 64,
-        layer_range=span,
+        layers=span,
         total_layers=12,
         vram_required_mb=1,
         max_concurrent_streams=4,
@@ -82,13 +82,13 @@ def done(
         cached_tokens=2,
         completion_tokens=len(token_ids),
         token_ids=token_ids,
-        route=tuple(RouteHop(shard, shard.layer_range) for shard in shards),
+        route=tuple(RouteHop(shard, shard.layers) for shard in shards),
         failovers=failovers,
         fallback=False,
         first_token_ms=12.5,
         tokens_per_second=float("inf"),
         hops=tuple(
-            HopTiming(s.shard_id, s.node_name, str(s.layer_range), 3, 1.0, 2.0, 0.5) for s in shards
+            HopTiming(s.shard_id, s.node_name, str(s.layers), 3, 1.0, 2.0, 0.5) for s in shards
         ),
         drafted_tokens=8,
         accepted_tokens=6,

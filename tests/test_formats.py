@@ -173,7 +173,7 @@ def advertised(memory: ShardMemory | None) -> Advertisement:
         identifier, model, WEIGHTS, layers, 16, 100, 4, NODE, "attic",
         Endpoint("wss://127.0.0.1:7001"), "fp16", "x86/fp32", when,
     )  # fmt: skip
-    return Advertisement(descriptor, ShardHealth(identifier, True, when, 1.5, 2.0, 3, 1, memory))
+    return Advertisement(descriptor, ShardHealth(True, when, 1.5, 2.0, 3, 1, memory))
 
 
 @pytest.mark.parametrize("name", WIRE)

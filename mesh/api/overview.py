@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mesh import codec
 from mesh.api.services import LOADING, RESTING, Lack, LackKind
 from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
@@ -19,7 +20,6 @@ from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics, NodeNow, PeerNow
 from mesh.health.skew import skew
 from mesh.models.local import LocalModel
-from mesh.pipeline.commands import LiveGeneration
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
@@ -71,7 +71,7 @@ class Overview:
             "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
-                {**_generation(live), **counted}
+                {**codec.plain(live), **counted}
                 for asker in parts.askers.values()
                 for live in asker.generations
                 # What an asker said last may be older than the end of a generation.
@@ -339,31 +339,20 @@ def _key(shard: ShardDescriptor) -> tuple[NodeId, ShardId]:
 
 
 def _shard(shard: Advertisement) -> dict[str, Any]:
-    fields = asdict(shard.descriptor)
-    del fields["layer_range"]
-    fields["layers"] = str(shard.descriptor.layer_range)
-    fields["advertised_at"] = shard.descriptor.advertised_at.isoformat()
-    health = shard.health
+    health = codec.plain(shard.health)
+    del health["last_seen"]
     return {
-        **fields,
-        "online": health.online,
-        "p50_latency_ms": round(health.p50_latency_ms, 3),
-        "p95_latency_ms": round(health.p95_latency_ms, 3),
-        "queue_depth": health.queue_depth,
-        "active_streams": health.active_streams,
-        "memory": None if health.memory is None else asdict(health.memory),
+        **codec.plain(shard.descriptor),
+        "advertised_at": shard.descriptor.advertised_at.isoformat(),
+        **health,
+        "p50_latency_ms": round(shard.health.p50_latency_ms, 3),
+        "p95_latency_ms": round(shard.health.p95_latency_ms, 3),
     }
 
 
 def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
     memory = host.memory
     return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
-
-
-def _generation(live: LiveGeneration) -> dict[str, Any]:
-    hops = [{**asdict(hop), "layers": str(hop.layers)} for hop in live.route]
-    row = {"id": live.id, "model": live.model, "route": hops, "failovers": live.failovers}
-    return {**row, "queued": live.queued}
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:

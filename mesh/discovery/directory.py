@@ -143,7 +143,7 @@ class ShardStore:
             if shard.descriptor.model_id == model_id
             and weights_sha256 in (None, shard.descriptor.weights_sha256)
         ]
-        return sorted(found, key=lambda s: (s.descriptor.layer_range, s.descriptor.host))
+        return sorted(found, key=lambda s: (s.descriptor.layers, s.descriptor.host))
 
     def models(self) -> list[ModelView]:
         """Every (model, weights) that has a routable shard, by model id."""

@@ -243,7 +243,7 @@ class Peering:
             self._send(peer, notice)
         self._store.sweep()
         if self._mdns is not None:
-            served = [(s.descriptor.model_id, s.descriptor.layer_range) for s in offering.shards]
+            served = [(s.descriptor.model_id, s.descriptor.layers) for s in offering.shards]
             await self._mdns.announce(summarise(served))
 
     def _send(self, peer: ControlLink, notice: Advertise | None) -> None:

@@ -14,9 +14,8 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.discovery.advertisement import MAX_LAYERS
 from mesh.errors import BadAdvertisement
-from mesh.types import Address, LayerRange, ModelName
+from mesh.types import MAX_LAYERS, Address, LayerRange, ModelName
 
 MAX_WEIGHTS_PER_NODE = 64
 MAX_SPANS = 64

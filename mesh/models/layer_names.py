@@ -13,8 +13,7 @@ from typing import Any
 
 from mesh.errors import BadCheckpoint
 from mesh.models.header import TensorEntry
-
-MAX_LAYERS = 10_000
+from mesh.types import MAX_LAYERS
 
 INDEXED = re.compile(r"(.*?)(?<![0-9])([0-9]{1,6})\.")
 """A name with a number between dots, which is that of a layer for most."""

@@ -264,7 +264,7 @@ def _ref(model_id: ModelId, weights_sha256: str) -> ModelRef | None:
 
 
 def _place(shard: ShardDescriptor, endpoint: Endpoint) -> WorkerPlace:
-    return WorkerPlace(shard.host, WorkerKind.SHARD, shard.layer_range, endpoint)
+    return WorkerPlace(shard.host, WorkerKind.SHARD, shard.layers, endpoint)
 
 
 def _manifest(directory: Path, model_id: ModelId) -> Manifest | None:

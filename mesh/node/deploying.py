@@ -135,7 +135,7 @@ class House(World):
         if model is None or asker is None or not asker.is_ready:
             return False
         offered = [
-            each.descriptor.layer_range
+            each.descriptor.layers
             for each in self._store.shards(model_id, model.weights_sha256)
             if self._network.may_serve(each.descriptor.host)
         ]

@@ -263,11 +263,11 @@ class Estimates:
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
             device = devices[0].name if devices else ""
-            held.append(HeldLayers(said.layer_range, device, becomes_free_mb(shard) << 20))
+            held.append(HeldLayers(said.layers, device, becomes_free_mb(shard) << 20))
             if health.p50_latency_ms > 0:
                 visit_ms = devices[0].visit_ms if devices else 0.0
                 ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
-                timed.append(Timed(device, said.dtype, ms / len(said.layer_range)))
+                timed.append(Timed(device, said.dtype, ms / len(said.layers)))
         return Machine(
             node,
             view.info.name,

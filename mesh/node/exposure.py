@@ -90,7 +90,7 @@ class PrivacyReport:
             each.shard.descriptor
             for each in self._routable(model.model_id)
             if each.shard.descriptor.weights_sha256 == model.weights_sha256
-            and each.shard.descriptor.layer_range.covers(layers)
+            and each.shard.descriptor.layers.covers(layers)
         ]
         formats = {each.dtype for each in holding if each.host == host}
         others = [each for each in holding if each.host != host and each.dtype in formats]

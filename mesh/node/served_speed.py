@@ -68,7 +68,7 @@ class ServedSpeed:
             if speed is None or memory is None or not memory.weights_mb:
                 continue
             reading_ms = (memory.weights_mb << 20) / speed.decode_gb_s / 1e6
-            foretold_ms = len(shard.layer_range) * speed.layer_ms + reading_ms
+            foretold_ms = len(shard.layers) * speed.layer_ms + reading_ms
             took_ms = health.p50_latency_ms - device.visit_ms
             self._factors.setdefault(shard.dtype, _Factor()).take(took_ms / foretold_ms)
         self._seen = seen

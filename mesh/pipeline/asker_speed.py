@@ -90,7 +90,7 @@ def _advertised(model: AskerModel) -> Advertisement:
         name, model.model_id, model.weights_sha256, layers, model.total_layers, 0, 1, _HOST,
         _HOST, Endpoint("wss://127.0.0.1:1"), "fp32", "", now,
     )  # fmt: skip
-    return Advertisement(descriptor, ShardHealth(name, True, now, 0.0, 0.0, 0, 0))
+    return Advertisement(descriptor, ShardHealth(True, now, 0.0, 0.0, 0, 0))
 
 
 async def _nobody() -> Sequence[RouteHop]:

@@ -49,7 +49,7 @@ class Offer:
     @property
     def layer_ms(self) -> float | None:
         """What a layer of a step took there lately; None where there was none."""
-        took = self.shard.health.p50_latency_ms / len(self.shard.descriptor.layer_range)
+        took = self.shard.health.p50_latency_ms / len(self.shard.descriptor.layers)
         return took if took > 0 else None
 
 

@@ -78,7 +78,7 @@ def cheapest_cover(
     None where there is none within the rules, or where some candidate that could take part was not
     measured: nobody is left out because nobody has asked it yet.
     """
-    usable = [c for c in candidates if _meets(c.descriptor.layer_range, span)]
+    usable = [c for c in candidates if _meets(c.descriptor.layers, span)]
     if any(c.layer_ms is None or c.rtt_ms is None for c in usable):
         return None
     wanted = {format_of(like)} if like is not None else {format_of(c.descriptor) for c in usable}
@@ -137,7 +137,7 @@ class _Search:
         for start, stop in pairwise(edges):
             part, reached = LayerRange(start, stop), dict[ShardKey, _Way]()
             for each in self._candidates:
-                if not each.descriptor.layer_range.covers(part):
+                if not each.descriptor.layers.covers(part):
                     continue
                 if self._rules.keeps(start) and not each.is_self:
                     continue
@@ -154,7 +154,7 @@ class _Search:
 
     def _edges(self) -> list[int]:
         """The layers at which a route may change shards, the span's own ends among them."""
-        ranges = [*(c.descriptor.layer_range for c in self._candidates), *self._rules.home]
+        ranges = [*(c.descriptor.layers for c in self._candidates), *self._rules.home]
         inner = {edge for each in ranges for edge in (each.start, each.stop)}
         start, stop = self._span.start, self._span.stop
         return [start, *sorted(edge for edge in inner if start < edge < stop), stop]

@@ -66,7 +66,7 @@ class CoverRules:
 
     def admits(self, shard: ShardDescriptor) -> bool:
         """Whether a shard may be part of a route."""
-        has_first, has_last = 0 in shard.layer_range, shard.total_layers - 1 in shard.layer_range
+        has_first, has_last = 0 in shard.layers, shard.total_layers - 1 in shard.layers
         lacks = (has_first and not shard.embeds) or (has_last and not shard.head)
         return not (self.remote_ends and lacks)
 
@@ -116,7 +116,7 @@ def greedy_cover(
             return _cover(candidates, same, span, rules, exclude, like)
         except NoRoute as error:
             refusal = refusal or error
-    held = [c for c in free if _overlaps(c.descriptor.layer_range, span)]
+    held = [c for c in free if _overlaps(c.descriptor.layers, span)]
     if len({format_of(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
         raise _only_mixed(held, span)
     raise refusal or _no_route(candidates, span, exclude)
@@ -124,7 +124,7 @@ def greedy_cover(
 
 def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -> list[str]:
     """The formats of shards that a cover of `span` may begin with, in the order of their rank."""
-    first = [c for c in usable if span.start in c.descriptor.layer_range]
+    first = [c for c in usable if span.start in c.descriptor.layers]
     first.sort(key=lambda c: _rank(c, first=span.start == 0, rules=rules, like=None))
     return list(dict.fromkeys(format_of(c.descriptor) for c in first))
 
@@ -140,7 +140,7 @@ def _overlaps(one: LayerRange, other: LayerRange) -> bool:
 
 def _only_mixed(held: Sequence[Candidate], span: LayerRange) -> NoRoute:
     shards = (c.descriptor for c in held)
-    named = sorted(f"{d.layer_range} in {d.dtype} at {d.node_name}" for d in shards)
+    named = sorted(f"{d.layers} in {d.dtype} at {d.node_name}" for d in shards)
     return NoRoute(
         f"layers {span} are served in different formats only: {', '.join(named)}.",
         fix="Give those nodes the same --quant, or allow it: routing.mix_formats.",
@@ -158,7 +158,7 @@ def _cover(
     hops: list[RouteHop] = []
     cursor = span.start
     while cursor < span.stop:
-        choices = [c for c in usable if cursor in c.descriptor.layer_range]
+        choices = [c for c in usable if cursor in c.descriptor.layers]
         if not choices:
             raise _no_route(candidates, span, exclude)
         if rules.keeps(cursor):
@@ -167,7 +167,7 @@ def _cover(
                 raise _not_at_home(cursor, rules)
         first = cursor == span.start == 0
         best = min(choices, key=lambda c: _rank(c, first=first, rules=rules, like=like))
-        stop = _stop(cursor, min(best.descriptor.layer_range.stop, span.stop), rules)
+        stop = _stop(cursor, min(best.descriptor.layers.stop, span.stop), rules)
         _extend(hops, RouteHop(best.descriptor, LayerRange(cursor, stop)))
         cursor = stop
     if len(hops) > rules.max_shards:
@@ -183,7 +183,7 @@ def missing_layers(candidates: Sequence[Candidate], span: LayerRange) -> list[La
     held = {
         layer
         for c in candidates
-        for layer in range(c.descriptor.layer_range.start, c.descriptor.layer_range.stop)
+        for layer in range(c.descriptor.layers.start, c.descriptor.layers.stop)
     }
     missing: list[LayerRange] = []
     for layer in range(span.start, span.stop):
@@ -222,7 +222,7 @@ def _rank(
         candidate.hop_weight >= FAR_HOP_WEIGHT,
         candidate.queue_depth,
         candidate.hop_weight,
-        -candidate.descriptor.layer_range.stop,
+        -candidate.descriptor.layers.stop,
         candidate.lot,
         candidate.descriptor.host,
     )

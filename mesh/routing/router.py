@@ -120,7 +120,7 @@ def _mismatch(model_id: ModelId, wanted: str, other: Sequence[Candidate]) -> Wei
     named = ", ".join(
         sorted(
             {
-                f"{c.descriptor.node_name} ({c.descriptor.layer_range}, "
+                f"{c.descriptor.node_name} ({c.descriptor.layers}, "
                 f"{c.descriptor.weights_sha256[:12]})"
                 for c in other
             }

@@ -59,7 +59,7 @@ def layers_asked(request: Open | OpenTaps, here: ShardDescriptor) -> LayerRange:
             param="max_tokens",
         )
     layers = LayerRange(request.start, request.stop)
-    if request.model_id != here.model_id or not here.layer_range.covers(layers):
+    if request.model_id != here.model_id or not here.layers.covers(layers):
         raise NoRoute(
             f"{here.node_name} serves {here.shard_id}, not {request.model_id}:{layers}.",
             fix="Use a shard that covers these layers.",

@@ -62,6 +62,7 @@ class ShardLoad:
 class ShardReport:
     """How one shard does."""
 
+    shard_id: ShardId
     health: ShardHealth
     load: ShardLoad
 

@@ -361,7 +361,7 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         shard_id=plan.shard_id,
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
-        layer_range=plan.request.layers,
+        layers=plan.request.layers,
         total_layers=manifest.total_layers,
         vram_required_mb=taken.total_mb,
         max_concurrent_streams=settings.max_concurrent_streams,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import to_builtins
-
+from mesh import codec
 from mesh.shard.commands import Loaded, ShardReport
 from mesh.types import ShardDescriptor, ShardHealth
 
@@ -29,8 +28,7 @@ class LocalShard:
         """As it was said last."""
         if self.report is not None:
             return self.report.health
-        shard = self.descriptor
-        return ShardHealth(shard.shard_id, True, shard.advertised_at, 0.0, 0.0, 0, 0)
+        return ShardHealth(True, self.descriptor.advertised_at, 0.0, 0.0, 0, 0)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -41,7 +39,7 @@ class LocalShard:
             "reasons": list(self.loaded.reasons),
         }
         if self.report is not None:
-            health = to_builtins(self.report.health)
+            health, load = codec.plain(self.report.health), codec.plain(self.report.load)
             del health["last_seen"]
-            facts |= {**health, "rss_mb": self.rss_mb, **to_builtins(self.report.load)}
+            facts |= {"shard_id": self.report.shard_id, **health, "rss_mb": self.rss_mb, **load}
         return facts

@@ -369,7 +369,7 @@ class ShardProcess(Worker):
 
 async def _report_of(held: HeldShard) -> ShardReport:
     health = replace(await held.server.health(), memory=held.memory)
-    return ShardReport(health, held.server.load_now())
+    return ShardReport(held.server.descriptor.shard_id, health, held.server.load_now())
 
 
 def _request_of(order: StartShards | Load | Unload) -> ShardRequest | None:

@@ -156,7 +156,6 @@ class ShardServer:
         """Latencies over the last steps, queue depth and streams in use."""
         ordered = sorted(self._recent_ms)
         return ShardHealth(
-            shard_id=self.descriptor.shard_id,
             online=True,
             last_seen=self._clock.now(),
             p50_latency_ms=percentile(ordered, 0.5),

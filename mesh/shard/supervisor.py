@@ -364,8 +364,7 @@ class ShardSupervisor(Supervisor):
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""
-        name = report.health.shard_id
-        shard = self.shards.get(name) or self.private.get(name)
+        shard = self.shards.get(report.shard_id) or self.private.get(report.shard_id)
         if shard is None:
             return False
         before, now = shard.health.memory, report.health.memory

@@ -129,8 +129,8 @@ def _uncount(link: WebSocketLink) -> None:
 async def _decoding(asker: Asker, loaded: LoadedShard) -> Callable[[], Awaitable[float]]:
     shard = loaded.descriptor
     await asker.open(
-        model_id=_MODEL, weights_sha256=shard.weights_sha256, start=shard.layer_range.start,
-        stop=shard.layer_range.stop, max_tokens=1024,
+        model_id=_MODEL, weights_sha256=shard.weights_sha256, start=shard.layers.start,
+        stop=shard.layers.stop, max_tokens=1024,
     )  # fmt: skip
     await asker.step(0, 0, torch.randn(1, PROMPT_ROWS, loaded.hidden_size))
     row = torch.randn(1, 1, loaded.hidden_size)

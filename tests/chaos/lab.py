@@ -98,7 +98,7 @@ class Lab:
         }
         descriptor = replace(honest, **told)
         now = datetime.now(UTC)
-        health = ShardHealth(descriptor.shard_id, True, now, 0.0, 0.0, 0, 0)
+        health = ShardHealth(True, now, 0.0, 0.0, 0, 0)
         return Offer(Advertisement(descriptor, health))
 
     @asynccontextmanager

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from mesh.deployments.levels import Level, Resident, evictions, level_of
 from mesh.deployments.wishes import MINIMUM_S
-from mesh.types import ShardHealth, ShardId, ShardMemory
+from mesh.types import ShardHealth, ShardMemory
 
 HOUR = 3600.0
 SMALL = Resident("small", 10, age_s=HOUR, minimum_s=MINIMUM_S)
@@ -17,7 +17,7 @@ ALL = [LARGE, DEDICATED, YOUNG, SMALL]
 
 
 def says(memory: ShardMemory | None) -> ShardHealth:
-    return ShardHealth(ShardId("m:0-3"), True, datetime.now(UTC), 1.0, 2.0, 0, 0, memory)
+    return ShardHealth(True, datetime.now(UTC), 1.0, 2.0, 0, 0, memory)
 
 
 def test_a_model_is_hot_as_long_as_any_of_its_layers_is_on_a_device() -> None:

@@ -80,7 +80,7 @@ def advertised(
             shard_id=identifier,
             model_id=ModelId(model),
             weights_sha256=weights,
-            layer_range=span,
+            layers=span,
             total_layers=16,
             vram_required_mb=12,
             max_concurrent_streams=4,
@@ -91,7 +91,7 @@ def advertised(
             determinism_class="x86-fp32",
             advertised_at=MOMENT,
         ),
-        ShardHealth(identifier, True, MOMENT, 1.5, 2.5, 0, 0),
+        ShardHealth(True, MOMENT, 1.5, 2.5, 0, 0),
     )
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.discovery.advertisement import (
-    MAX_COUNT,
     MAX_SHARDS_PER_NODE,
     Advertisement,
     decode,
@@ -22,6 +21,7 @@ from mesh.discovery.advertisement import (
 from mesh.errors import BadAdvertisement
 from mesh.identity.keys import node_id
 from mesh.types import (
+    MAX_COUNT,
     Endpoint,
     LayerRange,
     ModelId,
@@ -52,7 +52,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         shard_id=identifier,
         model_id=model,
         weights_sha256=draw(st.text("0123456789abcdef", min_size=64, max_size=64)),
-        layer_range=span,
+        layers=span,
         total_layers=span.stop + draw(st.integers(0, 50)),
         vram_required_mb=draw(counts),
         max_concurrent_streams=draw(counts),
@@ -65,7 +65,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         kv_tokens=draw(counts),
     )
     health = ShardHealth(
-        identifier, draw(st.booleans()), draw(moments), draw(durations), draw(durations),
+        draw(st.booleans()), draw(moments), draw(durations), draw(durations),
         draw(counts), draw(counts),
         draw(st.none() | st.builds(ShardMemory, counts, counts, counts)),
     )  # fmt: skip

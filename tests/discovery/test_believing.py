@@ -58,7 +58,7 @@ class Member:
 
 
 def layers(node: Node) -> list[str]:
-    return [str(s.descriptor.layer_range) for s in node.store.shards(TINY)]
+    return [str(s.descriptor.layers) for s in node.store.shards(TINY)]
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ def store(clock: FakeClock) -> ShardStore:
 
 
 def layers(shards: list[Advertisement]) -> list[str]:
-    return [str(s.descriptor.layer_range) for s in shards]
+    return [str(s.descriptor.layers) for s in shards]
 
 
 def test_newest_word_of_a_node_replaces_all_it_said_before(store: ShardStore) -> None:

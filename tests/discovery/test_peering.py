@@ -56,7 +56,7 @@ async def test_three_nodes_on_one_machine_find_each_other_and_their_shards(heart
         for node in nodes:
             await node.until(lambda store: len(store.shards(TINY)) == 3)
             assert node.online() == everybody
-            assert [str(s.descriptor.layer_range) for s in node.store.shards(TINY)] == [
+            assert [str(s.descriptor.layers) for s in node.store.shards(TINY)] == [
                 "0-4", "5-9", "10-15",
             ]  # fmt: skip
             linked = {view.node_id for view in node.peering.peers() if view.state == "up"}

@@ -131,7 +131,7 @@ async def test_a_liar_is_not_used_even_when_nobody_else_is_left() -> None:
 async def test_a_hop_at_its_limit_is_passed_by_and_not_held_to_blame() -> None:
     network = ToyNetwork()
     full = network.add("0-7", name="a-full", streams=1)
-    full.sessions[(99, 1)] = ToySession(full.descriptor.layer_range)  # somebody else's
+    full.sessions[(99, 1)] = ToySession(full.descriptor.layers)  # somebody else's
     network.add("0-7", name="b")
     with watched(network) as mesh:
         assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)

@@ -111,7 +111,7 @@ class House:
             EngineSettings(RouteLimits(16, False), 30.0, "fp32", "", False, 99, **settings),
             _no_home, no_judge, secure.dial,
         )  # fmt: skip
-        first, second = sorted(self.host.shards.values(), key=lambda s: s.descriptor.layer_range)
+        first, second = sorted(self.host.shards.values(), key=lambda s: s.descriptor.layers)
         places = [("attic", first, 1.0), ("barn", second, 1.5), ("cellar", second, 1.5)]
         offers = []
         for name, hosted, weight in [*places, ("liar", second, 1.0)]:
@@ -156,7 +156,7 @@ async def answer(engine: Engine, **sampling: Any) -> Done:
 
 
 def target(house: House) -> int:
-    second = max(house.host.shards.values(), key=lambda s: s.descriptor.layer_range)
+    second = max(house.host.shards.values(), key=lambda s: s.descriptor.layers)
     return int(second.descriptor.endpoint.rpartition(":")[2])
 
 

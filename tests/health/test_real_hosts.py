@@ -116,7 +116,7 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
 async def attack(host: ShardSupervisor, width: int, dtype: torch.dtype) -> None:
     """Everything that a job can say to change the weights of the host's shards, once each."""
     for hosted in host.shards.values():
-        span = hosted.descriptor.layer_range
+        span = hosted.descriptor.layers
         client = RawClient(hosted.descriptor)
         for deed in PROTOCOL.values():
             session = await client.open(span)

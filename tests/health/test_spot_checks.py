@@ -172,7 +172,7 @@ def test_layers_that_do_not_load_at_home_are_tried_again_and_more_rarely() -> No
             judge = mesh.judge
 
             async def counted(layers: LayerRange) -> RouteHop:
-                if layers == only.descriptor.layer_range:
+                if layers == only.descriptor.layers:
                     tried.append(loop.time())
                 return await judge(layers)
 

@@ -69,7 +69,7 @@ class Watched:
         return await self.judge(layers)
 
     async def _at_home(self, layers: LayerRange) -> RouteHop:
-        if self.home is None or not self.home.descriptor.layer_range.covers(layers):
+        if self.home is None or not self.home.descriptor.layers.covers(layers):
             raise NotEnoughMemory("nothing is loaded here.", fix="None.")
         return RouteHop(self.home.descriptor, layers)
 
@@ -87,7 +87,7 @@ class Watched:
                 Offer(
                     Advertisement(
                         shard.descriptor,
-                        ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0),
+                        ShardHealth(True, now, 1.0, 1.0, 0, 0),
                     ),
                     Verdict((verdicts or {}).get(shard.descriptor.host, "healthy")),
                     1.0 + names.index(shard.descriptor.host),

@@ -70,7 +70,7 @@ def served(*hosts: ShardSupervisor, family: str, spans: Sequence[LayerRange]) ->
         Offer(Advertisement(hosted.descriptor, hosted.health))
         for host in hosts
         for hosted in host.shards.values()
-        if hosted.descriptor.model_id == family and hosted.descriptor.layer_range in spans
+        if hosted.descriptor.model_id == family and hosted.descriptor.layers in spans
     )
 
 

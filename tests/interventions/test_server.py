@@ -88,7 +88,7 @@ async def shard(
     manifest = await asyncio.to_thread(checkpoint, "llama")
     descriptor = ShardDescriptor(
         shard_id=shard_id(MODEL, WHOLE), model_id=MODEL, weights_sha256=manifest.weights_sha256,
-        layer_range=WHOLE, total_layers=LAYERS, vram_required_mb=1, max_concurrent_streams=4,
+        layers=WHOLE, total_layers=LAYERS, vram_required_mb=1, max_concurrent_streams=4,
         host=NodeId("n" * 64), node_name="attic", endpoint=Endpoint("wss://127.0.0.1:1"),
         dtype="fp32", determinism_class="test", advertised_at=datetime.now(UTC),
     )  # fmt: skip

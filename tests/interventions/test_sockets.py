@@ -42,7 +42,7 @@ async def shards(family: str, hops: int, cache_dir: Path) -> AsyncIterator[Sprea
 
 async def run_job(mesh: Spread, family: str, hops: int, job: Callable[[Parts], Any]) -> Any:
     """A job in a thread of its own, as it would be in a process of its own."""
-    hosted = {h.descriptor.layer_range: h.descriptor for h in mesh.host.shards.values()}
+    hosted = {h.descriptor.layers: h.descriptor for h in mesh.host.shards.values()}
     route = [RouteHop(hosted[held], run) for run, held in SPLITS[hops]]
     lines = HopLinks(secure.dial)
     sessions = await HopSessions.open(route, lines)

@@ -80,7 +80,7 @@ class Spread:
             hosted.descriptor
             for hosted in self.host.shards.values()
             if hosted.descriptor.model_id == self.model_id
-            and str(hosted.descriptor.layer_range) in wanted
+            and str(hosted.descriptor.layers) in wanted
         ]
         assert len(self._allowed) == len(layers)
 

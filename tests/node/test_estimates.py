@@ -357,9 +357,9 @@ async def test_what_may_rest_makes_the_room_that_it_says_it_takes(store: ShardSt
     layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
     wish = Wish("0" * 16, said.model_id, said.weights_sha256, 16, 320)
     other = LayerRange(0, 3)
-    assert layouts.taken_mb(wish, said.layer_range) == 400
+    assert layouts.taken_mb(wish, said.layers) == 400
     assert layouts.taken_mb(wish, other) == layouts.need_mb(wish, other) == 30
-    assert layouts.taken_mb(replace(wish, quant="int8"), said.layer_range) < 400
+    assert layouts.taken_mb(replace(wish, quant="int8"), said.layers) < 400
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])

@@ -78,7 +78,7 @@ async def test_what_was_to_be_loaded_before_it_was_fetched_is_loaded_once_it_is(
                 await load_at_home(config, model, layers, host)
             await asyncio.to_thread(fill, part, whole, layers)
             served = await host.serve(wiring.shard(config, model, layers))
-            assert served.descriptor.layer_range == layers
+            assert served.descriptor.layers == layers
     finally:
         await host.stop()
 

@@ -91,7 +91,7 @@ class ScriptedAsker:
         self.engine = Engine(model, NodeId("asker"), settings, _nobody, _no_judge, network.dial)
         now, offers = datetime.now(UTC), []
         for shard in self.shards:
-            health = ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0)
+            health = ShardHealth(True, now, 1.0, 1.0, 0, 0)
             offers.append(Offer(Advertisement(shard.descriptor, health)))
         self.engine.shards.replace(offers)
 

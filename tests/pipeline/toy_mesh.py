@@ -411,7 +411,7 @@ def toy_orchestrator(
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
-        return [RouteHop(home.descriptor, home.descriptor.layer_range)]
+        return [RouteHop(home.descriptor, home.descriptor.layers)]
 
     router = ShardRouter(network, CoverRules())
     sessions = Sessions(

@@ -253,7 +253,7 @@ def test_a_cover_is_complete_and_disjoint_or_the_missing_layers_are_named(
         range(total)
     )
     for hop in hops:
-        assert hop.shard.layer_range.covers(hop.layers)
+        assert hop.shard.layers.covers(hop.layers)
 
 
 def at_home(keep_first: int = 0, keep_last: int = 0) -> CoverRules:

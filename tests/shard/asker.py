@@ -55,7 +55,7 @@ SHA = "5" * 64
 def descriptor(layers: LayerRange = WHOLE, sha: str = SHA) -> ShardDescriptor:
     """A shard of the toy model."""
     return ShardDescriptor(
-        shard_id=shard_id(MODEL, layers), model_id=MODEL, weights_sha256=sha, layer_range=layers,
+        shard_id=shard_id(MODEL, layers), model_id=MODEL, weights_sha256=sha, layers=layers,
         total_layers=8, vram_required_mb=1, max_concurrent_streams=4, host=NodeId("n" * 64),
         node_name="attic", endpoint=Endpoint("wss://127.0.0.1:1"), dtype="fp32",
         determinism_class="test", advertised_at=datetime.now(UTC),

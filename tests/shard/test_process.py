@@ -129,7 +129,7 @@ async def test_a_shard_process_from_start_to_stop(
     loaded = await daemon.hears(Loaded)
     described = loaded.descriptor
     assert described.shard_id == "toy:1-3"
-    assert described.layer_range == LayerRange(1, 4)
+    assert described.layers == LayerRange(1, 4)
     assert described.endpoint == f"wss://127.0.0.2:{listening.port}"
     assert described.dtype == "fp32"
     assert "/t1/" in described.determinism_class
@@ -147,7 +147,7 @@ async def test_a_shard_process_from_start_to_stop(
     (report,) = (health := await daemon.hears(Health)).shards
     while not report.health.active_streams:
         (report,) = (health := await daemon.hears(Health)).shards
-    assert report.health.shard_id == "toy:1-3"
+    assert report.shard_id == "toy:1-3"
     assert report.load.loaded
     assert (report.load.kv_tokens_used, report.load.kv_tokens) == (128, 4096)
     assert health.rss_mb > 0

@@ -279,7 +279,6 @@ class _Run:
 
 def _advertised(host: SimHost) -> Offer:
     health = ShardHealth(
-        host.descriptor.shard_id, True, datetime(2000, 1, 1, tzinfo=UTC), 0.0, 0.0,
-        host.node.queue_depth, 0,
+        True, datetime(2000, 1, 1, tzinfo=UTC), 0.0, 0.0, host.node.queue_depth, 0
     )  # fmt: skip
     return Offer(Advertisement(host.descriptor, health))

@@ -372,7 +372,7 @@ class SpotChecks:
             and self._full_until.get(shard.host, 0.0) <= asyncio.get_running_loop().time()
             and shard.weights_sha256 == hop.shard.weights_sha256
             and shard.dtype == hop.shard.dtype  # another format honestly differs by percents
-            and shard.layer_range.covers(hop.layers)
+            and shard.layers.covers(hop.layers)
             and terms.is_served_by(shard, hop.layers)
             and (candidate.penalty == 0 or candidate.is_self)
         )

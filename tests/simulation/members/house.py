@@ -416,6 +416,6 @@ class House:
         engine.spot_checks.rng = random.Random(seed)
         shard = descriptor(party("ann").id, "ann")
         seen = datetime(2000, 1, 1, tzinfo=UTC)
-        health = ShardHealth(shard.shard_id, True, seen, 0.0, 0.0, 0, 0)
+        health = ShardHealth(True, seen, 0.0, 0.0, 0, 0)
         engine.shards.replace([Offer(Advertisement(shard, health))])
         return engine
