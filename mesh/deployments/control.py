@@ -7,8 +7,8 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mesh.deployments.formats import is_as_wished
@@ -19,29 +19,11 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
 from mesh.deployments.waking import Stay
 from mesh.deployments.weights import Checkpoint, WeightsSource
-from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, merged
 from mesh.deployments.world import World
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.types import LayerRange, ModelId, NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What somebody asks for; None leaves what is, or takes the default.
-
-    `nodes` are names or ids; `layers` are pins, ``NODE=LO-HI``.
-    """
-
-    model: str
-    replicas: int | None = None
-    dedicated: bool | None = None
-    quant: Quant | None = None
-    context: int | None = None
-    minimum_s: float | None = None
-    keep_alive_s: float | None = None
-    nodes: Sequence[str] | None = None
-    layers: Sequence[str] | None = None
 
 
 class Deploying:
@@ -75,19 +57,21 @@ class Deploying:
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Wish for a model, or change the wish for one that is deployed; `given` are the fields of
-        an `Order`. Its row, with the `gaps` that making the change will open.
+        """Wish for a model, or change the wish for one that is deployed. `given` are the `model`,
+        and what is to be otherwise of its wish: fields of a `Wish`, with `nodes` by names or ids,
+        and `layers`, which are pins, ``NODE=LO-HI``. Its row, with the `gaps` that making the
+        change will open.
 
         A model whose hash nobody knows is read first: that goes on after the answer, and is in the
         `view`. Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, Busy, and
         what signing raises.
         """
-        order = Order(**given)
+        model, order = given["model"], {key: given[key] for key in given if key != "model"}
         self._house.require_operator()
-        known = self._find(order.model)
+        known = self._find(model)
         if known is not None:
             return await self._deploy(self._ordered(known.wish, order), known)
-        found = await self._weights.find(order.model)
+        found = await self._weights.find(model)
         if found.weights_sha256:
             return await self._deploy_found(order, secrets.token_hex(8), found)
         wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
@@ -173,7 +157,9 @@ class Deploying:
         at = None if stay.rests_at is None else stay.rests_at.isoformat(timespec="seconds")
         return {**self._rows.row(deployment), "in_use": stay.in_use, "rests_at": at}
 
-    async def _deploy_found(self, order: Order, name: str, found: Checkpoint) -> dict[str, Any]:
+    async def _deploy_found(
+        self, order: Mapping[str, Any], name: str, found: Checkpoint
+    ) -> dict[str, Any]:
         """Wish for it under a new name, or change the wish that there is for it."""
         known = self._of(found.model_id, found.weights_sha256)
         wish = self._ordered(_new_wish(name, found) if known is None else known.wish, order)
@@ -243,21 +229,14 @@ class Deploying:
         }
         return Change(wish, plan, before, frozenset(anew))
 
-    def _ordered(self, wish: Wish, order: Order) -> Wish:
+    def _ordered(self, wish: Wish, order: Mapping[str, Any]) -> Wish:
         """The wish with what is ordered in it."""
-        nodes, pins = order.nodes, order.layers
-        changed = replace(
-            wish,
-            resting=False,
-            keep_alive_s=wish.keep_alive_s if order.keep_alive_s is None else order.keep_alive_s,
-            replicas=wish.replicas if order.replicas is None else order.replicas,
-            dedicated=wish.dedicated if order.dedicated is None else order.dedicated,
-            quant=wish.quant if order.quant is None else order.quant,
-            context=wish.context if order.context is None else order.context,
-            minimum_s=wish.minimum_s if order.minimum_s is None else order.minimum_s,
-            nodes=wish.nodes if nodes is None else tuple(self._node(each) for each in nodes),
-            pins=wish.pins if pins is None else tuple(self._pin(wish, each) for each in pins),
-        )
+        said = dict(order)
+        if "nodes" in said:
+            said["nodes"] = tuple(self._node(each) for each in said["nodes"])
+        if "layers" in said:
+            said["pins"] = tuple(self._pin(wish, each) for each in said.pop("layers"))
+        changed = replace(wish, resting=False, **said)
         taken: set[int] = set()
         for pin in changed.pins:
             layers = set(range(pin.layers.start, pin.layers.stop))

@@ -180,8 +180,8 @@ def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:
 def _appraised(row: Appraisal) -> str:
     """Of one machine, which asks as well as it serves."""
     if row.why and not row.layers_that_fit:
-        return f"{row.name}: {row.why}"
-    return f"{row.name} has {memory_size(row.free_bytes)} free, for {row.layers_that_fit} layers"
+        return f"{row.node}: {row.why}"
+    return f"{row.node} has {memory_size(row.free_bytes)} free, for {row.layers_that_fit} layers"
 
 
 def _known(nodes: Iterable[NodeId], machines: Iterable[Machine]) -> frozenset[NodeId]:

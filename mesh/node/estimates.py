@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mesh import codec
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.laid import UNKNOWN, Laid
@@ -27,7 +28,6 @@ from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.manifest import Manifest
 from mesh.node.fetched_weights import FetchedWeights
-from mesh.node.plan_form import as_json
 from mesh.node.served_speed import AskedTimes
 from mesh.node.shards_as_seen import becomes_free_mb
 from mesh.routing.fitting import float_format, shard_bytes
@@ -112,7 +112,7 @@ class Estimates:
         is_full = found.refusal is not None and found.refusal.code == NotEnoughMemory.code
         if is_full and others:  # as a deployment that finds no room
             found = await asyncio.to_thread(laid_out, others)
-        return as_json(found, others_rest=is_full and found.refusal is None)
+        return _as_json(found) | {"others_rest": is_full and found.refusal is None}
 
     async def layout(
         self,
@@ -365,6 +365,14 @@ def _pin(text: str, known: Iterable[Machine]) -> tuple[NodeId, LayerRange]:
         return _node(who, known), LayerRange.parse(layers)
     except ValueError as error:
         raise BadRequest(f"layers: {error}.", fix="Give NODE=LO-HI.", param="layers") from None
+
+
+def _as_json(found: Layout) -> dict[str, Any]:
+    fields = codec.plain(found)
+    for replica in fields["replicas"]:
+        for shard in replica["shards"]:
+            shard["need"]["total"] = sum(shard["need"].values())
+    return fields
 
 
 def _node(who: str, known: Iterable[Machine]) -> NodeId:

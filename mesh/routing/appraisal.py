@@ -21,7 +21,7 @@ class Appraisal:
     """A machine in a layout: how many layers fit there, and, where it takes none, why."""
 
     node_id: NodeId
-    name: str
+    node: str
     free_bytes: int
     total_bytes: int
     layers_that_fit: int
@@ -32,13 +32,13 @@ class Appraisal:
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a layout is not what was wished. `code` as of errors: ``not_enough_memory``,
-    ``bad_request``. `missing_bytes` lack on machine `name`, or, if that is empty, in all."""
+    ``bad_request``. `missing_bytes` lack on machine `node`, or, if that is empty, in all."""
 
     code: str
     message: str
     fix: str
     missing_bytes: int = 0
-    name: str = ""
+    node: str = ""
 
 
 def appraise(

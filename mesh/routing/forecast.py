@@ -32,7 +32,7 @@ class Placed:
     """
 
     node_id: NodeId
-    name: str
+    node: str
     device: str
     format: str
     layers: LayerRange
@@ -50,7 +50,7 @@ class Bottleneck:
     help."""
 
     what: str
-    name: str
+    node: str
     ms: float
     share: float
     help: str
@@ -197,9 +197,9 @@ def _bottleneck(
     ]
     for (bench, _), shard in zip(parts, shards, strict=True):
         computing = " ".join(_quicker(model, parts, bench, shard))
-        found.append(("computing", shard.name, shard.decode_ms, computing))
+        found.append(("computing", shard.node, shard.decode_ms, computing))
         help_ = _nearer(bench.machine.rtt_ms, shard, shards)
-        found.append(("way", shard.name, shard.hop_ms, help_))
+        found.append(("way", shard.node, shard.hop_ms, help_))
     what, name, ms, text = max(found, key=lambda each: each[2])
     return Bottleneck(what, name, ms, ms / total, text)
 
@@ -218,7 +218,7 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
     if best is not bench and _each(best, layers) < 0.8 * own:
         yield (
             f"More free memory at {best.machine.name}: a layer takes {_each(best, layers):.2f} ms"
-            f" there, {own:.2f} at {shard.name}."
+            f" there, {own:.2f} at {shard.node}."
         )
     else:
         yield "A machine with faster memory."
@@ -226,7 +226,7 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
 
 def _nearer(rtt_ms: float, shard: Placed, shards: Sequence[Placed]) -> str:
     if rtt_ms > _CABLE_MS:
-        return f"A cable to {shard.name}: wired ways take 0.3 ms."
+        return f"A cable to {shard.node}: wired ways take 0.3 ms."
     if len(shards) > 1:
         return "Fewer machines, with more memory each."
     return "Guessed tokens (draft_tokens): a step then says several."

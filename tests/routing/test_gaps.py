@@ -24,7 +24,7 @@ def machine(name: str, gb: float, gb_s: float = 20.0, **more: object) -> Machine
 def filled(*machines: Machine) -> list[tuple[str, str, int]]:
     found = fill(MODEL, machines, GAP, DEMAND)
     assert found is not None
-    return [(shard.name, str(shard.layers), shard.fetch_bytes) for shard in found]
+    return [(shard.node, str(shard.layers), shard.fetch_bytes) for shard in found]
 
 
 def test_layers_are_numbered_as_in_the_model_and_those_on_disk_are_not_fetched() -> None:

@@ -42,11 +42,11 @@ def machine(name: str, gb: float, gb_s: float = 20.0, rtt_ms: float = 0.3) -> Ma
 
 def places(found: Layout, replica: int = 0) -> list[tuple[str, str]]:
     assert found.refusal is None, found.refusal
-    return [(shard.name, str(shard.layers)) for shard in found.replicas[replica].shards]
+    return [(shard.node, str(shard.layers)) for shard in found.replicas[replica].shards]
 
 
 def reason(found: Layout, name: str) -> str:
-    return next(row.why for row in found.machines if row.name == name)
+    return next(row.why for row in found.machines if row.node == name)
 
 
 def test_one_machine_that_holds_all_is_preferred_to_a_split() -> None:
@@ -58,8 +58,8 @@ def test_one_machine_that_holds_all_is_preferred_to_a_split() -> None:
 def test_what_one_cannot_hold_is_split_and_the_quick_one_gets_what_fits() -> None:
     machines = [machine("a", 2.5, 10), machine("b", 2.5, 40)]
     found = lay_out(model(), machines, Demand(asker=ASKER, quant="none"))
-    most = {row.name: row.layers_that_fit for row in found.machines}
-    shares = {shard.name: len(shard.layers) for shard in found.replicas[0].shards}
+    most = {row.node: row.layers_that_fit for row in found.machines}
+    shares = {shard.node: len(shard.layers) for shard in found.replicas[0].shards}
     assert shares == {"b": most["b"], "a": 16 - most["b"]}
 
 
@@ -205,7 +205,7 @@ def test_who_asks_keeps_room_for_the_ends() -> None:
         big_ends, [machine("a", 3), machine("b", 9)], Demand(asker=ASKER, quant="none")
     )
     assert refused.refusal is not None
-    assert refused.refusal.name == "a"
+    assert refused.refusal.node == "a"
 
 
 def test_whoever_takes_layers_keeps_room_to_ask_as_well() -> None:
@@ -257,7 +257,7 @@ def test_a_pin_that_does_not_fit_names_its_machine() -> None:
     pins = ((NodeId("b"), LayerRange(0, 16)),)
     found = lay_out(model(), [machine("a", 9), machine("b", 1)], Demand(pins=pins, quant="none"))
     assert found.refusal is not None
-    assert (found.refusal.name, found.refusal.missing_bytes > GB) == ("b", True)
+    assert (found.refusal.node, found.refusal.missing_bytes > GB) == ("b", True)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_who_may_not_take_layers_takes_none_and_says_why() -> None:
 
 def test_the_bottleneck_is_named_with_what_helps() -> None:
     slow = lay_out(model(), [machine("a", 9, 5)], Demand(asker=ASKER, quant="none")).replicas[0]
-    assert (slow.bottleneck.what, slow.bottleneck.name) == ("computing", "a")
+    assert (slow.bottleneck.what, slow.bottleneck.node) == ("computing", "a")
     assert "--quant int8" in slow.bottleneck.help
     far = lay_out(model(), [machine("b", 9, 900, 40.0)], Demand(quant="none")).replicas[0]
     assert far.bottleneck.what == "way"
