@@ -92,6 +92,8 @@ class Overview:
         for peer in self._parts.peers():
             view = known.get(peer.node_id) if peer.node_id is not None else None
             software = view.info.software if view else None
+            # Of a peer that is not linked nobody gets anything.
+            shown = view.offers.shards if view and view.online else ()
             rows.append(
                 {
                     "id": peer.node_id,
@@ -103,8 +105,7 @@ class Overview:
                     "rtt_ms": None if peer.rtt_ms is None else round(peer.rtt_ms, 3),
                     "software": software,
                     "skew": skew(self._parts.software, software),
-                    # Of a peer that is not linked nobody gets anything.
-                    "shards": [self._seen(s) for s in view.shards] if view and view.online else [],
+                    "shards": [self._seen(shard) for shard in shown],
                 }
             )
         return rows
@@ -225,7 +226,7 @@ class Overview:
                 **held.arriving.row(),
             }
             for view in self._parts.store.nodes()
-            for held in view.weights
+            for held in view.offers.weights
             if view.online and held.arriving is not None
         ]
 

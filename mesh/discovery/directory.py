@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from mesh.capacity import Capacity
 from mesh.clock import Clock
@@ -19,9 +22,9 @@ from mesh.discovery.advertisement import (
     Advertisement,
 )
 from mesh.discovery.progress import NodeProgress
-from mesh.discovery.weights import HeldWeights
+from mesh.discovery.weights import MAX_WEIGHTS_PER_NODE, HeldWeights
 from mesh.errors import BadAdvertisement
-from mesh.types import ModelId, NodeId, ShardId
+from mesh.types import ModelId, NodeId
 
 MAX_NODES = 256
 
@@ -37,18 +40,24 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Offering:
+    """What a node offers: the shards that it serves, what of weights is on its disk, what its
+    devices hold, and how far it is with what it is to hold; None where it does not say."""
+
+    shards: tuple[Advertisement, ...] = ()
+    weights: Annotated[tuple[HeldWeights, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)] = ()
+    capacity: Capacity | None = None
+    progress: NodeProgress | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node, whether its control link is up, how old its last word is, what shards it advertises,
-    what of weights it has on its disk, and what it said of its devices and of how far it is with
-    what it is to hold, None where nothing."""
+    """A node, whether its control link is up, how old its last word is, and what that was."""
 
     info: NodeInfo
     online: bool
     age_s: float
-    shards: tuple[Advertisement, ...]
-    weights: tuple[HeldWeights, ...] = ()
-    capacity: Capacity | None = None
-    progress: NodeProgress | None = None
+    offers: Offering
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,10 @@ class ModelView:
 @dataclass(slots=True)
 class _Entry:
     info: NodeInfo
-    shards: dict[ShardId, Advertisement]
+    offers: Offering
     arrived: float
     ttl_s: float
-    online: bool
-    weights: tuple[HeldWeights, ...] = ()
-    capacity: Capacity | None = None
-    progress: NodeProgress | None = None
+    online: bool = True
 
 
 class ShardStore:
@@ -87,27 +93,18 @@ class ShardStore:
         self._nodes: dict[NodeId, _Entry] = {}
         self._subscribers: set[Subscription] = set()
 
-    def update(
-        self,
-        info: NodeInfo,
-        shards: Sequence[Advertisement],
-        ttl_s: float = math.inf,
-        weights: Sequence[HeldWeights] = (),
-        *,
-        capacity: Capacity | None = None,
-        progress: NodeProgress | None = None,
-    ) -> None:
-        """All that `info.node_id` serves and has now; replaces what it said and puts it online.
+    def update(self, info: NodeInfo, offers: Offering, ttl_s: float = math.inf) -> None:
+        """All that `info.node_id` offers now; replaces what it said and puts it online.
 
         It holds for `ttl_s` at most, and never longer than this store's `expiry_s`.
         Order of arrival decides what is newest: no wall clock is compared. Raises BadAdvertisement
         when the node is a new one beyond MAX_NODES, offers more than MAX_SHARDS_PER_NODE, speaks
         for another node or has an unusable name.
         """
-        self._check(info, shards)
-        served = {s.descriptor.shard_id: s for s in shards}
-        ttl_s, held = min(ttl_s, self._expiry_s), tuple(weights)
-        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity, progress)
+        self._check(info, offers.shards)
+        served = {s.descriptor.shard_id: s for s in offers.shards}
+        offers = replace(offers, shards=tuple(served.values()))
+        entry = _Entry(info, offers, self._now(), min(ttl_s, self._expiry_s))
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -168,15 +165,7 @@ class ShardStore:
         """Every node that has not expired, online or not, by id."""
         now = self._now()
         return [
-            NodeView(
-                entry.info,
-                entry.online,
-                now - entry.arrived,
-                tuple(entry.shards.values()),
-                entry.weights,
-                entry.capacity,
-                entry.progress,
-            )
+            NodeView(entry.info, entry.online, now - entry.arrived, entry.offers)
             for _, entry in sorted(self._nodes.items())
             if not self._expired(entry)
         ]
@@ -203,7 +192,7 @@ class ShardStore:
     def _routable(self, entry: _Entry) -> list[Advertisement]:
         if not entry.online or self._expired(entry):
             return []
-        return [shard for shard in entry.shards.values() if shard.health.online]
+        return [shard for shard in entry.offers.shards if shard.health.online]
 
     def _expired(self, entry: _Entry) -> bool:
         return self._now() - entry.arrived >= entry.ttl_s
@@ -249,8 +238,8 @@ def _differs(before: _Entry, after: _Entry) -> bool:
 
 
 def _lasting(entry: _Entry) -> tuple[object, ...]:
-    weights = [held.without_bytes() for held in entry.weights]
-    return entry.info, entry.shards, weights, entry.capacity is None
+    weights = [held.without_bytes() for held in entry.offers.weights]
+    return entry.info, entry.offers.shards, weights, entry.offers.capacity is None
 
 
 def _refusal(field: str, why: str) -> BadAdvertisement:

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum
 
+from mesh.discovery.directory import Offering
 from mesh.discovery.greeting import PeerHello
-from mesh.discovery.notices import Heard
 from mesh.errors import MeshError
 from mesh.types import NodeId
 from mesh.wire.call_back import CallBack, CalledBack
@@ -51,8 +51,9 @@ class ControlLink:
         self._link: Link | None = None
         self._hello: PeerHello | None = None
         self.initiated = initiated
-        self.advertised: Heard | None = None
-        self.heard_at = 0.0
+        self.advertised: Offering | None = None
+        self.advertised_until = 0.0
+        """By the loop's clock."""
         self.host = ""
         self._own_dial = dial
 

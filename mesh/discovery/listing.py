@@ -53,12 +53,13 @@ class Listing:
         except LimitReached:  # the ledger shows it
             return
         try:
-            heard = self._notices.read(message, peer.node_id)
+            heard, ttl_s = self._notices.read(message, peer.node_id)
         except BadAdvertisement as error:
             self._accounts.charge(principal, Resource.BAD_ADVERTISEMENTS_PER_MINUTE)
             self._warn(peer, error)
             return
-        end.advertised, end.heard_at = heard, asyncio.get_running_loop().time()
+        end.advertised = heard
+        end.advertised_until = asyncio.get_running_loop().time() + ttl_s
         self.relist(end)
 
     def relist(self, end: ControlLink) -> None:
@@ -66,20 +67,18 @@ class Listing:
         peer, heard = end.hello, end.advertised
         if heard is None:
             return
-        may_serve = self._trust.may_serve(peer.node_id)
-        shards, weights = (heard.shards, heard.weights) if may_serve else ((), ())
+        if not self._trust.may_serve(peer.node_id):
+            heard = replace(heard, shards=(), weights=())
         if end.host in peer.hosts:
             # Of a peer on several networks, the address by which it is reached from here.
-            shards = tuple(_reached_at(end.host, shard) for shard in shards)
-            weights = tuple(
-                replace(held, endpoint=at_host(held.endpoint, end.host)) for held in weights
-            )
-        left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
+            shards = tuple(_reached_at(end.host, shard) for shard in heard.shards)
+            weights = [
+                replace(held, endpoint=at_host(held.endpoint, end.host)) for held in heard.weights
+            ]
+            heard = replace(heard, shards=shards, weights=tuple(weights))
+        left_s = end.advertised_until - asyncio.get_running_loop().time()
         try:
-            self._store.update(
-                info(peer), shards, left_s, weights,
-                capacity=heard.capacity, progress=heard.progress,
-            )  # fmt: skip
+            self._store.update(info(peer), heard, left_s)
         except BadAdvertisement as error:
             self._warn(peer, error)
 

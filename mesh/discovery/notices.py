@@ -9,19 +9,16 @@ who is trusted to serve.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from mesh import codec
 from mesh.accounts.ledger import ResourceLedger
-from mesh.capacity import Capacity
 from mesh.codec import Fault
-from mesh.discovery import advertisement, progress, weights
-from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.directory import NodeInfo, ShardStore
-from mesh.discovery.progress import NodeProgress
-from mesh.discovery.weights import HeldWeights
+from mesh.discovery import advertisement
+from mesh.discovery.directory import Offering
+from mesh.discovery.weights import fitting
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
 from mesh.identity.tls import TlsContexts
@@ -54,79 +51,42 @@ EXPIRY_FACTOR = 4
 """A notice outlives this many health timeouts without a renewal (specification, 5.1)."""
 
 _KEY = "shards"
-_CAPACITY = "capacity"
-"""Beside the shards; nodes of earlier versions neither say it nor read it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offering:
-    """What a node offers: the shards that it serves, what its devices hold, and how far it is with
-    what it is to hold, if it says so."""
-
-    shards: Sequence[Advertisement] = ()
-    capacity: Capacity | None = None
-    progress: NodeProgress | None = None
-
-    def enlist(self, store: ShardStore, own: NodeInfo) -> None:
-        """Put it into this node's own directory. Raises BadAdvertisement."""
-        store.update(own, self.shards, capacity=self.capacity, progress=self.progress)
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What a node serves and has, and for how long that holds from its arrival on."""
-
-    shards: tuple[Advertisement, ...]
-    ttl_s: float
-    weights: tuple[HeldWeights, ...] = ()
-    capacity: Capacity | None = None
-    progress: NodeProgress | None = None
+_BESIDE = {"weights", "capacity", "progress"}
+"""Beside the shards; nodes of earlier versions neither say these nor read them."""
 
 
 class Notices:
     """Signs this node's notices, reads the others'.
 
     `epoch` must be greater than at any earlier start of this node; `ttl_s` is how long its notices
-    hold. `held` is asked what of weights is on this node's disk.
+    hold.
     """
 
     def __init__(
-        self,
-        own: NodeId,
-        hearth: str,
-        trust: PeerTrust,
-        *,
-        epoch: int,
-        ttl_s: float,
-        held: Callable[[], Sequence[HeldWeights]] = tuple,
+        self, own: NodeId, hearth: str, trust: PeerTrust, *, epoch: int, ttl_s: float
     ) -> None:
         self._own = own
         self._hearth = hearth
         self._trust = trust
         self._epoch = epoch
         self._ttl_ms = int(ttl_s * 1000)
-        self._held = held
         self._counter = 0
         self._heard = Ephemera(hearth, trust.verify)
 
     def seal(self, offering: Offering) -> Advertise:
         """A newer notice than all before. Raises BadEvent when it is too large."""
         self._counter += 1
-        payload: dict[str, object] = {
-            "shards": [advertisement.encode(shard) for shard in offering.shards],
-            weights.KEY: weights.encode_all(self._held()),
-        }
-        if offering.capacity is not None:
-            payload[_CAPACITY] = codec.plain(offering.capacity)
-        if offering.progress is not None:
-            payload[progress.KEY] = codec.plain(offering.progress)
+        beside = codec.plain(replace(offering, shards=(), weights=fitting(offering.weights)))
+        shards = [advertisement.encode(shard) for shard in offering.shards]
+        said = {**beside, _KEY: shards}
+        payload = {key: value for key, value in said.items() if value is not None}
         notice = Notice(
             self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
         )
         return Advertise(*seal_notice(notice, self._trust.sign))
 
-    def read(self, message: Advertise, sender: NodeId) -> Heard:
-        """What the sender serves.
+    def read(self, message: Advertise, sender: NodeId) -> tuple[Offering, float]:
+        """What the sender offers, and for how many seconds that holds from its arrival on.
 
         Raises BadAdvertisement when it is malformed, forged, about another node, or not newer than
         what the sender said before.
@@ -141,7 +101,7 @@ class Notices:
                 fix="If its --state-dir was restored from a backup, give it a new one.",
                 param="epoch",
             )
-        entries = notice.payload.get("shards")
+        entries = notice.payload.get(_KEY)
         if notice.key != _KEY or not isinstance(entries, list):
             raise BadAdvertisement(
                 "It does not say what its sender serves.",
@@ -149,25 +109,24 @@ class Notices:
                 param="shards",
             )
         shards = advertisement.decode_all(entries, host=sender)
-        held = weights.decode_all(notice.payload.get(weights.KEY, []))
-        capacity = _capacity(notice.payload.get(_CAPACITY))
-        doing = progress.decode(notice.payload.get(progress.KEY))
-        return Heard(tuple(shards), notice.ttl_ms / 1000, held, capacity, doing)
+        return replace(_beside(notice.payload), shards=tuple(shards)), notice.ttl_ms / 1000
 
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""
         self._heard.forget(node)
 
 
-def _capacity(said: object) -> Capacity | None:
-    """What the devices hold; None where nothing is said. Raises BadAdvertisement."""
-    if said is None:
-        return None
-    try:
-        return codec.convert(said, Capacity)
-    except Fault as fault:
-        raise BadAdvertisement(
-            f"Field {fault.field or _CAPACITY!r} of its capacity cannot be used: {fault.why}.",
-            fix="Update hearthnet on the node that sent it.",
-            param=_CAPACITY,
-        ) from fault
+def _beside(payload: Mapping[str, object]) -> Offering:
+    """What stands beside the shards. Raises BadAdvertisement."""
+    found = Offering()
+    for key in sorted(_BESIDE & payload.keys()):
+        try:
+            said = codec.convert({key: payload[key]}, Offering)
+        except Fault as fault:
+            raise BadAdvertisement(
+                f"Field {fault.field or key!r} of its {key} cannot be used: {fault.why}.",
+                fix="Update hearthnet on the node that sent it.",
+                param=key,
+            ) from fault
+        found = replace(found, **{key: getattr(said, key)})
+    return found

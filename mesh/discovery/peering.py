@@ -12,22 +12,21 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import Offering, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
 from mesh.discovery.interfaces import Reach
 from mesh.discovery.links import Admitted, ControlLink, ControlMessage, LinkTable, Said
 from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
-from mesh.discovery.notices import EXPIRY_FACTOR, Notices, Offering, PeerTrust
+from mesh.discovery.notices import EXPIRY_FACTOR, Notices, PeerTrust
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
-from mesh.discovery.weights import HeldWeights
 from mesh.errors import (
     BadAdvertisement,
     BadEvent,
@@ -59,7 +58,7 @@ class PeeringSettings:
     """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
 
     `host` is listened at; with `answers_at`, every address at which that answers. `epoch` is
-    greater than at any earlier start of this node. `held` says what of weights is on its disk.
+    greater than at any earlier start of this node.
     """
 
     node_id: NodeId
@@ -73,7 +72,6 @@ class PeeringSettings:
     shard_health_timeout_s: float = 30.0
     epoch: int = 1
     dial: DialSettings = field(default_factory=DialSettings)
-    held: Callable[[], Sequence[HeldWeights]] = tuple
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -121,7 +119,7 @@ class Peering:
         self._due = asyncio.Event()
         self._sightings = Sightings(on_event)
         self._notices = Notices(
-            settings.node_id, settings.hearth, trust, epoch=settings.epoch, held=settings.held,
+            settings.node_id, settings.hearth, trust, epoch=settings.epoch,
             ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
         )  # fmt: skip
         self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
@@ -234,7 +232,8 @@ class Peering:
     async def _tell(self) -> None:
         offering = self._offering()
         try:
-            offering.enlist(self._store, info(self._own()))
+            # What is on this node's own disk is asked of its fetcher.
+            self._store.update(info(self._own()), replace(offering, weights=()))
             notice = self._notices.seal(offering)
         except (BadAdvertisement, BadEvent) as error:
             self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))
@@ -340,7 +339,7 @@ class Peering:
         admitted = self.links.admit(end)
         if admitted is Admitted.FIRST:
             try:
-                self._store.update(info(peer), [])
+                self._store.update(info(peer), Offering())
             except BadAdvertisement as error:
                 logger.warning("not listed: peer=%s reason=%s", label(peer), error)
             self._on_event(PeerUp(peer.node_id, peer.name, peer.address, end.initiated))

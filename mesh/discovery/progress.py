@@ -12,12 +12,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import MAX_TEXT, Fault, Int63, Text
-from mesh.errors import BadAdvertisement
+from mesh.codec import MAX_TEXT, Int63, Text
 
 MAX_SPANS = 64
 MAX_MODELS = 64
-KEY = "progress"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +44,3 @@ def shortened(reason: str) -> str:
     """A reason as it may be told: printable, and cut where it is too long."""
     text = "".join(each if each.isprintable() else " " for each in reason)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
-
-
-def decode(said: object) -> NodeProgress | None:
-    """What a node said; None where it said nothing. Raises BadAdvertisement."""
-    if said is None:
-        return None
-    try:
-        return codec.convert(said, NodeProgress)
-    except Fault as fault:
-        raise BadAdvertisement(
-            f"Field {fault.field or KEY!r} of a node's progress cannot be used: {fault.why}.",
-            fix="Update hearthnet on the node that sent it.",
-            param=KEY,
-        ) from fault

@@ -13,14 +13,11 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import Fault
-from mesh.errors import BadAdvertisement
 from mesh.types import MAX_LAYERS, Address, LayerRange, ModelName
 
 MAX_WEIGHTS_PER_NODE = 64
 MAX_SPANS = 64
 MAX_BYTES = 1 << 53
-KEY = "weights"
 _Hash = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
 
 
@@ -77,27 +74,7 @@ class HeldWeights:
         return replace(self, arriving=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    weights: Annotated[tuple[HeldWeights, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)]
-
-
-def encode_all(held: Sequence[HeldWeights]) -> list[dict[str, Any]]:
-    """Plain JSON-able types; what does not fit in a notice is left out, the last first."""
-    return [
-        codec.plain(replace(each, layers=each.layers[:MAX_SPANS]))
-        for each in held[:MAX_WEIGHTS_PER_NODE]
-    ]
-
-
-def decode_all(entries: object) -> tuple[HeldWeights, ...]:
-    """What a node said. Raises BadAdvertisement naming the field."""
-    try:
-        return codec.convert({KEY: entries}, _Entries).weights
-    except Fault as fault:
-        field = fault.field or KEY
-        raise BadAdvertisement(
-            f"Field {field!r} of what a node says of its weights cannot be used: {fault.why}.",
-            fix="Update hearthnet on the node that sent it.",
-            param=KEY,
-        ) from fault
+def fitting(held: Sequence[HeldWeights]) -> tuple[HeldWeights, ...]:
+    """What fits in a notice; the last ones are left out."""
+    first = held[:MAX_WEIGHTS_PER_NODE]
+    return tuple(replace(each, layers=each.layers[:MAX_SPANS]) for each in first)

@@ -17,11 +17,10 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.discovery import interfaces
 from mesh.discovery.calling_back import CallBacks
-from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.directory import NodeInfo, Offering, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
-from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.errors import ExperimentalDisabled, LinkLost
@@ -284,9 +283,7 @@ class Network:
         choices = list(self._settings.interfaces)
         mdns = Mdns(lambda: interfaces.present(choices))
         peering = self._peering = Peering(
-            replace(
-                self._settings.peering, hearth=record.hearth_id, epoch=epoch, held=self._hooks.held
-            ),
+            replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
             self._store,
             self._offering,
             self._on_event,
@@ -308,17 +305,13 @@ class Network:
         own = NodeInfo(settings.node_id, settings.name, "", settings.software)
         while True:
             self._due.clear()
-            offering = self._offering()
-            offering.enlist(self._store, own)
+            self._store.update(own, replace(self._offering(), weights=()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.shard_health_timeout_s / 3):
                     await self._due.wait()
 
     def _offering(self) -> Offering:
-        serving = self._hooks.serving()
-        if serving is None:
-            return Offering()
-        return Offering(serving.shards, serving.capacity, serving.progress)
+        return self._hooks.serving().offers
 
     def _heard(self, peer: NodeId, message: Said) -> None:
         if isinstance(message, CallBack | CalledBack):

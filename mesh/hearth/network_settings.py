@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -10,7 +10,6 @@ from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.peering import PeeringSettings
-from mesh.discovery.weights import HeldWeights
 from mesh.hearth.publishing import Serving
 from mesh.types import NodeId
 
@@ -45,11 +44,10 @@ class NetworkHooks:
     """Callbacks of the node around a network; all in the event loop, none may block.
 
     `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
-    `on_notice` has an event's type and fields. `held` says what of weights is on the disk.
+    `on_notice` has an event's type and fields.
     """
 
-    serving: Callable[[], Serving | None]
+    serving: Callable[[], Serving]
     on_event: Callable[[PeerEvent], None]
     on_members: Callable[[], None]
     on_notice: Callable[[str, dict[str, object]], None]
-    held: Callable[[], Sequence[HeldWeights]] = tuple

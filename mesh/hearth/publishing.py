@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
-from mesh.capacity import Capacity
 from mesh.discovery.advertisement import Advertisement, encode
-from mesh.discovery.progress import NodeProgress
+from mesh.discovery.directory import Offering
 from mesh.errors import BadEvent, Busy, EventLogError
 from mesh.events.state import Fact
 from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
@@ -30,25 +29,20 @@ _VOLATILE = ("endpoint", "health")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The shards served now, and those that this node is configured to serve, loaded or not; what
-    its devices hold, once that is known, and how far it is with what it is to hold."""
+    """What this node offers now, and the shards that it is configured to serve, loaded or not; None
+    while it does not know yet which."""
 
-    shards: Sequence[Advertisement]
-    wanted: Collection[ShardId]
-    capacity: Capacity | None = None
-    progress: NodeProgress | None = None
+    offers: Offering = field(default_factory=Offering)
+    wanted: Collection[ShardId] | None = None
 
 
 class Publisher:
-    """`start`, then `look` whenever something may have changed, then `stop`.
-
-    `serving` gives None while the node does not know yet what it is to serve.
-    """
+    """`start`, then `look` whenever something may have changed, then `stop`."""
 
     def __init__(
         self,
         hearth: Hearth,
-        serving: Callable[[], Serving | None],
+        serving: Callable[[], Serving],
         *,
         settle_s: float = 1.0,
         retry_s: float = 60.0,
@@ -91,15 +85,15 @@ class Publisher:
             await asyncio.sleep(self._settle_s)
 
     async def _publish(self) -> None:
-        serving = self._serving()
-        if serving is None or not self._hearth.may_serve(self._hearth.key.node_id):
+        offers, wanted = (serving := self._serving()).offers, serving.wanted
+        if wanted is None or not self._hearth.may_serve(self._hearth.key.node_id):
             return
-        for shard in serving.shards:
+        for shard in offers.shards:
             await self._publish_model(shard)
-            if shard.descriptor.shard_id in serving.wanted:
+            if shard.descriptor.shard_id in wanted:
                 await self._record(shard)
         for name, fact in self._hearth.own_facts(SHARD_ADVERTISED).items():
-            if ShardId(name) not in serving.wanted and not fact.payload.get("withdrawn"):
+            if ShardId(name) not in wanted and not fact.payload.get("withdrawn"):
                 payload = {**fact.payload, "withdrawn": True}
                 await self._hearth.publish(SHARD_ADVERTISED, payload)
 

@@ -103,7 +103,7 @@ class House(World):
         """What is free on the first device of a node; None where it has not said."""
         if node == self.node:
             return self.free_mb()
-        said = [view.capacity for view in self._store.nodes() if view.info.node_id == node]
+        said = [view.offers.capacity for view in self._store.nodes() if view.info.node_id == node]
         devices = said[0].devices if said and said[0] is not None else ()
         return devices[0].free_bytes >> 20 if devices else None
 
@@ -112,7 +112,7 @@ class House(World):
             held
             for view in self._store.nodes()
             if view.info.node_id == node
-            for held in view.weights
+            for held in view.offers.weights
             if held.weights_sha256 == weights_sha256
         )
         return next(said, None)
@@ -205,7 +205,7 @@ class House(World):
             served_shard(d)
             for view in self._store.nodes()
             if view.online and view.info.node_id != self.node
-            for shard in view.shards
+            for shard in view.offers.shards
             if shard.health.online and self._network.may_serve(view.info.node_id)
             for d in (shard.descriptor,)
         ]

@@ -243,22 +243,22 @@ class Estimates:
         return known, demand
 
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
-        node, devices = view.info.node_id, (view.capacity or Capacity()).devices
+        node, devices = view.info.node_id, (view.offers.capacity or Capacity()).devices
         here = node == self._house.node
         own = [
             each
-            for each in (self._house.held() if here else view.weights)
+            for each in (self._house.held() if here else view.offers.weights)
             if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
         ]
         held = [HeldLayers(layers) for each in own for layers in each.layers]
         known = self._known.get((model.model_id, model.weights_sha256)) if here else None
         held += [HeldLayers(layers) for layers in (known.here if known is not None else ())]
         has_ends_here = any(each.ends for each in own)
-        free = view.capacity.disk_free_bytes if view.capacity is not None else None
+        free = view.offers.capacity.disk_free_bytes if view.offers.capacity is not None else None
         if free is not None and not (has_ends_here or self._is_thin):
             free = max(0, free - model.ends_bytes)
         rtt_ms, timed = self._house.rtt_ms(node), []
-        for shard in view.shards:
+        for shard in view.offers.shards:
             said, health = shard.descriptor, shard.health
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
@@ -288,11 +288,11 @@ class Estimates:
         """Whether what asking takes there is taken already: who serves a part asks as well."""
         if view.info.node_id == self._house.node:
             return self._house.asks(model.model_id)
-        if view.progress is not None and model.model_id in view.progress.asks:
+        if view.offers.progress is not None and model.model_id in view.offers.progress.asks:
             return True
         return any(
             (said.model_id, said.weights_sha256) == (model.model_id, model.weights_sha256)
-            for said in (shard.descriptor for shard in view.shards)
+            for said in (shard.descriptor for shard in view.offers.shards)
         )
 
     def _refusal(self, view: NodeView) -> str:

@@ -116,7 +116,7 @@ class Layouts:
         if (known := self._known_mb(wish, layers)) is not None:
             return known
         what, found = (wish.model_id, wish.weights_sha256, layers), list[int]()
-        for shard in (each for view in self._store.nodes() for each in view.shards):
+        for shard in (each for view in self._store.nodes() for each in view.offers.shards):
             said = served_shard(shard.descriptor)
             is_it = (said.model_id, said.weights_sha256, said.layers) == what
             if is_it and is_as_wished(said.loaded, wish):
@@ -136,7 +136,7 @@ class Layouts:
     def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
         """What a node says of a shard that it works at; None where it says nothing, or speaks of a
         phase that nobody here knows."""
-        said = [view.progress for view in self._store.nodes() if view.info.node_id == node]
+        said = [view.offers.progress for view in self._store.nodes() if view.info.node_id == node]
         spans = said[0].spans if said and said[0] is not None else ()
         for each in spans:
             if each.shard_id == shard and each.phase in Phase.__members__:

@@ -23,7 +23,7 @@ from mesh.clock import SystemClock, next_tick
 from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import Offering, ShardStore
 from mesh.discovery.distance import Distances
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.notices import EXPIRY_FACTOR
@@ -186,7 +186,6 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
-            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
@@ -290,13 +289,13 @@ class Node:
         self._held.host.pause(paused)
         self.asker_changed()
 
-    def _serving(self) -> Serving | None:
-        """What this node serves; None before it is known what it is to serve."""
-        host = self._held.host
+    def _serving(self) -> Serving:
+        host, weights = self._held.host, self.weights.held()
         if host.first_command is None:
-            return None
+            return Serving(Offering(weights=weights))
         progress = self._deployments.progress() if self._deployments is not None else None
-        return Serving(self._served(), host.wanted(), self._capacity.now(), progress)
+        offers = Offering(tuple(self._served()), weights, self._capacity.now(), progress)
+        return Serving(offers, host.wanted())
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:

@@ -111,8 +111,8 @@ class ReachProbe:
 
 
 def _served(view: NodeView) -> list[Port]:
-    shards = (shard.descriptor.endpoint for shard in view.shards if shard.health.online)
-    weights = (held.endpoint for held in view.weights)
+    shards = (shard.descriptor.endpoint for shard in view.offers.shards if shard.health.online)
+    weights = (held.endpoint for held in view.offers.weights)
     return [*_numbers(LAYERS, shards), *_numbers(WEIGHTS, weights)]
 
 

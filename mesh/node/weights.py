@@ -73,14 +73,15 @@ class Weights:
             await self._pulls.close()
         await self.fetcher.stop()
 
-    def held(self) -> Sequence[HeldWeights]:
+    def held(self) -> tuple[HeldWeights, ...]:
         """What others are told: nothing while nobody would be answered."""
         port = self.fetcher.port
         if port is None or not self.fetcher.is_answering:
             return ()
         endpoint = Endpoint(f"wss://{host_port(self._address, port)}")
         moving = self.fetcher.transfers
-        return [_said(each, endpoint, _arriving(each, moving)) for each in self.fetcher.holdings]
+        held = self.fetcher.holdings
+        return tuple(_said(each, endpoint, _arriving(each, moving)) for each in held)
 
     def look(self) -> None:
         """Tell the fetcher what other nodes have."""
@@ -92,7 +93,7 @@ class Weights:
         heard = self._peers = [
             PeerHolding(view.info.node_id, view.info.name, held)
             for view in others
-            for held in view.weights
+            for held in view.offers.weights
         ]
         self.fetcher.hear(heard, len(others))
 

@@ -15,7 +15,7 @@ from mesh.api.overview import NodeParts, Overview
 from mesh.api.services import Lack, LackKind
 from mesh.clock import SystemClock
 from mesh.config import Config
-from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.directory import NodeInfo, Offering, ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.errors import NotEnoughMemory
@@ -72,7 +72,7 @@ class Household:
         """A peer serves these layers of these models, and nothing else."""
         shards = [advertised(PEER, span, name, WEIGHTS) for name, span in layers.items()]
         own = [replace(s, descriptor=replace(s.descriptor, total_layers=LAYERS)) for s in shards]
-        self.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), own)
+        self.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), Offering(own))
 
     @property
     def overview(self) -> Overview:
@@ -111,9 +111,11 @@ async def started(askers: Sequence[AskerSupervisor]) -> None:
 async def test_what_others_fetch_is_told_of_those_that_are_there(home: Household) -> None:
     held = HeldWeights(ModelId("phi"), WEIGHTS, LAYERS, (), ends=False, endpoint=Endpoint(""))
     arriving = replace(held, arriving=Arriving(600, 2000, 100))
-    home.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), [], weights=[arriving])
+    home.store.update(
+        NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), Offering(weights=(arriving,))
+    )
     idle = NodeInfo(new_id(), "attic", "192.168.1.3:7700", "0.1")
-    home.store.update(idle, [], weights=[held])
+    home.store.update(idle, Offering(weights=(held,)))
     assert home.overview.status()["weights"]["elsewhere"] == [
         {"node_id": PEER, "node": "kitchen", "model_id": "phi", "weights_sha256": WEIGHTS,
          "done_bytes": 600, "total_bytes": 2000, "bytes_per_s": 100, "eta_s": 14.0}
@@ -140,7 +142,7 @@ async def test_a_peer_of_another_version_is_said_to_be_one(home: Household) -> N
         ("hearthnet/0.2.0", None), ("hearthnet/0.1.9", "older"), ("hearthnet/0.10.0", "newer"),
         ("hearthnet/0.2.0.dev1", "another"), ("else/9", "another"),
     ):  # fmt: skip
-        home.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", software), [])
+        home.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", software), Offering())
         (row,) = home.overview.peers()
         assert (row["software"], row["skew"]) == (software, said)
 

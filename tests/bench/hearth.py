@@ -44,7 +44,7 @@ def _node(name: str, directory: Path, peers: list[str], happened: asyncio.Event)
     )
     settings = NetworkSettings.of(config, key.node_id, "bench", "127.0.0.1")
     hooks = NetworkHooks(
-        lambda: Serving((), ()), lambda event: happened.set(), lambda: None, lambda *_: None
+        lambda: Serving(wanted=()), lambda event: happened.set(), lambda: None, lambda *_: None
     )
     store = ShardStore(_CLOCK, expiry_s=120.0)
     accounts = ResourceLedger(_CLOCK, allowances.DAEMON)

@@ -24,6 +24,7 @@ from mesh.discovery.interfaces import Interface, Reach
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.network import Network
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
 from mesh.models.local import LocalModel, find_local_models
 from mesh.node.coordination import CoordinationHere
 from mesh.paths import StatePaths
@@ -126,7 +127,7 @@ async def publishing(tmp_path: Path, store: str) -> AsyncIterator[Here]:
             replace(settings, peering=replace(settings.peering, answers_at=reach)),
             neighbours,
             here.clock,
-            NetworkHooks(lambda: None, print, lambda: None, lambda kind, fields: None),
+            NetworkHooks(Serving, print, lambda: None, lambda kind, fields: None),
             ResourceLedger(here.clock),
         )
         await network.start()

@@ -20,12 +20,11 @@ from mesh.capacity import Capacity
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.dialing import DialSettings
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import Offering, ShardStore
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.interfaces import InterfaceChoice, Reach, choose
 from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns, MdnsSettings
-from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import MeshError
 from mesh.events.ephemera import Notice, seal_notice
@@ -185,7 +184,7 @@ class Node:
         self.peering = Peering(
             settings,
             self.store,
-            lambda: Offering(self.serving, self.capacity),
+            lambda: Offering(tuple(self.serving), capacity=self.capacity),
             self._record,
             trust=trust,
             on_message=on_message,

@@ -154,7 +154,9 @@ async def test_nobody_speaks_for_another_member(hearth: str) -> None:
 async def test_what_is_too_old_is_not_routed_to(hearth: str) -> None:
     async with running(hearth, multicast=False) as node, member(node, hearth) as peer:
         peer.link.send(peer.says(1, ttl_ms=0))
-        await node.until(lambda store: any(v.shards for v in store._nodes.values() if v.ttl_s <= 0))
+        await node.until(
+            lambda store: any(v.offers.shards for v in store._nodes.values() if v.ttl_s <= 0)
+        )
         assert layers(node) == []
         await peer.settle(2)
         # However long it says: this node's own limit counts.
@@ -179,7 +181,7 @@ HOLDS = Capacity((Device("cpu", 1 << 30, 1 << 32, (Speed("int8", 20.0, 300.0, 0.
 
 
 def capacity(node: Node, of: str) -> Capacity | None:
-    return next((v.capacity for v in node.store.nodes() if v.info.node_id == of), None)
+    return next((v.offers.capacity for v in node.store.nodes() if v.info.node_id == of), None)
 
 
 async def test_what_devices_hold_is_told_to_neighbours(hearth: str) -> None:

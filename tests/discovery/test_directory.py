@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mesh.discovery.advertisement import MAX_SHARDS_PER_NODE, Advertisement
-from mesh.discovery.directory import MAX_NODES, NodeInfo, ShardStore
+from mesh.discovery.directory import MAX_NODES, NodeInfo, Offering, ShardStore
 from mesh.errors import BadAdvertisement
 from mesh.types import LayerRange, ModelId, NodeId
 from tests.discovery.network import FakeClock, advertised, new_id, offline
@@ -40,8 +40,8 @@ def layers(shards: list[Advertisement]) -> list[str]:
 
 def test_newest_word_of_a_node_replaces_all_it_said_before(store: ShardStore) -> None:
     node = NODES[0]
-    store.update(info(node), [advertised(node, "0-7"), advertised(node, "8-15")])
-    store.update(info(node), [advertised(node, "8-15"), advertised(node, "4-11")])
+    store.update(info(node), Offering((advertised(node, "0-7"), advertised(node, "8-15"))))
+    store.update(info(node), Offering((advertised(node, "8-15"), advertised(node, "4-11"))))
     assert layers(store.shards(TINY)) == ["4-11", "8-15"]
 
 
@@ -49,7 +49,7 @@ def test_advertisement_expires_by_the_monotonic_clock_without_a_sweep(
     store: ShardStore, clock: FakeClock
 ) -> None:
     node = NODES[0]
-    store.update(info(node), [advertised(node)])
+    store.update(info(node), Offering((advertised(node),)))
     clock.time_s += EXPIRY_S - 0.001
     assert layers(store.shards(TINY)) == ["0-7"]
     clock.time_s += 0.001
@@ -64,33 +64,33 @@ def test_lost_link_keeps_the_node_visible_but_not_routable(
     store: ShardStore, clock: FakeClock
 ) -> None:
     node = NODES[0]
-    store.update(info(node), [advertised(node)])
+    store.update(info(node), Offering((advertised(node),)))
     clock.time_s += 7
     store.offline(node)
     assert store.shards(TINY) == []
     [view] = store.nodes()
-    assert (view.online, view.age_s, layers(list(view.shards))) == (False, 7, ["0-7"])
-    store.update(info(node), [advertised(node)])
+    assert (view.online, view.age_s, layers(list(view.offers.shards))) == (False, 7, ["0-7"])
+    store.update(info(node), Offering((advertised(node),)))
     assert layers(store.shards(TINY)) == ["0-7"]
 
 
 def test_shard_that_calls_itself_offline_is_not_routable(store: ShardStore) -> None:
     node = NODES[0]
-    store.update(info(node), [offline(advertised(node, "0-7")), advertised(node, "8-15")])
+    store.update(info(node), Offering((offline(advertised(node, "0-7")), advertised(node, "8-15"))))
     assert layers(store.shards(TINY)) == ["8-15"]
 
 
 def test_goodbye_removes_at_once(store: ShardStore) -> None:
-    store.update(info(NODES[0]), [advertised(NODES[0])])
+    store.update(info(NODES[0]), Offering([advertised(NODES[0])]))
     store.remove(NODES[0])
     assert store.nodes() == []
 
 
 def test_different_weights_under_one_name_are_kept_apart_and_reported(store: ShardStore) -> None:
     first, second = NODES[:2]
-    store.update(info(first), [advertised(first, weights="a" * 64)])
+    store.update(info(first), Offering((advertised(first, weights="a" * 64),)))
     assert store.conflicts(TINY) == {}
-    store.update(info(second), [advertised(second, "8-15", weights="b" * 64)])
+    store.update(info(second), Offering((advertised(second, "8-15", weights="b" * 64),)))
     assert {w: layers(s) for w, s in store.conflicts(TINY).items()} == {
         "a" * 64: ["0-7"],
         "b" * 64: ["8-15"],
@@ -106,27 +106,27 @@ def test_number_of_nodes_is_bounded_and_expiry_makes_room(
     store: ShardStore, clock: FakeClock
 ) -> None:
     for _ in range(MAX_NODES):
-        store.update(info(new_id()), [])
+        store.update(info(new_id()), Offering())
     with pytest.raises(BadAdvertisement):
-        store.update(info(NODES[0]), [])
+        store.update(info(NODES[0]), Offering())
     clock.time_s += EXPIRY_S
-    store.update(info(NODES[0]), [])
+    store.update(info(NODES[0]), Offering())
     assert [view.info.node_id for view in store.nodes()] == [NODES[0]]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "a\nb"])
 def test_unusable_name_is_refused(store: ShardStore, name: str) -> None:
     with pytest.raises(BadAdvertisement) as caught:
-        store.update(info(NODES[0], name), [])
+        store.update(info(NODES[0], name), Offering())
     assert caught.value.param == "name"
 
 
 def test_node_speaks_for_itself_only_and_not_for_too_many(store: ShardStore) -> None:
     first, second = NODES[:2]
     with pytest.raises(BadAdvertisement):
-        store.update(info(first), [advertised(second)])
+        store.update(info(first), Offering((advertised(second),)))
     with pytest.raises(BadAdvertisement):
-        store.update(info(first), [advertised(first)] * (MAX_SHARDS_PER_NODE + 1))
+        store.update(info(first), Offering((advertised(first),) * (MAX_SHARDS_PER_NODE + 1)))
     assert store.nodes() == []
 
 
@@ -135,7 +135,7 @@ async def test_many_changes_between_two_waits_are_one(store: ShardStore) -> None
     node = NODES[0]
     assert not await changes.wait(0)
     for _ in range(1000):
-        store.update(info(node), [advertised(node)])
+        store.update(info(node), Offering((advertised(node),)))
         store.offline(node)
     assert await changes.wait(1)
     assert not await changes.wait(0)
@@ -146,13 +146,13 @@ async def test_many_changes_between_two_waits_are_one(store: ShardStore) -> None
 
 async def test_heartbeat_that_says_nothing_new_wakes_nobody(store: ShardStore) -> None:
     node = NODES[0]
-    store.update(info(node), [advertised(node)])
+    store.update(info(node), Offering((advertised(node),)))
     changes = store.subscribe()
-    store.update(info(node), [advertised(node)])
+    store.update(info(node), Offering((advertised(node),)))
     assert not await changes.wait(0)
     waiting = asyncio.create_task(changes.wait(5))
     await asyncio.sleep(0)
-    store.update(info(node), [])
+    store.update(info(node), Offering())
     assert await waiting
 
 
@@ -179,7 +179,7 @@ class Directory(RuleBasedStateMachine):
         shards = [advertised(node, str(span), weights=weights) for span in spans]
         if not up:
             shards = [offline(shard) for shard in shards]
-        self.store.update(info(node), shards)
+        self.store.update(info(node), Offering(shards))
         self.said[node] = (self.clock.time_s, True, set(shards))
 
     @rule(node=st.sampled_from(NODES))

@@ -12,9 +12,8 @@ from typing import Any
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import Offering, ShardStore
 from mesh.discovery.greeting import PeerHello, to_hello
-from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import MeshError
 from mesh.events import messages

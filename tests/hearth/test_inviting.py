@@ -17,6 +17,7 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting
 from mesh.hearth.network import Network
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
 from mesh.identity.invitations import WindowEnding, parse_ticket
 from mesh.identity.roster import TrustLevel
 from mesh.paths import StatePaths
@@ -66,7 +67,7 @@ async def test_an_invitation_names_the_address_that_this_machine_has_now(tmp_pat
         NetworkSettings(settings, ("home0",), is_enabled=True),
         ShardStore(CLOCK, expiry_s=60.0),
         CLOCK,
-        NetworkHooks(lambda: None, lambda event: None, lambda: None, lambda kind, fields: None),
+        NetworkHooks(Serving, lambda event: None, lambda: None, lambda kind, fields: None),
         ResourceLedger(CLOCK),
     )
     await network.start()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import Offering
 from mesh.events.intake import Report
 from mesh.events.log import LogChange
 from mesh.events.messages import Pull
@@ -37,7 +38,7 @@ class Home:
 
     def __init__(self, hearth: Hearth) -> None:
         self.hearth = hearth
-        self.serving: Serving | None = None
+        self.serving = Serving()
         self.said: list[str] = []
         self._happened = asyncio.Event()
         self.rounds = 0
@@ -47,7 +48,7 @@ class Home:
     def _note(self, change: LogChange) -> None:
         self.said += [event.type for event in change.events]
 
-    def _looked(self) -> Serving | None:
+    def _looked(self) -> Serving:
         self.rounds += 1
         self._happened.set()
         return self.serving
@@ -55,7 +56,7 @@ class Home:
     async def serve(self, *shards: Advertisement, loaded: bool = True) -> None:
         """Serve these, and wait until the record was looked at twice: the first round is over."""
         names = {shard.descriptor.shard_id for shard in shards}
-        self.serving = Serving(shards if loaded else (), names)
+        self.serving = Serving(Offering(shards if loaded else ()), names)
         await self.rounds_go_on()
 
     async def rounds_go_on(self) -> None:

@@ -33,6 +33,7 @@ from mesh.errors import ConnectFailed, MeshError
 from mesh.hearth.control import Control
 from mesh.hearth.network import Network
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.identity.roster import TrustLevel
 from mesh.paths import StatePaths
@@ -105,7 +106,7 @@ async def house(state_dir: Path, name: str) -> AsyncIterator[House]:
     settings = NetworkSettings.of(config, key.node_id, "test", LOOPBACK)
     clock = SystemClock()
     events = Events()
-    hooks = NetworkHooks(lambda: None, events.note, lambda: None, lambda kind, fields: None)
+    hooks = NetworkHooks(Serving, events.note, lambda: None, lambda kind, fields: None)
     store, accounts = ShardStore(clock, expiry_s=120), ResourceLedger(clock, allowances.DAEMON)
     network = Network(key, paths, settings, store, clock, hooks, accounts)
     here = House(key, network, events)

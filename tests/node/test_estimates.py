@@ -21,7 +21,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
-from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.directory import NodeInfo, Offering, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, MeshError, ModelNotFound, WeightsMismatch
 from mesh.health.detector import Verdict
@@ -68,7 +68,7 @@ def made(
     spoken_for: Mapping[NodeId, int] = {},
 ) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=cpu(free_mb)))
     rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
     around = EstimateContext(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
@@ -85,7 +85,7 @@ async def test_a_machine_whose_disk_is_full_is_left_out_and_says_so(
 ) -> None:
     for node in (OWN, NEAR):
         full = replace(cpu(1000), disk_free_bytes=1 << 10)
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=full)
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=full))
     answer = await estimates.plan({**ASK, "without": ["Own"]})
     assert used(answer) == {"Far"}
     why = {row["node"]: row["why"] for row in answer["machines"]}
@@ -99,7 +99,7 @@ async def test_a_machine_whose_disk_is_full_is_left_out_and_says_so(
         ModelId("builtin"), shape.weights_sha256, shape.total_layers,
         (LayerRange(0, shape.total_layers),), ends=True, endpoint=Endpoint(""),
     )  # fmt: skip
-    store.update(NodeInfo(NEAR, "Near", "", "test"), (), capacity=full, weights=[held])
+    store.update(NodeInfo(NEAR, "Near", "", "test"), Offering(capacity=full, weights=(held,)))
     assert used(await estimates.plan({**ASK, "without": ["Own"]})) == {"Near"}
 
 
@@ -171,7 +171,7 @@ async def test_what_does_not_fit_is_an_answer(
     store: ShardStore, estimates: Estimates, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for node in (OWN, NEAR, FAR):
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(200))
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=cpu(200)))
     answer = await estimates.plan({**ASK, "context": 4096, "streams": 16})
     assert answer["refusal"]["code"] == "not_enough_memory"
     assert "--context" in answer["refusal"]["fix"]
@@ -184,7 +184,7 @@ async def test_what_fits_once_others_rest_is_estimated_so(
 ) -> None:
     house = await asyncio.to_thread(made, store, others={NEAR: 900})
     for node in (OWN, NEAR, FAR):
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(10))
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=cpu(10)))
     answer = await house.plan(ASK)
     assert (used(answer), answer["others_rest"]) == ({"Near"}, True)
     print_plan(answer)
@@ -250,7 +250,7 @@ async def test_what_lies_on_disks_need_not_be_fetched(
         shape.model_id, shape.weights_sha256, shape.total_layers, (LayerRange(0, 3),), True,
         Endpoint("wss://127.0.0.1:1"),
     )  # fmt: skip
-    store.update(NodeInfo(NEAR, "Near", "", "test"), (), weights=(said,), capacity=cpu(1000))
+    store.update(NodeInfo(NEAR, "Near", "", "test"), Offering(weights=(said,), capacity=cpu(1000)))
     near = await estimates.plan({**ASK, "nodes": ["Near"]})
     far = await estimates.plan({**ASK, "nodes": ["Far"]})
     layer = shape.layer_bytes[0]
@@ -268,7 +268,7 @@ async def test_what_a_shard_took_is_what_it_will_take(
         shard.descriptor, model_id=shape.model_id, weights_sha256=shape.weights_sha256, dtype="fp32"
     )
     slow = replace(shard, descriptor=said, health=replace(shard.health, p50_latency_ms=90.0))
-    store.update(NodeInfo(NEAR, "Near", "", "test"), (slow,), capacity=cpu(1000))
+    store.update(NodeInfo(NEAR, "Near", "", "test"), Offering((slow,), capacity=cpu(1000)))
     (near,) = (each for each in estimates.machines(shape) if each.node_id == NEAR)
     assert [(t.format, t.decode_ms) for t in near.timed] == [("fp32", 45.0)]
     assert [held.layers for held in near.held] == [LayerRange(0, 2)]
@@ -318,9 +318,9 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     # This machine holds least, but so do others; it is the nearest to itself.
     assert await goes_to() == (Laid((), {gap: (Span(OWN, lost.layers),)}), [Span(OWN, lost.layers)])
     for node in (OWN, NEAR):
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(1))
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=cpu(1)))
     assert (await goes_to())[1] == [Span(FAR, lost.layers)]
-    store.update(NodeInfo(FAR, "Far", "", "test"), (), capacity=cpu(1))
+    store.update(NodeInfo(FAR, "Far", "", "test"), Offering(capacity=cpu(1)))
     laid, _ = await goes_to()
     assert laid.refusal is not None
     for name in ("Own", "Near", "Far"):
@@ -353,7 +353,7 @@ async def test_what_may_rest_makes_the_room_that_it_says_it_takes(store: ShardSt
     """Also where this node was never asked about that model."""
     shard = advertised(NEAR, "0-3")
     said = replace(shard.descriptor, vram_required_mb=400)
-    store.update(NodeInfo(NEAR, "Near", "", "test"), (replace(shard, descriptor=said),))
+    store.update(NodeInfo(NEAR, "Near", "", "test"), Offering((replace(shard, descriptor=said),)))
     layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
     wish = Wish("0" * 16, said.model_id, said.weights_sha256, 16, 320)
     other = LayerRange(0, 3)
@@ -386,7 +386,7 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
     for node in (OWN, NEAR, FAR, DOUBTED):  # enough for the weights, and for a shorter cache
         asking_mb = 0 if node == OWN else ends_mb(manifest, 4)  # this node asks already
         room = cpu(need.total_mb - need.caches_mb // 3 + asking_mb)
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=room))
     wish = Wish(
         "0" * 16,
         manifest.model_id,
@@ -409,7 +409,7 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
     assert [(s["node_id"], s["layers"]) for s in shards] == [(s.node, str(s.layers)) for s in spans]
     for node in (OWN, NEAR, FAR):
         room = cpu(need.total_mb - need.caches_mb + ends_mb(manifest, 4))
-        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=room))
     one = {**unsaid, "nodes": ["Far"]}
     refused = (await estimates.plan(one))["refusal"]
     laid = await estimates.layout(replace(wish, nodes=(FAR,)), None, {OWN, NEAR, FAR}, NOTHING)
