@@ -122,9 +122,8 @@ class Access:
         if self._keyless and not (key or "").startswith(_OURS):
             return Caller(neighbour.principal, _KEYLESS_SCOPES)
         known = self._keys.verify(key or "")
-        principal = Principal(PrincipalKind.KEY, known.key_id)
-        charge = partial(self._charge, known.key_id)
-        return Caller(principal, known.scopes, known.trusted, charge)
+        charge = partial(self._charge, known.id)
+        return Caller(_account(known), frozenset(known.scopes), known.trusted, charge)
 
     def enter(self, principal: Principal) -> AbstractContextManager[object]:
         """Count a request until it has ended. Raises Busy; the owner's are never too many."""
@@ -148,7 +147,7 @@ class Access:
 
     def forget_revoked(self) -> None:
         """To be called after a key was revoked."""
-        known = frozenset(key.key_id for key in self._keys.keys)
+        known = frozenset(key.id for key in self._keys.keys)
         self._accounts.keep_only(PrincipalKind.KEY, known)
 
     def _charge(self, key_id: str, tokens: int) -> None:
@@ -163,7 +162,7 @@ class Access:
 
 
 def _account(key: ApiKey) -> Principal:
-    return Principal(PrincipalKind.KEY, key.key_id)
+    return Principal(PrincipalKind.KEY, key.id)
 
 
 class Gate:

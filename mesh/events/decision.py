@@ -9,7 +9,6 @@ its SHA-256; received bytes are kept, hashed and verified as they came. Knows no
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, NewType
 
@@ -27,7 +26,6 @@ from mesh.events.types import (
     require_signature,
     unusable,
 )
-from mesh.types import NodeId
 
 DecisionId = NewType("DecisionId", bytes)
 """The SHA-256 of a decision's body."""
@@ -63,8 +61,7 @@ def _check(draft: DecisionDraft) -> None:
 _FORM = Canonical(DecisionDraft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_PAYLOAD_DEPTH)
 
 
-@dataclass(frozen=True, slots=True)
-class SignedDecision:
+class SignedDecision(DecisionDraft, frozen=True, tag=VERSION):
     """A well-formed decision; whether its signature holds and what it is worth is another question.
 
     `parents` are sorted. `depth` is one more than the largest depth of the parents, 1 without any:
@@ -72,13 +69,6 @@ class SignedDecision:
     milliseconds, for people only. `payload` must not be changed.
     """
 
-    hearth_id: str
-    author: NodeId
-    depth: int
-    wall_ms: int
-    type: str
-    payload: dict[str, Any]
-    parents: tuple[DecisionId, ...]
     id: DecisionId
     body: bytes
     signature: bytes

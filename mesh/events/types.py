@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, NewType
 
 from msgspec import Meta
@@ -81,8 +80,7 @@ def _check(draft: Draft) -> None:
 _FORM = Canonical(Draft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_DEPTH)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(Draft, frozen=True, tag=VERSION):
     """A well-formed event; whether its signature and chain hold is another question.
 
     An author has one chain of events, and may begin it anew: a chain of a higher `generation`
@@ -91,15 +89,6 @@ class Event:
     changed.
     """
 
-    hearth_id: str
-    author: NodeId
-    generation: int
-    seq: int
-    prev: EventId
-    lamport: int
-    wall_ms: int
-    type: str
-    payload: Payload
     id: EventId
     body: bytes
     signature: bytes

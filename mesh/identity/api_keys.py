@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,10 @@ class Scope(StrEnum):
             ) from None
 
 
+def _moment(text: str) -> None:
+    datetime.fromisoformat(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of one key; None for no limit."""
@@ -59,18 +63,19 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key as it is kept: everything but the key itself.
+    """One key as it is kept: everything but the key itself. Quotas are None for no limit.
 
     The jobs of a `trusted` key may use what its owner knows to be harmless in these hands.
     """
 
-    key_id: str
+    id: str
     name: str
-    scopes: frozenset[Scope]
-    quota: Quota
-    created_at: datetime
+    scopes: tuple[Scope, ...]
+    requests_per_minute: int | None
+    tokens_per_day: int | None
+    trusted: bool
+    created_at: Annotated[str, _moment]
     secret_sha256: str = field(repr=False)
-    trusted: bool = False
 
     def allows(self, scope: Scope) -> bool:
         """Whether the key is good for this; ``admin`` is good for everything."""
@@ -103,8 +108,7 @@ class ApiKeys:
             kept = codec.convert(codec.parse_json(content), _File)
         except Fault as fault:
             raise _unusable(path, f"it is damaged ({fault.field} {fault.why})") from fault
-        keys = [_key(row) for row in kept.keys]
-        return cls(path, {key.key_id: key for key in keys})
+        return cls(path, {key.id: key for key in kept.keys})
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -135,7 +139,10 @@ class ApiKeys:
         key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
         while key_id in self._keys:
             key_id = secrets.token_hex(4)
-        key = ApiKey(key_id, name, scopes, quota, clock.now(), _hash(secret), trusted)
+        key = ApiKey(
+            key_id, name, tuple(sorted(scopes)), quota.requests_per_minute, quota.tokens_per_day,
+            trusted, clock.now().isoformat(), _hash(secret),
+        )  # fmt: skip
         self._save({**self._keys, key_id: key})
         return key, f"hn_{key_id}_{secret}"
 
@@ -162,7 +169,7 @@ class ApiKeys:
 
     def _save(self, keys: dict[str, ApiKey]) -> None:
         """Write first: what is not on the disk is not in force."""
-        rows = [_fields(key) for key in keys.values()]
+        rows = [codec.plain(key) for key in keys.values()]
         text = json.dumps({"version": 1, "keys": rows}, indent=1, ensure_ascii=False)
         content = text.encode()
         if len(content) > _MAX_FILE_BYTES:  # no start would read it
@@ -183,8 +190,8 @@ def quotas(keys: ApiKeys) -> Personal:
         if key is None:
             return None
         if resource is Resource.REQUESTS_PER_MINUTE:
-            return key.quota.requests_per_minute
-        return key.quota.tokens_per_day if resource is Resource.TOKENS_PER_DAY else None
+            return key.requests_per_minute
+        return key.tokens_per_day if resource is Resource.TOKENS_PER_DAY else None
 
     return quota_of
 
@@ -196,7 +203,7 @@ def new_owner_key() -> str:
 
 def shown(key: ApiKey) -> dict[str, Any]:
     """What people may see of a key, JSON-able."""
-    return {name: value for name, value in _fields(key).items() if name != "secret_sha256"}
+    return {name: value for name, value in codec.plain(key).items() if name != "secret_sha256"}
 
 
 def _hash(secret: str) -> str:
@@ -207,44 +214,9 @@ def _same(key: ApiKey, secret: str) -> bool:
     return hmac.compare_digest(_hash(secret), key.secret_sha256)
 
 
-def _moment(text: str) -> None:
-    datetime.fromisoformat(text)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A key in the file."""
-
-    id: str
-    name: str
-    scopes: list[Scope]
-    requests_per_minute: int | None
-    tokens_per_day: int | None
-    trusted: bool
-    created_at: Annotated[str, _moment]
-    secret_sha256: str
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
-    keys: tuple[_Row, ...]
-
-
-def _fields(key: ApiKey) -> dict[str, Any]:
-    return asdict(
-        _Row(
-            key.key_id, key.name, sorted(key.scopes), key.quota.requests_per_minute,
-            key.quota.tokens_per_day, key.trusted, key.created_at.isoformat(), key.secret_sha256,
-        )
-    )  # fmt: skip
-
-
-def _key(row: _Row) -> ApiKey:
-    quota = Quota(row.requests_per_minute, row.tokens_per_day)
-    created_at = datetime.fromisoformat(row.created_at)
-    return ApiKey(
-        row.id, row.name, frozenset(row.scopes), quota, created_at, row.secret_sha256, row.trusted
-    )
+    keys: tuple[ApiKey, ...]
 
 
 def _unusable(path: Path, why: str) -> KeyUnreadable:

@@ -151,7 +151,7 @@ async def test_jobs_are_shown_to_whoever_may_see_them() -> None:
     for caller in callers:
         keyed = replace(caller, principal=KEYLESS.principal) if caller is callers[0] else caller
         made, _ = await asyncio.to_thread(keys.create, "k", keyed.scopes, Quota(), SystemClock())
-        known = replace(keyed, principal=Principal(PrincipalKind.KEY, made.key_id))
+        known = replace(keyed, principal=Principal(PrincipalKind.KEY, made.id))
         async with aclosing(feed.follow(known, None)) as updates:
             shown.append("jobs" in (await anext(updates))["status"])
     assert shown == [False, True, True]
@@ -161,10 +161,10 @@ async def test_jobs_are_shown_to_whoever_may_see_them() -> None:
 async def test_a_revoked_key_follows_no_longer() -> None:
     view, keys = CountedView(), ApiKeys()
     made, _ = keys.create("k", frozenset({Scope.CHAT}), Quota(), SystemClock())
-    caller = Caller(Principal(PrincipalKind.KEY, made.key_id), made.scopes)
+    caller = Caller(Principal(PrincipalKind.KEY, made.id), made.scopes)
     async with aclosing(a_feed(view, keys).follow(caller, None)) as updates, asyncio.timeout(10):
         await anext(updates)
-        keys.revoke(made.key_id)
+        keys.revoke(made.id)
         view.stream.emit("peer_up")
         with pytest.raises(Unauthorized):
             await anext(updates)
@@ -174,7 +174,7 @@ def test_a_revoked_key_hears_of_no_event() -> None:
     async def main() -> None:
         view, keys = CountedView(), ApiKeys()
         made, _ = keys.create("k", frozenset({Scope.CHAT}), Quota(), SystemClock())
-        caller = Caller(Principal(PrincipalKind.KEY, made.key_id), made.scopes)
+        caller = Caller(Principal(PrincipalKind.KEY, made.id), made.scopes)
         feed = a_feed(view, keys)
         view.stream.emit("peer_up")
         async with (
@@ -185,7 +185,7 @@ def test_a_revoked_key_hears_of_no_event() -> None:
             waiting = asyncio.create_task(anext(silent))
             await asyncio.sleep(2 * KNOWN_S)
             assert not waiting.done()
-            keys.revoke(made.key_id)
+            keys.revoke(made.id)
             await asyncio.sleep(KNOWN_S)
             assert isinstance(waiting.exception(), Unauthorized)
             view.stream.emit("peer_down")

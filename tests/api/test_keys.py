@@ -130,7 +130,7 @@ async def test_a_revoked_key_s_answers_end(owned: tuple[Served, httpx.AsyncClien
     ) as response:
         lines = response.aiter_lines()
         assert await anext(lines) == ": ping"
-        api.keys.revoke(made.key_id)
+        api.keys.revoke(made.id)
         api.generations.proceed.set()
         told = "".join([line async for line in lines])
     assert "late" not in told
@@ -248,7 +248,7 @@ async def test_handlers_see_who_calls() -> None:
         async with httpx.AsyncClient(base_url=api.url, trust_env=False) as http:
             for name, headers in cases.items():
                 await http.get("/show", headers={**headers, "X-Case": name})
-        key_id = api.keys.keys[0].key_id
+        key_id = api.keys.keys[0].id
     keyless, trusted_so = seen.pop("keyless")
     assert (keyless.kind, trusted_so) == (PrincipalKind.LOCAL, False)
     owner, key = (Principal(PrincipalKind.KEY, name) for name in (OWNER, key_id))

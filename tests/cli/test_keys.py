@@ -47,12 +47,12 @@ async def test_keys_are_made_listed_and_revoked_through_the_daemon(
     assert (kept.name, sorted(kept.scopes), kept.trusted) == (
         "lab", ["chat", "interventions"], True,
     )  # fmt: skip
-    assert (kept.quota.requests_per_minute, kept.quota.tokens_per_day) == (60, 1000)
+    assert (kept.requests_per_minute, kept.tokens_per_day) == (60, 1000)
     # Found by address too: the key goes to the daemon that wrote it down.
     listed = await hearthnet("keys", "list", "--host", owned.url)
-    assert f"{kept.key_id}  lab   chat, interventions (trusted)  60 requests a minute" in listed.out
+    assert f"{kept.id}  lab   chat, interventions (trusted)  60 requests a minute" in listed.out
     assert key["key"] not in listed.out
-    revoked = await hearthnet("keys", "revoke", kept.key_id)
+    revoked = await hearthnet("keys", "revoke", kept.id)
     assert revoked.code == 0
     assert owned.keys.keys == ()
 

@@ -132,7 +132,7 @@ def test_open_api_gets_one_key_that_is_kept(
     assert not first.allows(Scope.ADMIN)
     make_first_key(Config(**opened), paths)
     assert capsys.readouterr().err == ""
-    assert [key.key_id for key in ApiKeys.load(paths.api_keys).keys] == [first.key_id]
+    assert [key.id for key in ApiKeys.load(paths.api_keys).keys] == [first.id]
 
 
 def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Coroutine, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -384,9 +384,7 @@ async def open_node(
 
 def altered(event: Any, **changes: Any) -> Any:
     """An event, or the draft of one, with other fields."""
-    if isinstance(event, msgspec.Struct):
-        return msgspec.structs.replace(event, **changes)
-    return replace(event, **changes)
+    return msgspec.structs.replace(event, **changes)
 
 
 async def found(node: Node) -> SignedDecision:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mesh.errors import BadEvent
 from mesh.events import docket as docket_module
@@ -87,7 +88,7 @@ def test_each_refusal_has_its_name() -> None:
     good = said(founder, added(5), tip, depth)
     cases = {
         EventVerdict.KNOWN: events[1],
-        EventVerdict.FORGED: replace(good, signature=bytes(64)),
+        EventVerdict.FORGED: structs.replace(good, signature=bytes(64)),
         EventVerdict.BROKEN: said(founder, added(6), tip, depth + 1),
         EventVerdict.UNLAWFUL: said(Author(9), added(6), tip, depth),
         EventVerdict.HELD: said(other, added(6), (DecisionId(b"x" * 32),), depth),

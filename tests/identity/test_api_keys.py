@@ -34,7 +34,7 @@ def test_key_works_until_it_is_revoked_also_after_a_restart(path: Path, clock: M
     again = ApiKeys.load(path)
     assert again.verify(text) == key
     assert again.keys == (key,)
-    assert again.revoke(key.key_id) == key
+    assert again.revoke(key.id) == key
     for store in (again, ApiKeys.load(path)):
         with pytest.raises(Unauthorized):
             store.verify(text)
@@ -52,7 +52,7 @@ def test_wrong_keys_are_refused(path: Path, clock: ManualClock) -> None:
     keys = ApiKeys.load(path)
     key, text = keys.create("x", CHAT, Quota(), clock)
     _, other = keys.create("y", CHAT, Quota(), clock)
-    mixed = f"hn_{key.key_id}_{other.split('_', 2)[2]}"
+    mixed = f"hn_{key.id}_{other.split('_', 2)[2]}"
     for wrong in ("", "hn_", text[:-1], text + "x", text.upper(), mixed, key.secret_sha256):
         with pytest.raises(Unauthorized):
             keys.verify(wrong)
@@ -105,7 +105,7 @@ def test_as_many_keys_as_may_be_are_read_back_whatever_their_names(
     name = "\N{FACE WITH TEARS OF JOY}" * 64
     key, _ = ApiKeys().create(name, frozenset(Scope), Quota(10**9, 10**9), clock)
     ids = [f"{number:08x}" for number in range(MAX_KEYS - 1)]
-    keys = ApiKeys(path, {each: replace(key, key_id=each) for each in ids})
+    keys = ApiKeys(path, {each: replace(key, id=each) for each in ids})
     _, text = keys.create("the last", CHAT, Quota(), clock)
     again = ApiKeys.load(path)
     assert again.keys == keys.keys
@@ -124,7 +124,7 @@ def metered(path: Path, clock: ManualClock) -> tuple[ApiKeys, Principal, Resourc
     """Keys, of which one has quotas, and a ledger that knows them."""
     keys = ApiKeys.load(path)
     key, _ = keys.create("x", CHAT, Quota(2, 100), clock)
-    who = Principal(PrincipalKind.KEY, key.key_id)
+    who = Principal(PrincipalKind.KEY, key.id)
     return keys, who, ResourceLedger(clock, personal=quotas(keys))
 
 
@@ -158,9 +158,9 @@ def test_a_key_without_quotas_and_whoever_has_no_key_are_counted_without_limit(
     keys, _, ledger = metered(path, clock)
     free, _ = keys.create("y", CHAT, Quota(), clock)
     for who in (
-        Principal(PrincipalKind.KEY, free.key_id),
+        Principal(PrincipalKind.KEY, free.id),
         Principal(PrincipalKind.KEY, "ffffffff"),
-        Principal(PrincipalKind.PEER, keys.keys[0].key_id),
+        Principal(PrincipalKind.PEER, keys.keys[0].id),
     ):
         ledger.charge(who, TOKENS, 10**9)
         ledger.require(who, TOKENS)

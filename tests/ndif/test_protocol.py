@@ -219,7 +219,7 @@ async def test_a_revoked_key_s_socket_ends_and_its_job_with_it(tmp_path: Path) -
             blob = parts(b"script = 'wait'", session_id=session)
             job = (await http.post("/request", headers=headers, **blob)).json()["id"]  # type: ignore[arg-type]
             await node.runner.began.get()
-            await asyncio.to_thread(node.keys.revoke, made.key_id)
+            await asyncio.to_thread(node.keys.revoke, made.id)
             told = [json.loads(frame) async for frame in socket]
         assert (told[-1]["id"], told[-1]["status"]) == (job, "ERROR")
         assert told[-1]["description"] == "The API key was revoked."
