@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -195,6 +196,15 @@ class LayerRange:
 
     def __contains__(self, layer: object) -> bool:
         return isinstance(layer, int) and self.start <= layer < self.stop
+
+    @classmethod
+    def runs(cls, layers: Iterable[int]) -> tuple[LayerRange, ...]:
+        """Ascending layers as the fewest ranges."""
+        found: list[LayerRange] = []
+        for layer in layers:
+            start = found.pop().start if found and found[-1].stop == layer else layer
+            found.append(cls(start, layer + 1))
+        return tuple(found)
 
     def covers(self, other: LayerRange) -> bool:
         """Whether every layer of `other` is in this range."""

@@ -30,13 +30,6 @@ def routes(harvests: HarvestControl, settings: ApiSettings) -> list[Route]:
         `HarvestControl.run`.
         """
         body = await read_body(request, HarvestBody, settings)
-        order = {
-            "run": body.run,
-            "batch": body.batch,
-            "pattern": body.module,
-            "texts": body.texts,
-            "max_tokens": body.max_tokens,
-        }
-        return JSONResponse(await harvests.run(body.model, order))
+        return JSONResponse(await harvests.run(body.model, body.model_dump(exclude={"model"})))
 
     return [Route("/mesh/v1/harvest", create, methods=["POST"])]

@@ -13,7 +13,7 @@ from mesh import codec
 from mesh.api.services import LOADING, RESTING, Lack, LackKind
 from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import ModelView, ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
@@ -122,20 +122,15 @@ class Overview:
         for view in self._parts.store.models():
             if (view.model_id, view.weights_sha256) in local:
                 continue
-            missing = _missing(view.shards, view.total_layers)
+            # Without its embedding and head this node cannot ask for it.
+            reason = _lacks(_missing(view.shards, view.total_layers)) or "not held here (--model)"
+            level = level_of(each.health for each in view.shards).value
             rows.append(
                 {
-                    "id": view.model_id,
-                    "total_layers": view.total_layers,
-                    # Without its embedding and head this node cannot ask for it.
-                    "runnable": False,
-                    "missing": missing,
-                    "reason": _lacks(missing) or "not held here (--model)",
+                    **_model(view, view.shards, reason),
                     "context": None,
-                    "level": level_of(each.health for each in view.shards).value,
-                    "nodes": _nodes(view.shards),
+                    "level": level,
                     "local": False,
-                    "weights_sha256": view.weights_sha256,
                     "checkpoint": None,
                     "abilities": None,
                 }
@@ -247,21 +242,13 @@ class Overview:
 
     def _local_model(self, model: LocalModel) -> dict[str, Any]:
         shards = self._parts.store.shards(model.model_id, model.weights_sha256)
-        missing = _missing(shards, model.total_layers)
-        reason = self._why_not(model, missing)
         asker = self._parts.askers.get(model.model_id)
         conflicts = self._parts.store.conflicts(model.model_id)
         return {
-            "id": model.model_id,
-            "total_layers": model.total_layers,
-            "runnable": reason is None,
-            "missing": missing,
-            "reason": reason,
+            **_model(model, shards, self._why_not(model, _missing(shards, model.total_layers))),
             "context": model.context,
             "level": self._level(shards),
-            "nodes": _nodes(shards),
             "local": True,
-            "weights_sha256": model.weights_sha256,
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
             "directory": model.directory,
             "checkpoint": None if model.facts is None else asdict(model.facts),
@@ -351,6 +338,21 @@ def _shard(shard: Advertisement) -> dict[str, Any]:
     }
 
 
+def _model(
+    model: LocalModel | ModelView, shards: Sequence[Advertisement], reason: str | None
+) -> dict[str, Any]:
+    """What is said of every model; `reason` is why it cannot be asked."""
+    return {
+        "id": model.model_id,
+        "total_layers": model.total_layers,
+        "runnable": reason is None,
+        "missing": _missing(shards, model.total_layers),
+        "reason": reason,
+        "nodes": sorted({shard.descriptor.node_name for shard in shards}),
+        "weights_sha256": model.weights_sha256,
+    }
+
+
 def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
     memory = host.memory
     return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
@@ -363,7 +365,3 @@ def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:
 
 def _lacks(missing: Sequence[str]) -> str | None:
     return f"missing layers {', '.join(missing)}" if missing else None
-
-
-def _nodes(shards: Sequence[Advertisement]) -> list[str]:
-    return sorted({shard.descriptor.node_name for shard in shards})

@@ -194,7 +194,7 @@ class HarvestControl(Protocol):
     """Activations of many prompts, left on the nodes that computed them."""
 
     async def run(self, model: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Of an ``{"run", "batch", "pattern", "texts", "max_tokens"}``: ``{"batch",
+        """Of an ``{"run", "batch", "module", "texts", "max_tokens"}``: ``{"batch",
         "weights_sha256", "prompts": [token ids], "cut": [numbers of prompts], "files": [{"node",
         "node_name", "file", "module", "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise
         MeshError."""

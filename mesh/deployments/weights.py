@@ -18,7 +18,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
-from mesh.models.local import BUILTIN, LocalModel, checkpoint_facts
+from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.paths import expanded
 from mesh.types import LayerRange, ModelId
@@ -94,12 +94,6 @@ class LocalWeights:
 
     async def find(self, model: str) -> Checkpoint:
         return checkpoint(await self.manifest(model))
-
-    async def read(
-        self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
-    ) -> Checkpoint:
-        """See `WeightsSource`: what is here was read when it was found."""
-        return await self.find(model)
 
     async def manifest(self, model: str) -> Manifest:
         """Of the checkpoint that `find` finds. Raises as that."""
@@ -219,13 +213,4 @@ def local_model(
             f"{directory} has other weights than {model_id} was deployed with.",
             fix="Deploy it again, or put the weights back.",
         )
-    return LocalModel(
-        model_id,
-        str(directory),
-        weights_sha256,
-        manifest.total_layers,
-        manifest.max_positions,
-        None,
-        sum(manifest.layer_bytes) >> 20,
-        facts=checkpoint_facts(manifest),
-    )
+    return LocalModel.of(manifest, directory)

@@ -78,6 +78,20 @@ class TensorEntry:
     present: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is in a checkpoint of either kind. `config` is what config.json says, or would say;
+    `tensors` have the names that they have in the model.
+
+    `heads` says of each GGUF file where its header ends; the first is the one with the metadata.
+    """
+
+    heads: Mapping[Path, int]
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    eos_ids: tuple[int, ...]
+
+
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one file by name.
 

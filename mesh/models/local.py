@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 from mesh.config import Config
 from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
@@ -52,6 +53,15 @@ class LocalModel:
     """The number format that its deployment says, '' for that of this node's settings."""
     facts: CheckpointFacts | None = None
 
+    @classmethod
+    def of(cls, manifest: Manifest, directory: Path, layers: LayerRange | None = None) -> Self:
+        """The checkpoint of this manifest, which was read from there."""
+        return cls(
+            manifest.model_id, str(directory), manifest.weights_sha256, manifest.total_layers,
+            manifest.max_positions, layers, sum(manifest.layer_bytes) >> 20,
+            facts=checkpoint_facts(manifest),
+        )  # fmt: skip
+
 
 def find_local_models(
     config: Config, cache_dir: Path, *, is_hashed: bool = True
@@ -79,18 +89,7 @@ def find_local_models(
         )
         span = _span(manifest, layers)
         _check_size(manifest, span, config.distributed.host.shard_max_vram_mb)
-        found.append(
-            LocalModel(
-                model_id,
-                str(directory),
-                manifest.weights_sha256,
-                manifest.total_layers,
-                manifest.max_positions,
-                span,
-                sum(manifest.layer_bytes) >> 20,
-                facts=checkpoint_facts(manifest),
-            )
-        )
+        found.append(LocalModel.of(manifest, directory, span))
     return found
 
 

@@ -12,10 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from mesh import codec
 from mesh.codec import Fault
@@ -24,7 +22,7 @@ from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
-from mesh.models.header import TensorEntry, read_header
+from mesh.models.header import Contents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
@@ -102,14 +100,11 @@ class Manifest:
 
     def layers_here(self) -> tuple[LayerRange, ...]:
         """The runs of layers of which every byte is here: all of them, but in a partial one."""
-        complete = [
+        return LayerRange.runs(
             layer
             for layer in range(self.total_layers)
             if all(each.present for each in self.layer_tensors(LayerRange(layer, layer + 1)))
-        ]
-        runs = groupby(enumerate(complete), key=lambda pair: pair[1] - pair[0])
-        found = [[layer for _, layer in run] for _, run in runs]
-        return tuple(LayerRange(run[0], run[-1] + 1) for run in found)
+        )
 
     def ends_tensors(self) -> tuple[TensorEntry, ...]:
         """Embedding, final norm and head; towers for other modalities are left out."""
@@ -123,16 +118,6 @@ class Manifest:
     def has_ends(self) -> bool:
         """Whether the bytes of all those are here."""
         return all(entry.present for entry in self.ends_tensors())
-
-
-class _Contents(NamedTuple):
-    """What one kind of checkpoint or the other holds."""
-
-    directory: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
-    eos_ids: tuple[int, ...]
-    heads: Mapping[Path, int] = MappingProxyType({})
 
 
 def read_manifest(
@@ -151,7 +136,8 @@ def read_manifest(
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
     for weights that are stored quantised and for a model that is not read from GGUF.
     """
-    directory, config, stored, eos_ids, heads = _read(path)
+    directory, found = _read(path)
+    config, stored = found.config, found.tensors
     text = _of_text(directory, config)
     prefix, total_layers = find_layers(directory, list(stored), text)
     partial = read_partial(directory)
@@ -178,10 +164,10 @@ def read_manifest(
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
         tied=not any(map(is_head, tensors)),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
-        eos_ids=eos_ids,
+        eos_ids=found.eos_ids,
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
-        heads=heads,
+        heads=found.heads,
     )
 
 
@@ -214,7 +200,8 @@ def looks_like_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}"))
 
 
-def _read(path: Path) -> _Contents:
+def _read(path: Path) -> tuple[Path, Contents]:
+    """Its directory, and what is there."""
     if path.suffix != SUFFIX and not path.is_dir():
         kind = BadCheckpoint if path.exists() else ModelNotFound
         raise kind(
@@ -222,12 +209,11 @@ def _read(path: Path) -> _Contents:
             fix="Give the directory that holds config.json, or a GGUF file.",
         )
     if (gguf := _gguf_of(path)) is not None:
-        found = read_gguf(gguf)
-        return _Contents(gguf.parent, found.config, found.tensors, found.eos_ids, found.heads)
+        return gguf.parent, read_gguf(gguf)
     config = _read_object(path / "config.json")
     require_unquantised(config, checkpoint_name(path))
     eos_ids = _eos_ids(path, config, _of_text(path, config))
-    return _Contents(path, config, read_tensors(path), eos_ids)
+    return path, Contents({}, config, read_tensors(path), eos_ids)
 
 
 def _gguf_of(path: Path) -> Path | None:

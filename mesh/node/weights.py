@@ -23,7 +23,7 @@ from mesh.paths import cache_dir
 from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
 from mesh.transfers.shelf import Holding
-from mesh.transfers.supervisor import FetcherSupervisor, spans_of
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import Endpoint, ModelId, host_port
 
 TELL_BYTES_S = 2.0
@@ -126,9 +126,8 @@ class Weights:
 
 def _said(holding: Holding, endpoint: Endpoint, arriving: Arriving | None) -> HeldWeights:
     return HeldWeights(
-        ModelId(holding.model_id), holding.weights_sha256, holding.total_layers,
-        tuple(spans_of(holding.layers)), holding.ends, endpoint, holding.origin,
-        holding.files_sha256, arriving,
+        holding.model_id, holding.weights_sha256, holding.total_layers, holding.layers,
+        holding.ends, endpoint, holding.origin, holding.files_sha256, arriving,
     )  # fmt: skip
 
 

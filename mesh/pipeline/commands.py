@@ -13,6 +13,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
 from mesh.health.detector import Verdict
 from mesh.health.series import HopSteps
+from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Start
@@ -125,12 +126,10 @@ class AskerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HarvestOrder:
-    """One batch as it is asked for; `texts` are cut to `max_tokens` tokens each."""
+    """One batch as it is asked for, its rows not counted yet; `texts` are cut to `max_tokens`
+    tokens each."""
 
-    run: str
-    batch: int
-    layer_prefix: str
-    pattern: str
+    batch: HarvestBatch
     texts: tuple[str, ...]
     max_tokens: int
 

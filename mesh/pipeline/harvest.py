@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mesh.errors import BadRequest, NoRoute
-from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.commands import HarvestOrder
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
@@ -50,7 +50,7 @@ async def harvest(
     rows = sum(map(len, prompts))
     if not all(prompts):
         raise BadRequest("A text has no tokens.", fix="Leave empty lines out.", param="texts")
-    batch = HarvestBatch(order.run, order.batch, rows, order.layer_prefix, order.pattern)
+    batch = replace(order.batch, rows=rows)
     terms = SessionTerms(
         model.model_id,
         model.weights_sha256,
@@ -70,7 +70,7 @@ async def harvest(
                 lost = error
             if lost is None or delay is None:  # that nobody serves it is no passing matter
                 raise (named(error) if isinstance(error, HopLost) else error) from None
-            logger.info("run=%s batch=%d starts again: %s", order.run, order.batch, error)
+            logger.info("run=%s batch=%d starts again: %s", batch.run, batch.batch, error)
             await asyncio.sleep(delay)
         else:
             return {"prompts": prompts, "cut": cut, "files": files}

@@ -236,7 +236,9 @@ def wanted_tensors(
     return list(dict.fromkeys(names))
 
 
-def complete_layers(manifest: Manifest, complete: frozenset[str]) -> tuple[tuple[int, ...], bool]:
+def complete_layers(
+    manifest: Manifest, complete: frozenset[str]
+) -> tuple[tuple[LayerRange, ...], bool]:
     """The layers all of whose tensors are among these, and whether the ends' are."""
     prefix = manifest.layer_prefix
     lacking = {
@@ -244,8 +246,8 @@ def complete_layers(manifest: Manifest, complete: frozenset[str]) -> tuple[tuple
         for name in manifest.tensors
         if name.startswith(prefix) and name not in complete
     }
-    layers = tuple(layer for layer in range(manifest.total_layers) if str(layer) not in lacking)
-    return layers, all(entry.name in complete for entry in manifest.ends_tensors())
+    layers = (layer for layer in range(manifest.total_layers) if str(layer) not in lacking)
+    return LayerRange.runs(layers), all(entry.name in complete for entry in manifest.ends_tensors())
 
 
 def _beginning(file: Path, size: int) -> bytes:

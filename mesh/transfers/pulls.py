@@ -268,7 +268,7 @@ def meant(
     Raises BadRequest when it could be several.
     """
     said = [*((p.held.model_id, p.held.weights_sha256) for p in peers)]
-    said += [(ModelId(held.model_id), held.weights_sha256) for held in holdings]
+    said += [(held.model_id, held.weights_sha256) for held in holdings]
     known = {sha256: name for name, sha256 in said if _means(model, name, sha256)}
     if len(known) > 1:
         names = " or ".join(f"{name}@{sha256[:12]}" for sha256, name in known.items())

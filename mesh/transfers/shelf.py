@@ -15,7 +15,7 @@ from pathlib import Path
 from mesh.errors import BadRequest, ModelNotFound, WeightsMissing
 from mesh.models.manifest import Manifest
 from mesh.transfers import documents
-from mesh.types import ModelId
+from mesh.types import LayerRange, ModelId
 from mesh.wire.messages import Part
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,10 @@ class Holding:
     `documents`.
     """
 
-    model_id: str
+    model_id: ModelId
     weights_sha256: str
     total_layers: int
-    layers: tuple[int, ...]
+    layers: tuple[LayerRange, ...]
     ends: bool
     origin: str
     directory: Path

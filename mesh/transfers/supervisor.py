@@ -336,19 +336,8 @@ def model_facts(holding: Holding) -> dict[str, Any]:
         "directory": str(holding.directory),
         "partial": holding.is_partial,
         "total_layers": holding.total_layers,
-        "layers": [str(span) for span in spans_of(holding.layers)],
+        "layers": [str(span) for span in holding.layers],
         "ends": holding.ends,
         "here_bytes": holding.here_bytes,
         "total_bytes": holding.total_bytes,
     }
-
-
-def spans_of(layers: Sequence[int]) -> list[LayerRange]:
-    """Ascending layers as the fewest ranges."""
-    spans: list[LayerRange] = []
-    for layer in layers:
-        if spans and spans[-1].stop == layer:
-            spans[-1] = LayerRange(spans[-1].start, layer + 1)
-        else:
-            spans.append(LayerRange(layer, layer + 1))
-    return spans

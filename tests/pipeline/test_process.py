@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import InternalError, PipelineStalled
+from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.commands import (
     Credit,
     Ended,
@@ -42,7 +43,7 @@ class Daemon:
         self.said.append(message)
 
 
-ORDER = HarvestOrder("0" * 16, 0, "layers.", "layers.*", ("a text",), 8)
+ORDER = HarvestOrder(HarvestBatch("0" * 16, 0, 1, "layers.", "layers.*"), ("a text",), 8)
 REQUEST = "r"
 COMMANDS = {"generate": Generate(toy_request([1, 2], 5)), "harvest": Harvest("r", ORDER)}
 

@@ -16,7 +16,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, StartFetcher
 from mesh.transfers.hub import HubSettings
-from mesh.transfers.supervisor import FetcherSupervisor, spans_of
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import Endpoint, ModelId
 from mesh.wire.messages import Hello
 
@@ -40,7 +40,7 @@ class Fetcher:
                 self.key.node_id, self.name,
                 HeldWeights(
                     ModelId(held.model_id), held.weights_sha256, held.total_layers,
-                    tuple(spans_of(held.layers)), held.ends, Endpoint(where), held.origin,
+                    held.layers, held.ends, Endpoint(where), held.origin,
                     held.files_sha256,
                 ),
             )

@@ -73,7 +73,7 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
         assert await sent(full) == weights_bytes(whole)
         # Who has fetched gives as well.
         (held_now,) = empty.holding()
-        assert held_now.files_sha256 == held[sha].files_sha256
+        assert held_now.held.files_sha256 == held[sha].files_sha256
         late.supervisor.hear([held_now])
         directory = await late.supervisor.ensure(MODEL, sha, [LayerRange(0, 1)])
         assert await asyncio.to_thread(right, directory, whole) > settings
@@ -117,9 +117,11 @@ async def test_who_alone_says_another_head_is_not_believed(
         assert await asyncio.to_thread(right, directory, manifests[0]) == set(manifests[0].tensors)
         # Nor is one who says the hash of the others and gives its own.
         (pretender,) = liar.holding()
-        agreed = one.holding()[0].files_sha256
+        agreed = one.holding()[0].held.files_sha256
         await empty.supervisor.remove(directory)
-        empty.supervisor.hear([replace(pretender, files_sha256=agreed)])
+        empty.supervisor.hear(
+            [replace(pretender, held=replace(pretender.held, files_sha256=agreed))]
+        )
         with pytest.raises(TransferFailed, match="another config or tokenizer"):
             await empty.supervisor.ensure(MODEL, sha)
 

@@ -83,7 +83,9 @@ async def test_a_neighbours_weights_stored_quantised_are_refused_as_well(
     async with house(tmp_path, "full", "empty") as made:
         full, empty = made.start("full", whole.directory), made.start("empty", patience_s=5.0)
         await up(full, empty)
-        offered = [replace(held, files_sha256="") for held in full.holding()]
+        offered = [
+            replace(peer, held=replace(peer.held, files_sha256="")) for peer in full.holding()
+        ]
         await asyncio.to_thread(quantise, whole.directory, "awq")
         empty.supervisor.hear(offered)
         with pytest.raises(BadRequest, match=r"stored quantised \(awq\)"):

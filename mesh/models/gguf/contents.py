@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
 from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.gguf.settings import GgufSettings, unreadable
-from mesh.models.header import Difference, TensorEntry
+from mesh.models.header import Contents, Difference, TensorEntry
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
@@ -29,19 +29,6 @@ _MAX_EXPERTS = 4096
 _MAX_SETTING_BYTES = 1 << 20
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."
-
-
-@dataclass(frozen=True, slots=True)
-class GgufContents:
-    """`config` is what config.json would say; `tensors` have the names that they have in the model.
-
-    `heads` says of each of the files where its header ends; the first is the one with the metadata.
-    """
-
-    heads: Mapping[Path, int]
-    config: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
-    eos_ids: tuple[int, ...]
 
 
 def model_name(file: Path) -> str:
@@ -85,7 +72,7 @@ def only_model(directory: Path) -> Path | None:
     return next(iter(models.values()), None)
 
 
-def read_gguf(file: Path) -> GgufContents:
+def read_gguf(file: Path) -> Contents:
     """Read the model that `file` is, or is a part of.
 
     Raises ModelNotFound, BadCheckpoint when a file cannot be used, and UnsupportedFamily, with the
@@ -112,7 +99,7 @@ def read_gguf(file: Path) -> GgufContents:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
             tensors[named.name] = named
     ids, heads = _ids(metadata), {header.file: header.end for header in headers}
-    return GgufContents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
+    return Contents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
 
 
 def _files(file: Path) -> list[Path]:

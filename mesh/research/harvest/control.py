@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
-
-from msgspec import convert
 
 from mesh.errors import BadRequest, Busy, NoRoute
 from mesh.models.harvest import HarvestBatch
@@ -42,11 +39,12 @@ class Harvests:
         """
         model_id = ModelId(model)
         manifest = await asyncio.to_thread(local_manifest, self._models, model_id, cache_dir())
-        asked = convert({**order, "layer_prefix": manifest.layer_prefix}, HarvestOrder)
-        batch = HarvestBatch.from_fields({**asdict(asked), "rows": 1})
+        of_model = {"pattern": order["module"], "layer_prefix": manifest.layer_prefix, "rows": 1}
+        batch = HarvestBatch.from_fields({**order, **of_model})
+        asked = HarvestOrder(batch, tuple(order["texts"]), order["max_tokens"])
         if not batch.fits_any(manifest.tensors):
             raise BadRequest(
-                f"module: {asked.pattern!r} fits no module of a layer of {model}.",
+                f"module: {batch.pattern!r} fits no module of a layer of {model}.",
                 fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
                 param="module",
             )
@@ -60,4 +58,4 @@ class Harvests:
             result = await asker.harvest(asked)
         finally:
             self._running -= 1
-        return {"batch": asked.batch, "weights_sha256": manifest.weights_sha256, **result}
+        return {"batch": batch.batch, "weights_sha256": manifest.weights_sha256, **result}

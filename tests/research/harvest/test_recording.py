@@ -67,11 +67,9 @@ class Field:
         return [Candidate(hosted.descriptor, 0) for hosted in self.host.shards.values()]
 
     async def reap(self, pattern: str, batch: int = 0, **changes: Any) -> dict[str, Any]:
-        fields = {"texts": TEXTS, "max_tokens": 200, "layer_prefix": "model.layers.", **changes}
-        return await harvest(
-            self.model, self.sessions, self.prompts,
-            HarvestOrder(RUN, batch, pattern=pattern, **fields),
-        )  # fmt: skip
+        fields = {"texts": TEXTS, "max_tokens": 200, **changes}
+        order = HarvestOrder(HarvestBatch(RUN, batch, 1, "model.layers.", pattern), **fields)
+        return await harvest(self.model, self.sessions, self.prompts, order)
 
 
 @asynccontextmanager
