@@ -7,10 +7,11 @@ docs/explanation/privacy.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from mesh import codec
 from mesh.types import LayerRange, ModelId
 
 _PAGE = "docs/explanation/privacy.md"
@@ -37,7 +38,7 @@ class Exposure:
     """
 
     node: str
-    layers: str
+    layers: LayerRange
     sight: Sight
     is_checkable: bool
 
@@ -55,16 +56,6 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
-    """One hop of a route as seen from here; `is_checkable` as in `Exposure`."""
-
-    node: str
-    layers: LayerRange
-    is_own: bool
-    is_checkable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class ReportedRoute:
     """The hops of a running request, or of the next one; none and a reason when there is none.
 
@@ -72,9 +63,8 @@ class ReportedRoute:
     """
 
     model: ModelId
-    total_layers: int
     request: str | None
-    hops: tuple[Hop, ...]
+    hops: tuple[Exposure, ...]
     missing: str = ""
     is_thin: bool = False
 
@@ -94,46 +84,44 @@ def report(routes: Sequence[ReportedRoute], precautions: Precautions) -> dict[st
     """``{"routes": [{"model", "request", "hops": [{"node", "layers", "sight", "is_checkable"}],
     "missing"}], "precautions": {...}, "words": [lines]}``; `request` is None for the route
     of the next one."""
-    noisy = precautions.activation_noise > 0
-    seen = [(route, [expose(hop, route.total_layers, noisy=noisy) for hop in route.hops])
-            for route in routes]  # fmt: skip
+    said = [codec.plain(route) for route in routes]
+    for row in said:
+        del row["is_thin"]
     return {
-        "routes": [
-            {
-                "model": route.model,
-                "request": route.request,
-                "hops": [asdict(exposure) for exposure in exposures],
-                "missing": route.missing,
-            }
-            for route, exposures in seen
-        ],
-        "precautions": asdict(precautions),
-        "words": list(_lines(seen, precautions)),
+        "routes": said,
+        "precautions": codec.plain(precautions),
+        "words": list(_lines(routes, precautions)),
     }
 
 
-def expose(hop: Hop, total_layers: int, *, noisy: bool) -> Exposure:
-    """What the hop's machine can see."""
-    if hop.is_own:
+def expose(
+    node: str,
+    layers: LayerRange,
+    total_layers: int,
+    *,
+    is_own: bool,
+    is_checkable: bool,
+    noisy: bool,
+) -> Exposure:
+    """What the machine of these layers can see; this one needs no check."""
+    if is_own:
         sight = Sight.OWN
-    elif hop.layers.stop == total_layers:
+    elif layers.stop == total_layers:
         sight = Sight.EXACT
-    elif hop.layers.start == 0:
+    elif layers.start == 0:
         sight = Sight.BLURRED if noisy else Sight.EXACT
     else:
         sight = Sight.RECOVERABLE
-    return Exposure(hop.node, str(hop.layers), sight, hop.is_own or hop.is_checkable)
+    return Exposure(node, layers, sight, is_own or is_checkable)
 
 
-def _lines(
-    seen: Sequence[tuple[ReportedRoute, Sequence[Exposure]]], precautions: Precautions
-) -> Iterator[str]:
-    for route, exposures in seen:
+def _lines(routes: Sequence[ReportedRoute], precautions: Precautions) -> Iterator[str]:
+    for route in routes:
         which = f"request {route.request}, running" if route.request else "the next request"
         yield f"{route.model}, {which}:"
         if route.missing:
             yield f"  no route: {route.missing}"
-        for exposure in exposures:
+        for exposure in route.hops:
             yield f"  {exposure.words()}"
             if not exposure.is_checkable:
                 yield f"    {_unchecked(exposure, precautions)}"
@@ -142,11 +130,11 @@ def _lines(
                 "  this machine has no embedding and no head of it: the first is sent the prompt's"
                 " tokens, the last says the answer's (research.distributed_inference.thin)."
             )
-    if not any(route.is_thin for route, _ in seen):
+    if not any(route.is_thin for route in routes):
         yield "No other machine is sent text: prompt, answer and chat stay here as text."
     yield "Between machines all is encrypted; who listens sees who talks, when, and how much."
     yield "Members below trusted, and everybody outside the hearth, are sent nothing of it."
-    if any(e.sight is not Sight.OWN for _, exposures in seen for e in exposures):
+    if any(hop.sight is not Sight.OWN for route in routes for hop in route.hops):
         yield "If a machine fails, another trusted one gets its part, and sees what it saw."
         if precautions.spot_check_probability > 0:
             share = f"{100 * precautions.spot_check_probability:g} %"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mesh.api.privacy import Hop, Precautions, ReportedRoute, report
+from mesh.api.privacy import Exposure, Precautions, ReportedRoute, expose, report
 from mesh.config import Config
 from mesh.errors import NoRoute
 from mesh.health.detector import Verdict
@@ -60,9 +60,7 @@ class PrivacyReport:
             hops = tuple(
                 self._hop(model, NodeId(hop.host), hop.node, hop.layers) for hop in running.route
             )
-            yield ReportedRoute(
-                model.model_id, model.total_layers, running.id, hops, is_thin=is_thin
-            )
+            yield ReportedRoute(model.model_id, running.id, hops, is_thin=is_thin)
         yield self._next(model, is_thin=is_thin)
 
     def _next(self, model: LocalModel, *, is_thin: bool) -> ReportedRoute:
@@ -78,13 +76,13 @@ class PrivacyReport:
         try:
             cover = cheapest.cover(same, whole, rules)
         except NoRoute as error:
-            return ReportedRoute(model.model_id, model.total_layers, None, (), error.message)
+            return ReportedRoute(model.model_id, None, (), error.message)
         hops = tuple(
             self._hop(model, hop.shard.host, hop.shard.node_name, hop.layers) for hop in cover
         )
-        return ReportedRoute(model.model_id, model.total_layers, None, hops, is_thin=is_thin)
+        return ReportedRoute(model.model_id, None, hops, is_thin=is_thin)
 
-    def _hop(self, model: LocalModel, host: NodeId, name: str, layers: LayerRange) -> Hop:
+    def _hop(self, model: LocalModel, host: NodeId, name: str, layers: LayerRange) -> Exposure:
         """As spot checks see it: who is to check has all of its layers, in the same format."""
         holding = [
             each.shard.descriptor
@@ -94,7 +92,10 @@ class PrivacyReport:
         ]
         formats = {each.dtype for each in holding if each.host == host}
         others = [each for each in holding if each.host != host and each.dtype in formats]
-        return Hop(name, layers, host == self._own, is_checkable=bool(others))
+        return expose(
+            name, layers, model.total_layers, is_own=host == self._own, is_checkable=bool(others),
+            noisy=self._config.routing.activation_noise > 0,
+        )  # fmt: skip
 
     def _candidate(self, offer: Offer) -> Candidate:
         is_self = offer.shard.descriptor.host == self._own

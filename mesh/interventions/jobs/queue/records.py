@@ -38,19 +38,9 @@ UPDATE jobs SET owner = CASE owner WHEN 'local' THEN 'local:anonymous' ELSE 'key
 """
 """In schema 1 an owner was a key's id, or ``local`` for all who had none."""
 
-_COLUMNS = (
-    "job_id, owner, model_id, blocking, compress, env, trusted, received_at, status, description,"
-    " attempts, ended_at, payload_bytes, result_bytes, meta"
-)
-_INSERT = f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 15)})"  # noqa: S608 - our own
-_UPDATE = (
-    "UPDATE jobs SET status = ?, description = ?, attempts = ?, ended_at = ?, result_bytes = ?,"
-    " meta = ? WHERE job_id = ?"
-)
-
 
 class _Row(NamedTuple):
-    """What `_COLUMNS` hold."""
+    """A job as the table has it: its columns, but for the number."""
 
     job_id: str
     owner: str
@@ -67,6 +57,14 @@ class _Row(NamedTuple):
     payload_bytes: int
     result_bytes: int
     meta: str
+
+
+_COLUMNS = ", ".join(_Row._fields)
+_INSERT = f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * len(_Row._fields))})"  # noqa: S608 - our own
+_UPDATE = (
+    "UPDATE jobs SET status = ?, description = ?, attempts = ?, ended_at = ?, result_bytes = ?,"
+    " meta = ? WHERE job_id = ?"
+)
 
 
 class JobRecords:
@@ -193,9 +191,9 @@ def _require_known(schema: int, path: Path) -> None:
         )
 
 
-def _row(job: Job) -> tuple[object, ...]:
+def _row(job: Job) -> _Row:
     asked = job.asked
-    return (
+    return _Row(
         job.job_id, str(asked.owner), asked.model_id, asked.blocking, asked.compress,
         json.dumps(dict(asked.env)), asked.trusted, job.received_at, job.status, job.description,
         job.attempts, job.ended_at, job.payload_bytes, job.result_bytes, json.dumps(dict(job.meta)),
