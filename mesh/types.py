@@ -206,6 +206,12 @@ class LayerRange:
             found.append(cls(start, layer + 1))
         return tuple(found)
 
+    def lacking(self, held: Iterable[LayerRange]) -> list[LayerRange]:
+        """The parts of it that none of these cover, in order."""
+        here = {layer for each in held for layer in range(each.start, each.stop)}
+        own = range(self.start, self.stop)
+        return list(LayerRange.runs(layer for layer in own if layer not in here))
+
     def covers(self, other: LayerRange) -> bool:
         """Whether every layer of `other` is in this range."""
         return self.start <= other.start and other.stop <= self.stop

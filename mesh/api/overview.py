@@ -23,7 +23,6 @@ from mesh.models.local import LocalModel
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
-from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
@@ -359,8 +358,8 @@ def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:
-    candidates = [Candidate(shard.descriptor, 0) for shard in shards]
-    return [str(part) for part in missing_layers(candidates, LayerRange(0, total_layers))]
+    lacking = LayerRange(0, total_layers).lacking(shard.descriptor.layers for shard in shards)
+    return [str(part) for part in lacking]
 
 
 def _lacks(missing: Sequence[str]) -> str | None:

@@ -14,7 +14,6 @@ from typing import Any
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
-from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
 from mesh.deployments.world import World
@@ -140,7 +139,7 @@ class DeploymentRows:
             for each in self._here()
             if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
         ]
-        return [str(layers) for layers in uncovered(wish.whole, served)]
+        return [str(layers) for layers in wish.whole.lacking(served)]
 
 
 def _span_row(replica: int, span: Span, name: str, now: PhaseProgress) -> dict[str, Any]:

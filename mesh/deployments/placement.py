@@ -25,7 +25,7 @@ def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap
     found = []
     for replica in () if before is None else before.replicas[: wish.replicas]:
         spans = _standing(_kept(replica, wish, usable), wish)
-        lacking = uncovered(wish.whole, [span.layers for span in spans])
+        lacking = wish.whole.lacking(span.layers for span in spans)
         found += [Gap(replica.number, layers, len(spans)) for layers in lacking]
     return found
 
@@ -169,7 +169,7 @@ def _around(
     """What is not pinned, in even parts over the machines in their order; None where `rooms` are
     too small for it."""
     spans = list(pins)
-    for gap in uncovered(wish.whole, [pin.layers for pin in pins]):
+    for gap in wish.whole.lacking(pin.layers for pin in pins):
         free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
         nodes = [machine.node for machine in free]
         parts = _split(gap, nodes) if rooms is None else _split_within(gap, nodes, spans, rooms)
@@ -245,7 +245,7 @@ def _filled(
     least and have room."""
     spans = _standing(replica, wish)
     kept = len(spans)
-    for layers in uncovered(wish.whole, [span.layers for span in spans]):
+    for layers in wish.whole.lacking(span.layers for span in spans):
         found = laid.gaps.get(Gap(replica.number, layers, kept))
         if found is None:
             found = _least_loaded(wish, layers, machines, load, rooms)
@@ -272,18 +272,6 @@ def _least_loaded(
     if parts is None:
         raise rooms.refusal(wish, len(layers))
     return tuple(parts)
-
-
-def uncovered(whole: LayerRange, covered: Iterable[LayerRange]) -> list[LayerRange]:
-    """The ranges of `whole` that none of these cover, in order."""
-    gaps, at = [], whole.start
-    for layers in sorted(covered):
-        if layers.start > at:
-            gaps.append(LayerRange(at, layers.start))
-        at = max(at, layers.stop)
-    if at < whole.stop:
-        gaps.append(LayerRange(at, whole.stop))
-    return gaps
 
 
 def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:

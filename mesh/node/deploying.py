@@ -12,7 +12,6 @@ from mesh.config import Config
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.levels import Level, level_of
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.weights import OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
@@ -139,7 +138,7 @@ class House(World):
             for each in self._store.shards(model_id, model.weights_sha256)
             if self._network.may_serve(each.descriptor.host)
         ]
-        return not uncovered(LayerRange(0, model.total_layers), offered)
+        return not LayerRange(0, model.total_layers).lacking(offered)
 
     def loading(self, model_id: ModelId) -> BringingUp | None:
         """How far the layers are that this node was told to hold of a model; None where all have

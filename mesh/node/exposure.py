@@ -11,13 +11,11 @@ from typing import Any
 from mesh.api.privacy import Exposure, Precautions, ReportedRoute, expose, report
 from mesh.config import Config
 from mesh.errors import NoRoute
-from mesh.health.detector import Verdict
 from mesh.models.local import LocalModel
 from mesh.node.wiring import route_limits
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.routing import cheapest
-from mesh.routing.cover import Candidate
 from mesh.types import LayerRange, ModelId, NodeId
 
 
@@ -66,7 +64,7 @@ class PrivacyReport:
     def _next(self, model: LocalModel, *, is_thin: bool) -> ReportedRoute:
         limits = route_limits(self._config)
         rules = limits.cover_rules(model.total_layers, remote_ends=is_thin)
-        candidates = [self._candidate(offer) for offer in self._routable(model.model_id)]
+        candidates = [offer.candidate(self._own) for offer in self._routable(model.model_id)]
         same = [
             c
             for c in candidates
@@ -96,15 +94,3 @@ class PrivacyReport:
             name, layers, model.total_layers, is_own=host == self._own, is_checkable=bool(others),
             noisy=self._config.routing.activation_noise > 0,
         )  # fmt: skip
-
-    def _candidate(self, offer: Offer) -> Candidate:
-        is_self = offer.shard.descriptor.host == self._own
-        return Candidate(
-            offer.shard.descriptor,
-            offer.shard.health.queue_depth,
-            hop_weight=offer.hop_weight,
-            is_self=is_self,
-            penalty=2 * (offer.verdict is Verdict.SUSPECT),
-            layer_ms=offer.layer_ms,
-            rtt_ms=0.0 if is_self else offer.rtt_ms,
-        )

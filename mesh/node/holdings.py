@@ -22,7 +22,6 @@ from mesh.node.held_models import HeldModels
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
 from mesh.processes.tasks import end, spawn
-from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.commands import KeepResident
 from mesh.shard.local_shard import LocalShard
 from mesh.shard.supervisor import ShardSupervisor
@@ -208,8 +207,8 @@ class Holdings:
         if self._config.is_distributed:
             return None
         local = self.models.get(model_id)
-        served = [Candidate(shard.descriptor, 0) for shard in self.host.serving]
-        if local is None or not missing_layers(served, LayerRange(0, local.total_layers)):
+        served = [shard.descriptor.layers for shard in self.host.serving]
+        if local is None or not LayerRange(0, local.total_layers).lacking(served):
             return None
         return f"distributed inference is switched off and {model_id} is not held here as a whole."
 

@@ -17,7 +17,7 @@ from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Start
-from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, Policy, home_layers
+from mesh.routing.cover import LAN_HOP_WEIGHT, Candidate, CoverRules, Policy, home_layers
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -52,6 +52,16 @@ class Offer:
         """What a layer of a step took there lately; None where there was none."""
         took = self.shard.health.p50_latency_ms / len(self.shard.descriptor.layers)
         return took if took > 0 else None
+
+    def candidate(self, own: NodeId) -> Candidate:
+        """The shard as the router of the node `own` counts with it before it knows any more."""
+        shard, health = self.shard.descriptor, self.shard.health
+        is_self = shard.host == own
+        return Candidate(
+            shard, health.queue_depth, self.hop_weight, is_self,
+            penalty=2 * (self.verdict is Verdict.SUSPECT), layer_ms=self.layer_ms,
+            rtt_ms=0.0 if is_self else self.rtt_ms,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mesh.health.detector import Verdict
 from mesh.pipeline.claims import Claims
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.watch.reputation import Reputations
 from mesh.routing.cover import Candidate, key_of
-from mesh.types import ModelId
+from mesh.types import ModelId, NodeId
 
 
 class KnownShards:
     """The shards the daemon last told of; the router's store."""
 
-    def __init__(self, node_id: str, reputations: Reputations, claims: Claims) -> None:
+    def __init__(self, node_id: NodeId, reputations: Reputations, claims: Claims) -> None:
         self._node_id = node_id
         self._reputations = reputations
         self._claims = claims
@@ -41,14 +41,10 @@ class KnownShards:
         key = key_of(shard)
         active = max(health.active_streams, self._claims.sessions(key))
         full = active >= shard.max_concurrent_streams
-        suspect = offer.verdict is Verdict.SUSPECT
-        return Candidate(
-            shard,
-            queue_depth=health.queue_depth + self._claims.depth(key),
-            hop_weight=offer.hop_weight,
-            is_self=shard.host == self._node_id,
-            penalty=full + 2 * suspect + self._reputations.penalty(key),
+        said = offer.candidate(self._node_id)
+        return replace(
+            said,
+            queue_depth=said.queue_depth + self._claims.depth(key),
+            penalty=said.penalty + full + self._reputations.penalty(key),
             lot=self._claims.lot(key),
-            layer_ms=offer.layer_ms,
-            rtt_ms=0.0 if shard.host == self._node_id else offer.rtt_ms,
         )

@@ -180,20 +180,7 @@ def _cover(
 
 def missing_layers(candidates: Sequence[Candidate], span: LayerRange) -> list[LayerRange]:
     """The parts of `span` that no candidate holds, in order."""
-    held = {
-        layer
-        for c in candidates
-        for layer in range(c.descriptor.layers.start, c.descriptor.layers.stop)
-    }
-    missing: list[LayerRange] = []
-    for layer in range(span.start, span.stop):
-        if layer in held:
-            continue
-        if missing and missing[-1].stop == layer:
-            missing[-1] = LayerRange(missing[-1].start, layer + 1)
-        else:
-            missing.append(LayerRange(layer, layer + 1))
-    return missing
+    return span.lacking(candidate.descriptor.layers for candidate in candidates)
 
 
 def _stop(cursor: int, stop: int, rules: CoverRules) -> int:
