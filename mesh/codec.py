@@ -274,9 +274,9 @@ def to_text(value: object) -> str:
 
 
 def from_text(kind: type[Any], value: object) -> Any:
-    """The inverse of `to_text`. Raises ValueError."""
-    if type(value) is not str:
-        raise ValueError(f"expected `str`, got `{type(value).__name__}`")
+    """The inverse of `to_text`; white space is for people. Raises ValueError."""
+    if type(value) is not str or value != value.strip():
+        raise ValueError(f"expected `str` without white space around it, got {value!r:.100}")
     return kind.parse(value)
 
 

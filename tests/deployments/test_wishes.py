@@ -59,6 +59,7 @@ def test_what_is_written_is_what_is_read() -> None:
     [
         {"deployment": "d1"}, {"replicas": -1}, {"replicas": 17}, {"replicas": "1"},
         {"total_layers": 0}, {"quant": "int2"}, {"pins": [["a", "0-6"]]}, {"pins": [["a", "2-1"]]},
+        {"pins": [["a", " 0-1"]]},
         {"nodes": ["A node"]}, {"minimum_s": float("nan")}, {"evicted": 0},
     ],
 )  # fmt: skip
