@@ -304,8 +304,14 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
         return all(row(node)["level"] == "COLD" and not held(node) for node in house.values())
 
     until(rests, "it rests", attic)
-    status = kitchen.get("/status")["deployments"][MODEL]
-    assert (status["deployment_level"], status["application_state"]) == ("COLD", "NOT_STARTED")
+
+    def is_said_to_rest() -> bool:  # by what is offered, which others hear of a moment later
+        status = kitchen.get("/status")["deployments"][MODEL]
+        return bool(
+            status["deployment_level"] == "COLD" and status["application_state"] == "NOT_STARTED"
+        )
+
+    until(is_said_to_rest, "that is said to nnsight's clients", attic)
 
     # Who has no key, or one that is not trusted, does not wake it, neither by a chat nor by a job.
     question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0,
