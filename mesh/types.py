@@ -208,9 +208,12 @@ class LayerRange:
 
     def lacking(self, held: Iterable[LayerRange]) -> list[LayerRange]:
         """The parts of it that none of these cover, in order."""
-        here = {layer for each in held for layer in range(each.start, each.stop)}
-        own = range(self.start, self.stop)
-        return list(LayerRange.runs(layer for layer in own if layer not in here))
+        gaps, at = [], self.start
+        for layers in sorted(held):
+            if at < min(layers.start, self.stop):
+                gaps.append(LayerRange(at, min(layers.start, self.stop)))
+            at = max(at, layers.stop)
+        return [*gaps, LayerRange(at, self.stop)] if at < self.stop else gaps
 
     def covers(self, other: LayerRange) -> bool:
         """Whether every layer of `other` is in this range."""

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from mesh.errors import BadValue, PortInUse
-from mesh.types import host_port
 
 if TYPE_CHECKING:
     from mesh.config import Config
@@ -50,6 +49,8 @@ def _node_host(config: Config) -> str:
 
 
 def _refusal(error: OSError, flag: str, host: str, port: int) -> BadValue | PortInUse:
+    from mesh.types import host_port
+
     param = flag.replace("-", "_")
     if error.errno == errno.EADDRINUSE:
         fix = f"Stop what uses it, or choose another with --{flag} (0 takes a free one)."
