@@ -31,7 +31,7 @@ from mesh.api.ndif import routes as ndif
 from mesh.api.ollama import asking as ollama
 from mesh.api.ollama import elsewhere as not_of_ollama
 from mesh.api.ollama import models as ollama_models
-from mesh.api.ollama.models import Shelf
+from mesh.api.ollama.models import Catalogue
 from mesh.api.openai import chat, completions, elsewhere, models, responses, streams
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
@@ -117,10 +117,10 @@ def _as_ollama(
     settings: ApiSettings,
     deployed: DeploymentControl | None,
 ) -> list[Route]:
-    shelf = Shelf(view, deployed)
+    catalogue = Catalogue(view, deployed)
     return [
-        *ollama.routes(generations, shelf, settings),
-        *ollama_models.routes(shelf, settings),
+        *ollama.routes(generations, catalogue, settings),
+        *ollama_models.routes(catalogue, settings),
         *not_of_ollama.routes(),
     ]
 

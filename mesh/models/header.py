@@ -79,7 +79,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointContents:
     """What is in a checkpoint of either kind. `config` is what config.json says, or would say;
     `tensors` have the names that they have in the model.
 

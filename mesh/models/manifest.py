@@ -22,7 +22,7 @@ from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
-from mesh.models.header import Contents, TensorEntry, read_header
+from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
@@ -200,7 +200,7 @@ def looks_like_checkpoint(path: Path) -> bool:
     return (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}"))
 
 
-def _read(path: Path) -> tuple[Path, Contents]:
+def _read(path: Path) -> tuple[Path, CheckpointContents]:
     """Its directory, and what is there."""
     if path.suffix != SUFFIX and not path.is_dir():
         kind = BadCheckpoint if path.exists() else ModelNotFound
@@ -213,7 +213,7 @@ def _read(path: Path) -> tuple[Path, Contents]:
     config = _read_object(path / "config.json")
     require_unquantised(config, checkpoint_name(path))
     eos_ids = _eos_ids(path, config, _of_text(path, config))
-    return path, Contents({}, config, read_tensors(path), eos_ids)
+    return path, CheckpointContents({}, config, read_tensors(path), eos_ids)
 
 
 def _gguf_of(path: Path) -> Path | None:

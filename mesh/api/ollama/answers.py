@@ -15,7 +15,7 @@ _NS_PER_MS = 1e6
 _REASONS = {"tool_calls": "stop"}
 
 
-class Form(Protocol):
+class Wording(Protocol):
     """One endpoint's way to say what is new."""
 
     def __call__(self, delta: TokenDelta) -> dict[str, Any]:

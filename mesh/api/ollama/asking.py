@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
-from mesh.api.ollama.answers import Form, head, in_message, in_text
-from mesh.api.ollama.models import Shelf
+from mesh.api.ollama.answers import Wording, head, in_message, in_text
+from mesh.api.ollama.models import Catalogue
 from mesh.api.ollama.schemas import OllamaChatBody, OllamaGenerateBody
 from mesh.api.ollama.streaming import LineStream, lines, whole
 from mesh.api.services import ApiSettings, Generations
@@ -20,9 +20,9 @@ from mesh.errors import NoRoute, NotSupported
 from mesh.types import GenerationRequest, TokenDelta
 
 
-def routes(generations: Generations, shelf: Shelf, settings: ApiSettings) -> list[Route]:
+def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings) -> list[Route]:
     """The endpoints' routes."""
-    asking = _Asking(generations, shelf)
+    asking = _Asking(generations, catalogue)
 
     async def chat(request: Request) -> Response:
         """Answer a chat, as Ollama's API has it: lines of JSON, of which the last has `done` true,
@@ -55,14 +55,14 @@ class _Asking:
     """How both are answered."""
 
     generations: Generations
-    shelf: Shelf
+    catalogue: Catalogue
 
     async def answer(
-        self, request: Request, body: OllamaChatBody | OllamaGenerateBody, form: Form
+        self, request: Request, body: OllamaChatBody | OllamaGenerateBody, form: Wording
     ) -> Response:
         """The answer to a body, in this form. Raises MeshError."""
         caller = caller_of(request)
-        model = self.shelf.named(body.model, caller)
+        model = self.catalogue.named(body.model, caller)
         if body.is_empty and body.unloads:
             raise NotSupported(
                 "A request for no answer with keep_alive 0 unloads a model, and here models are not"
@@ -84,6 +84,6 @@ class _Asking:
     async def _load(self, asked: GenerationRequest) -> None:
         """Wait until the model can be asked. Raises NoRoute where it still cannot."""
         await self.generations.load(asked)
-        why = self.shelf.why_not(asked.model)
+        why = self.catalogue.why_not(asked.model)
         if why is not None:
             raise NoRoute(f"{asked.model} cannot be asked: {why}.", fix="See `hearthnet models`.")

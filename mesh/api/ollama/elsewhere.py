@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from mesh.api.faults import RefusedRoute
-from mesh.errors import NotSupported
+from mesh.api.openai.elsewhere import refused_routes
 
 _EMBEDDINGS = (
     "Embeddings are not computed here; take them from another server.",
@@ -42,21 +39,7 @@ INSTEAD = {
 }
 """By path: what is not here; and what to use instead."""
 
-_METHODS = ["GET", "POST", "DELETE"]
-
 
 def routes() -> list[Route]:
     """Those paths, and what is below them, such as blobs."""
-    return [
-        _route(path + below, what, fix)
-        for path, (what, fix) in INSTEAD.items()
-        for below in ("", "/{more:path}")
-    ]
-
-
-def _route(path: str, what: str, fix: str) -> Route:
-    async def refuse(_request: Request) -> Response:
-        """Refused with `not_supported`, which says what to use instead."""
-        raise NotSupported(what, fix=fix)
-
-    return RefusedRoute(path, refuse, methods=_METHODS)
+    return refused_routes(INSTEAD)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only, require_plain
-from mesh.api.ollama.options import Hint
+from mesh.api.openai.sampling import Hint
 from mesh.api.openai.tools import MAX_CALLS, CallId, call_chunks
 from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta

@@ -34,7 +34,7 @@ _UNITS = ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K"))
 Rows = dict[str, dict[str, Any]]
 
 
-class Shelf:
+class Catalogue:
     """The models that a caller may ask."""
 
     def __init__(self, view: MeshView, deployments: DeploymentControl | None) -> None:
@@ -73,7 +73,7 @@ class Shelf:
         return str(rows[0]["reason"])
 
 
-def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
+def routes(catalogue: Catalogue, settings: ApiSettings) -> list[Route]:
     """The endpoints' routes."""
 
     async def tags(request: Request) -> Response:
@@ -82,14 +82,14 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
         "family", "families", "parameter_size", "quantization_level"}}]}`. A name may be asked for
         with or without `:latest`.
         """
-        rows = shelf.rows(caller_of(request))
+        rows = catalogue.rows(caller_of(request))
         return JSONResponse({"models": [_listed(name, row) for name, row in rows.items()]})
 
     async def running(request: Request) -> Response:
         """Those of them that are in memory, with their `context_length`, and `expires_at` where a
         deployment says when it will rest.
         """
-        rows = shelf.rows(caller_of(request))
+        rows = catalogue.rows(caller_of(request))
         loaded = {name: row for name, row in rows.items() if row["state"] in _LOADED}
         return JSONResponse({"models": [_loaded(name, row) for name, row in loaded.items()]})
 
@@ -101,7 +101,7 @@ def routes(shelf: Shelf, settings: ApiSettings) -> list[Route]:
         """
         body = await read_body(request, ShowBody, settings)
         caller = caller_of(request)
-        wanted, rows = shelf.named(body.model or body.name, caller), shelf.rows(caller)
+        wanted, rows = catalogue.named(body.model or body.name, caller), catalogue.rows(caller)
         if wanted not in rows:
             raise nobody_asks(wanted, rows)
         return JSONResponse(_shown(wanted, rows[wanted]))

@@ -8,19 +8,16 @@ decides.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
-from mesh.api.bodies import Strict, only
+from mesh.api.bodies import only
+from mesh.api.openai.sampling import INT32, Hint, Penalty, TokenChoice
 from mesh.types import SamplingParams
 
-_INT32 = 2**31
-_MAX_STOPS = 16
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 40, 0.9
 """Ollama's own defaults."""
-
-Hint = Any
 
 
 def _says_something(value: int) -> int:
@@ -29,10 +26,10 @@ def _says_something(value: int) -> int:
     return value
 
 
-NumPredict = Annotated[int, Field(ge=-2, lt=_INT32), AfterValidator(_says_something)]
+NumPredict = Annotated[int, Field(ge=-2, lt=INT32), AfterValidator(_says_something)]
 
 
-class Options(Strict):
+class Options(TokenChoice):
     """How the answer is chosen. As Ollama has it, `temperature` is 0.8, `top_k` 40 and `top_p` 0.9
     where they are left out, and `num_predict` is the most tokens, -1 or -2 for no limit. A `seed`
     of -1 is as none. `repeat_penalty` counts the whole text, prompt included.
@@ -40,14 +37,8 @@ class Options(Strict):
     A prompt that is too long for the model is refused whatever `num_ctx` says, never cut.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     num_predict: NumPredict | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repeat_penalty: Penalty | None = None
     # Ollama's, not here
     repeat_last_n: Annotated[None, only(-1)] = None
     presence_penalty: Annotated[None, only(0, 0.0)] = None
@@ -72,14 +63,6 @@ class Options(Strict):
     mirostat_tau: Hint = None
     mirostat_eta: Hint = None
 
-    @field_validator("stop")
-    @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        texts = [value] if isinstance(value, str) else value or []
-        if len(texts) > _MAX_STOPS or not all(texts):
-            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
-        return value
-
     def sampling(self, num_predict: int | None, logprobs: int | None) -> SamplingParams:
         """How tokens are chosen; `num_predict` where the options have none, `logprobs` as there."""
         limit = self.num_predict or num_predict or -1
@@ -91,6 +74,6 @@ class Options(Strict):
             repetition_penalty=self.repeat_penalty or 1.0,
             seed=None if self.seed == -1 else self.seed,
             max_tokens=limit if limit > 0 else None,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop=self.stop_texts,
             logprobs=logprobs,
         )

@@ -5,15 +5,15 @@ As in `mesh.api.openai.schemas`, what is not done here is refused by name.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only, require_plain
 from mesh.api.ollama.messages import OllamaMessage, to_template
-from mesh.api.ollama.options import Hint, NumPredict, Options
-from mesh.api.openai.tools import MAX_TOOLS, Tool
+from mesh.api.ollama.options import NumPredict, Options
+from mesh.api.openai.sampling import Hint
+from mesh.api.openai.tools import MAX_TOOLS, Tool, require_choosable
 from mesh.types import GenerationRequest, ModelId, Principal, ToolUse
 
 _MAX_MESSAGES = 4096
@@ -85,13 +85,10 @@ class OllamaChatBody(_AnswerBody):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     system: str | None = None
 
-    @field_validator("tools")
-    @classmethod
-    def _differ(cls, value: list[Tool] | None) -> list[Tool] | None:
-        names = Counter(tool.function.name for tool in value or ())
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"two of them are called {twice[0]}")
-        return value
+    @model_validator(mode="after")
+    def _tools_differ(self) -> Self:
+        require_choosable([tool.function for tool in self.tools or ()], None, "")
+        return self
 
     @property
     def is_empty(self) -> bool:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mesh.api.auth import Caller
 from mesh.api.faults import OLLAMA, error_body
-from mesh.api.ollama.answers import Form, Stopwatch, head
+from mesh.api.ollama.answers import Stopwatch, Wording, head
 from mesh.api.openai.streaming import Bill, collected, is_empty, unfinished
 from mesh.api.sse import EventStream, unless_gone
 from mesh.errors import MeshError
@@ -41,7 +41,7 @@ def line(said: dict[str, Any]) -> bytes:
 
 
 async def whole(
-    request: Request, frames: Frames, form: Form, model: str, caller: Caller
+    request: Request, frames: Frames, form: Wording, model: str, caller: Caller
 ) -> Response:
     """The whole answer as one object. Raises MeshError; the generation ends with the client."""
     watch = Stopwatch()
@@ -53,7 +53,7 @@ async def whole(
 
 
 async def lines(
-    frames: Frames, form: Form, model: str, caller: Caller
+    frames: Frames, form: Wording, model: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
     """The answer as lines; its tokens are charged to the caller. Raises MeshError."""
     watch, bill = Stopwatch(), Bill(caller)

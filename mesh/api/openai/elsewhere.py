@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,11 +38,16 @@ _NOT_STORED = (
 
 def routes() -> list[Route]:
     """Those paths, and what other servers have below them."""
-    refused = {**INSTEAD, **dict.fromkeys(STORED, _NOT_STORED)}
+    return refused_routes({**INSTEAD, **dict.fromkeys(STORED, _NOT_STORED)})
+
+
+def refused_routes(instead: Mapping[str, tuple[str, str]]) -> list[Route]:
+    """Paths, and what other servers have below them, that are refused: by path what is not here,
+    and what to use instead."""
     return [
-        route
-        for path, (what, fix) in refused.items()
-        for route in (_route(path, what, fix), _route(path + "/{more:path}", what, fix))
+        _route(path + below, what, fix)
+        for path, (what, fix) in instead.items()
+        for below in ("", "/{more:path}")
     ]
 
 

@@ -38,20 +38,42 @@ class Extension(Strict):
     draft: bool = True
 
 
-class SamplingBody(Strict):
+Penalty = Annotated[float, Field(ge=0.01, le=10)]
+"""A logit divided by far less than the least allowed is infinite, and no chance is left to draw."""
+
+
+class TokenChoice(Strict):
+    """How tokens are chosen and where the text ends, in whatever API's words; nothing is said of
+    what is left out."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if len(texts) > _MAX_STOPS or not all(texts):
+            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
+        return value
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class SamplingBody(TokenChoice):
     """The fields. The defaults are OpenAI's: `temperature` is 1 when absent."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    # hearthnet's own
-    top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # A logit divided by far less than the least allowed is infinite, and no chance is left to draw.
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    # hearthnet's own, as are `top_k` and `min_p`
+    repetition_penalty: Penalty | None = None
     ignore_eos: bool | None = None
     resumable: bool | None = None
     wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
@@ -64,14 +86,6 @@ class SamplingBody(Strict):
     metadata: Hint = None
     safety_identifier: Hint = None
     prompt_cache_key: Hint = None
-
-    @field_validator("stop")
-    @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        texts = [value] if isinstance(value, str) else value or []
-        if len(texts) > _MAX_STOPS or not all(texts):
-            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
-        return value
 
     @model_validator(mode="after")
     def _resumes_what_is_streamed(self) -> Self:
@@ -102,7 +116,6 @@ class SamplingBody(Strict):
         )
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
@@ -111,7 +124,7 @@ class SamplingBody(Strict):
             repetition_penalty=self.repetition_penalty or 1.0,
             seed=self.seed,
             max_tokens=max_tokens,
-            stop=stop,
+            stop=self.stop_texts,
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
         )

@@ -47,7 +47,7 @@ from mesh.interventions.jail.standins import (
     DataclassParams,
     Missing,
     Nothing,
-    Refused,
+    RefusedFunction,
     compiled,
     dataclass_state,
     set_dataclass_state,
@@ -113,8 +113,8 @@ def _guarding(initialise: Callable[..., None]) -> Callable[..., None]:
 
 def _fenced_loader(
     load: Callable[..., types.FunctionType],
-) -> Callable[..., types.FunctionType | Refused]:
-    def fenced(*args: Any) -> types.FunctionType | Refused:
+) -> Callable[..., types.FunctionType | RefusedFunction]:
+    def fenced(*args: Any) -> types.FunctionType | RefusedFunction:
         name, filename = str(args[1]), str(args[5])
         if name in _SHIPPED_BY_NNSIGHT and filename.endswith(_MODEL_FILE):
             own: types.FunctionType = _SHIPPED_BY_NNSIGHT[name]
@@ -122,7 +122,7 @@ def _fenced_loader(
         try:
             loaded = load(*args)
         except PolicyViolation as violation:
-            return Refused(violation)
+            return RefusedFunction(violation)
         function = types.FunctionType(
             loaded.__code__, {"__builtins__": _BUILTINS}, loaded.__name__, loaded.__defaults__
         )
@@ -134,7 +134,7 @@ def _fenced_loader(
 
 
 def _fenced_fill(function: Any, names: dict[str, Any]) -> None:
-    if type(function) is Refused or function in _SHIPPED_BY_NNSIGHT.values():
+    if type(function) is RefusedFunction or function in _SHIPPED_BY_NNSIGHT.values():
         return
     if getattr(function, "__globals__", {}).get("__builtins__") is not _BUILTINS:
         raise refuse("changing what a function sees")

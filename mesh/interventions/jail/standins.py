@@ -65,7 +65,7 @@ class DataclassParams:
     frozen: bool
 
 
-class Refused:
+class RefusedFunction:
     """In the place of a function whose source is not for traced code: so is calling it."""
 
     def __init__(self, violation: PolicyViolation) -> None:

@@ -17,7 +17,7 @@ from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
 from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.gguf.settings import GgufSettings, unreadable
-from mesh.models.header import Contents, Difference, TensorEntry
+from mesh.models.header import CheckpointContents, Difference, TensorEntry
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
@@ -72,7 +72,7 @@ def only_model(directory: Path) -> Path | None:
     return next(iter(models.values()), None)
 
 
-def read_gguf(file: Path) -> Contents:
+def read_gguf(file: Path) -> CheckpointContents:
     """Read the model that `file` is, or is a part of.
 
     Raises ModelNotFound, BadCheckpoint when a file cannot be used, and UnsupportedFamily, with the
@@ -99,7 +99,7 @@ def read_gguf(file: Path) -> Contents:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
             tensors[named.name] = named
     ids, heads = _ids(metadata), {header.file: header.end for header in headers}
-    return Contents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
+    return CheckpointContents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
 
 
 def _files(file: Path) -> list[Path]:
