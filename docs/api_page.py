@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.routing import Route, WebSocketRoute
 
 from mesh.api import services
+from mesh.api.anthropic import elsewhere as not_of_anthropic
 from mesh.api.app import create_app
 from mesh.api.auth import is_open, needed_of
 from mesh.api.bodies import Strict
@@ -27,8 +28,8 @@ from mesh.transfers.pulls import Pulls
 HEAD = """# HTTP API
 
 At `http://127.0.0.1:8420` unless `api_host` and `api_port` say otherwise; beyond loopback with TLS
-and keys ([how](../how-to/reach-the-api.md)). A key goes into `Authorization: Bearer hn_...`. What a
-path needs:
+and keys ([how](../how-to/reach-the-api.md)). A key goes into `Authorization: Bearer hn_...` or `X-Api-Key`.
+What a path needs:
 
 - *Chat*, *Interventions*, *Admin*: a key with that scope (`hearthnet keys create --scope`). On
   loopback chat and interventions need no key, unless the node was told otherwise. The owner of the
@@ -38,8 +39,9 @@ path needs:
 
 Bodies are JSON objects, strictly: an unknown field, a wrong type or a number out of bounds is
 refused with its name. Errors are `{"error": {"message", "type", "param", "code", "fix"}}`
-([codes](errors.md)), below `/api/` `{"error": message and fix, "code"}`; in a stream that has begun
-the last event is one. Every answer has
+([codes](errors.md)), below `/api/` `{"error": message and fix, "code"}`, below `/v1/messages`
+`{"type": "error", "error": {"type", "message": message and fix, "param", "code"}}`; in a stream that
+has begun the last event is one. Every answer has
 `X-Request-Id`, taken over from the request where it is 1 to 128 of `A-Z a-z 0-9 . _ : / + = @ -`,
 else made; the daemon's log has it on its lines about the request. A stream that was asked for with
 `resumable` also has `X-Stream-Id`.
@@ -52,15 +54,17 @@ Refused with `not_supported` (501), which says what to use instead: {paths}, and
 
 FAMILIES = (
     ("OpenAI's", "/v1/"),
+    ("Anthropic's", "anthropic"),
     ("Ollama's", "/api/"),
     ("The mesh", "/mesh/v1/"),
     ("Watching and the page", ""),
     ("nnsight's", "ndif"),
 )
-"""Title, and how paths of it begin; what comes from `mesh.api.ndif` is of the last."""
+"""Title, and how paths of it begin; or the package of `mesh.api` that they come from."""
 
 REFUSED_OF = {
     "OpenAI's": [*not_of_openai.INSTEAD, *not_of_openai.STORED],
+    "Anthropic's": [*not_of_anthropic.INSTEAD],
     "Ollama's": [*not_of_ollama.INSTEAD],
 }
 
@@ -105,7 +109,7 @@ def page() -> str:
             told.update(fresh)
             if fresh and not isinstance(route, RefusedRoute):
                 parts.append("\n".join(_section(route, fresh, nested)))
-        if any(isinstance(route, RefusedRoute) for route in routes):
+        if title in REFUSED_OF:
             parts.append(REFUSED.format(paths=_names(REFUSED_OF[title])))
     parts.append("## Objects in bodies\n")
     shown = set[str]()
@@ -119,8 +123,9 @@ def page() -> str:
 
 
 def _family(route: Route | WebSocketRoute) -> str:
-    if _endpoint_of(route).__module__.startswith("mesh.api.ndif"):
-        return FAMILIES[-1][0]
+    package = _endpoint_of(route).__module__.split(".")[2]
+    if package in (begin for _, begin in FAMILIES):
+        return next(title for title, begin in FAMILIES if begin == package)
     return next(title for title, begin in FAMILIES if route.path.startswith(begin))
 
 

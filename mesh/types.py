@@ -311,7 +311,7 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the
     respective rule off. `logprobs` is how many alternatives to report per token; None reports no
-    log-probabilities at all.
+    log-probabilities at all. `fits_context`: `max_tokens` may be more than there is room for.
     """
 
     temperature: float = 0.0
@@ -324,6 +324,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    fits_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,7 +535,8 @@ class HopTiming:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a stream. `finish_reason` is ``stop``, ``length`` or ``tool_calls``.
+    """The end of a stream. `finish_reason` is ``stop``, ``length`` or ``tool_calls``; `stopped_by`
+    the stop text that was met, if it was one.
 
     `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
     an answer ended where neither the model nor the request wanted it to. Of `drafted_tokens`, which
@@ -557,6 +559,7 @@ class Done:
     note: str = ""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    stopped_by: str = ""
     type: str = "done"
 
     @property

@@ -134,6 +134,11 @@ class ScriptedGenerations:
         layers = [{"layer": n, "node": f"node {n}", "top": said} for n in range(2)]
         return {"prompt_tokens": PROMPT_TOKENS, "layers": layers}
 
+    async def count(self, request: GenerationRequest) -> int:
+        """As many as `generate` says."""
+        await self.load(request)
+        return PROMPT_TOKENS
+
     async def load(self, request: GenerationRequest) -> None:
         """At once; `silent` waits for `proceed`."""
         self.requests.append(request)

@@ -25,6 +25,9 @@ from mesh.api import (
     steering,
     weights,
 )
+from mesh.api.anthropic import elsewhere as not_of_anthropic
+from mesh.api.anthropic import messages as anthropic
+from mesh.api.anthropic import models as anthropic_models
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
@@ -73,7 +76,7 @@ def create_app(
     app = Starlette(
         routes=[
             *require(Scope.CHAT, _answers(generations, settings, kept)),
-            *require(Scope.CHAT, models.routes(view, deployed)),
+            *require(Scope.CHAT, _lists(view, deployed)),
             *require(Scope.CHAT, _as_ollama(generations, view, settings, deployed)),
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
@@ -105,10 +108,17 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
         *chat.routes(generations, settings, kept),
         *completions.routes(generations, settings, kept),
         *responses.routes(generations, settings, kept),
+        *anthropic.routes(generations, settings),
+        *not_of_anthropic.routes(),
         *elsewhere.routes(),
         *lens.routes(generations, settings),
         *streams.routes(kept, settings),
     ]
+
+
+def _lists(view: MeshView, deployed: DeploymentControl | None) -> list[Route]:
+    # In this order: the first are for Anthropic's clients alone.
+    return [*anthropic_models.routes(view, deployed), *models.routes(view, deployed)]
 
 
 def _as_ollama(

@@ -293,11 +293,11 @@ async def _refuse(error: MeshError, scope: Connection, receive: Receive, send: S
 
 
 def _key(headers: Headers) -> str | None:
-    """The key as OpenAI's clients send it, or as nnsight's do."""
+    """The key as OpenAI's clients send it, or as Anthropic's or nnsight's do."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return given.strip()
-    return headers.get("ndif-api-key")
+    return headers.get("x-api-key", headers.get("ndif-api-key"))
 
 
 def _host_name(host: str) -> str:

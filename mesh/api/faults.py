@@ -1,6 +1,7 @@
 """Errors as HTTP responses: the only place that translates them.
 
-They have OpenAI's shape, and below `/api/` that of Ollama, whose clients read no other."""
+They have OpenAI's shape; below `/api/` that of Ollama and below `/v1/messages` that of Anthropic,
+whose clients read no other."""
 
 from __future__ import annotations
 
@@ -12,15 +13,25 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from mesh.errors import Busy, InternalError, MeshError, MethodNotAllowed, NotFound
+from mesh.errors import Busy, ContextTooLong, InternalError, MeshError, MethodNotAllowed, NotFound
 
 _V1 = "/v1/"
 OLLAMA = "/api/"
 """How the paths of Ollama's API begin."""
+ANTHROPIC = "/v1/messages"
+"""How those of Anthropic's do."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 _RETRY_AFTER_S = {429: 1, 503: 5}
 """Where the error does not say how long to wait."""
@@ -32,12 +43,15 @@ class RefusedRoute(Route):
 
 def error_body(error: MeshError, path: str = "") -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``; for a `path` of
-    Ollama's API ``{"error": message and fix, "code"}``.
+    Ollama's API ``{"error": message and fix, "code"}``, of Anthropic's ``{"type": "error", "error":
+    {"type", "message": message and fix, "param", "code"}}``.
 
     `detail` is where clients of NDIF look.
     """
     if path.startswith(OLLAMA):
         return {"error": str(error), "code": error.code}
+    if path.startswith(ANTHROPIC):
+        return _as_anthropic(error)
     default = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {
@@ -49,6 +63,15 @@ def error_body(error: MeshError, path: str = "") -> dict[str, Any]:
         },
         "detail": str(error),
     }
+
+
+def _as_anthropic(error: MeshError) -> dict[str, Any]:
+    default = "invalid_request_error" if error.http_status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(error.http_status, default)
+    # Claude Code shortens its conversation when an error begins so.
+    begins = "prompt is too long: " if isinstance(error, ContextTooLong) else ""
+    said = {"type": kind, "message": f"{begins}{error}", "param": error.param, "code": error.code}
+    return {"type": "error", "error": said}
 
 
 def error_response(error: MeshError, path: str = "") -> Response:
@@ -105,7 +128,8 @@ def on_http_exception(request: Request, error: Exception) -> Response:
 def _asked_without_an_id(routes: Sequence[BaseRoute], begun: str) -> list[str]:
     """The paths that begin so, of another server's API, that are here."""
     here = [each for each in routes if isinstance(each, Route)]
-    paths = [each.path for each in here if not isinstance(each, RefusedRoute)]
+    # Some paths are there in two forms.
+    paths = dict.fromkeys(each.path for each in here if not isinstance(each, RefusedRoute))
     return [path for path in paths if path.startswith(begun) and "{" not in path]
 
 

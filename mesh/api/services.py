@@ -55,6 +55,9 @@ class Generations(Protocol):
         """``{"prompt_tokens", "layers": [{"layer", "node", "top": [{"token", "logprob"}]}]}``: the
         `top` likeliest tokens behind the request's text, after each layer. May raise MeshError."""
 
+    async def count(self, request: GenerationRequest) -> int:
+        """How many tokens the request's prompt has; waits as `load` does. May raise MeshError."""
+
     async def load(self, request: GenerationRequest) -> None:
         """Wait until the request's model can be asked, as `generate` does. May raise MeshError."""
 

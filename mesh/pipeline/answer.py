@@ -54,7 +54,7 @@ class Answer:
         self._limit = limit
         self.prompt = prompt
         self._prompt_tokens = 0 if request.echo else len(prompt)  # what is given back says it
-        self._decoder = text.decoder(continues=request.messages is None)
+        self._decoder = text.decoder(continues=request.messages is None or bool(request.begun))
         self._stops = StopStrings(request.sampling.stop)
         self._thoughts = thoughts_of(text, request, prompt)
         self._calls, self._unseen = _calls_of(text, request)
@@ -142,6 +142,11 @@ class Answer:
         self.finish_reason, self.note = "length", full.message
         thought, shown, calls = self._flush()
         return TokenDelta(shown, (), reasoning=thought, tool_calls=calls)
+
+    @property
+    def stopped_by(self) -> str:
+        """The stop text that ended it; empty where none did."""
+        return self._stops.hit or ""
 
     @property
     def first_token_ms(self) -> float:

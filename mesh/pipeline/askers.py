@@ -80,6 +80,11 @@ class Askers:
                 pass
         await self._asker_of(request).wait_ready()
 
+    async def count(self, request: GenerationRequest) -> int:
+        """How many tokens the request's prompt has; raises as `generate` does."""
+        await self.load(request)
+        return await self._asker_of(request).count(request)
+
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         """See `mesh.pipeline.lens`; raises as `generate` does."""
         async with contextlib.aclosing(self._bring_up(request)) as steps:

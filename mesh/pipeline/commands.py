@@ -216,6 +216,13 @@ class ReadLens(ProcessMessage, frozen=True):
     top: int
 
 
+class CountTokens(ProcessMessage, frozen=True):
+    """Count the tokens of the request's prompt; `Completed` or `Ended` answers."""
+
+    id: str
+    request: GenerationRequest
+
+
 class Credit(ProcessMessage, frozen=True):
     """So many frames more of a generation may be sent."""
 
@@ -283,7 +290,7 @@ class Ended(ProcessMessage, frozen=True):
 
 
 class Completed(ProcessMessage, frozen=True):
-    """A harvest's batch or a lens is done: `result` as the HTTP API gives it."""
+    """A harvest's batch, a lens or a count is done: `result` as the HTTP API gives it."""
 
     id: str
     result: dict[str, Any]

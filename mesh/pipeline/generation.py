@@ -47,6 +47,7 @@ from mesh.types import (
     GenerationRequest,
     PipelineAborted,
     Queued,
+    SamplingParams,
     StreamFrame,
     WireDtype,
 )
@@ -245,7 +246,7 @@ class PipelineOrchestrator:
 
     def _terms(self, request: GenerationRequest, prompt: Sequence[int]) -> SessionTerms:
         """What hops are asked for the prompt and at most as many new tokens as it may get."""
-        fed, limit = len(prompt), self._token_limit(prompt, request.sampling.max_tokens)
+        fed, limit = len(prompt), self._token_limit(prompt, request.sampling)
         rows, since = self._most_drafted + 1, fed - 1
         if request.scores_prompt:
             rows, since = chunk_rows(self._model.hidden_size), 0
@@ -260,13 +261,14 @@ class PipelineOrchestrator:
             remote_ends=self._model.remote_ends(rows=rows, since=since),
         )
 
-    def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
+    def _token_limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:
         """How many new tokens this request may get, as many as the model can hold when it does not
-        say; refuses rather than cuts."""
+        say; refuses rather than cuts, unless that is asked for."""
+        wanted = sampling.max_tokens
         room = self._model.max_positions - len(prompt)
         if not prompt:
             raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
-        least = 1 if wanted is None else wanted
+        least = 1 if wanted is None or sampling.fits_context else wanted
         if least > room:
             raise ContextTooLong(
                 f"the prompt has {len(prompt)} tokens and {least} more are wanted; this"
@@ -274,7 +276,7 @@ class PipelineOrchestrator:
                 fix="Shorten the prompt or lower max_tokens.",
                 param="max_tokens" if room >= 1 else "prompt",
             )
-        return room if wanted is None else wanted
+        return room if wanted is None else min(wanted, room)
 
 
 def _may_draft(request: GenerationRequest) -> bool:
@@ -309,4 +311,5 @@ def _done(session: GenerationSession, opened: _Opened, steps: DecodeSteps) -> Do
         note=answer.note,
         drafted_tokens=steps.drafter.drafted,
         accepted_tokens=steps.drafter.accepted,
+        stopped_by=answer.stopped_by,
     )

@@ -27,6 +27,7 @@ from mesh.pipeline.commands import (
     AskerReady,
     AskerReport,
     Completed,
+    CountTokens,
     Credit,
     Ended,
     Generate,
@@ -128,6 +129,7 @@ class AskerProcess(Worker):
             Generate: self._generate,
             Harvest: self._harvest,
             ReadLens: self._read_lens,
+            CountTokens: self._count,
             Credit: self._credit,
             Cancel: self._cancel,
             LoadedLocally: self._loaded_locally,
@@ -220,6 +222,10 @@ class AskerProcess(Worker):
         request, top = command.request, command.top
         work = self._complete(command.id, lambda engine: engine.lens(request, top), "lens")
         self._begin(command.id, _Reader(), work, "lens")
+
+    def _count(self, command: CountTokens) -> None:
+        work = self._complete(command.id, lambda engine: engine.count(command.request), "count")
+        self._begin(command.id, _Reader(), work, "count")
 
     def _credit(self, command: Credit) -> None:
         reader = self._readers.get(command.id)

@@ -24,6 +24,7 @@ from mesh.pipeline.commands import (
     AskerReady,
     AskerReport,
     Completed,
+    CountTokens,
     Credit,
     Ended,
     Generate,
@@ -57,6 +58,7 @@ START_TIMEOUT_S = 120.0
 CREDIT_BATCH = 16
 HARVEST_TIMEOUT_S = 900.0
 LENS_TIMEOUT_S = 900.0
+COUNT_TIMEOUT_S = 120.0
 MAX_WAITING_FRAMES = 128
 
 Stream = asyncio.Queue[GenerationFrame | Ended | Completed]
@@ -188,6 +190,12 @@ class AskerSupervisor(Supervisor):
         """See `mesh.pipeline.lens.LogitLens.read`; cancelling it ends it on every hop."""
         key = request.request_id
         return await self._completed(key, ReadLens(key, request, top), LENS_TIMEOUT_S)
+
+    async def count(self, request: GenerationRequest) -> int:
+        """How many tokens the request's prompt has; raises as `Prompts.ids`."""
+        key = request.request_id
+        counted = await self._completed(key, CountTokens(key, request), COUNT_TIMEOUT_S)
+        return int(counted["tokens"])
 
     # What a kind of process decides
 

@@ -372,7 +372,10 @@ async def test_unforeseen_error_in_mid_stream_is_told_without_details(
 async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    there = "Use one of: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models."
+    there = (
+        "Use one of: /v1/chat/completions, /v1/completions, /v1/responses,"
+        " /v1/responses/input_tokens, /v1/messages, /v1/messages/count_tokens, /v1/models."
+    )
     assert missing.json()["error"]["fix"] == there
     assert (await http.get("/v1")).json()["error"]["fix"] == there
     assert (await http.get("/mesh/v2")).json()["error"]["fix"] == "Check the path's spelling."
@@ -394,8 +397,7 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
         ("/v1/embeddings", "llama-server --embedding"),
         ("/v1/responses/resp_1/cancel", "POST /v1/responses"),
         ("/v1/conversations", "POST /v1/responses"),
-        ("/v1/messages", "LiteLLM"),
-        ("/v1/messages/count_tokens", "LiteLLM"),
+        ("/v1/complete", "/v1/messages"),
     ],
 )
 async def test_paths_of_other_servers_say_what_to_use_instead(

@@ -279,12 +279,25 @@ async def test_what_would_have_to_be_stored_is_not_there(api: Served) -> None:
             client.responses.retrieve("resp_1"),
             client.responses.delete("resp_1"),
             client.responses.input_items.list("resp_1"),
-            client.responses.input_tokens.count(model="echo", input="hi"),
             client.conversations.create(),
         ):
             with pytest.raises(openai.InternalServerError, match="Nothing is stored") as refused:
                 await asked
             assert (refused.value.status_code, refused.value.code) == (501, "not_supported")
+
+
+async def test_tokens_are_counted_before_anything_is_computed() -> None:
+    async with asking(HERMES, "So.") as (client, asker):
+        asked: Any = {"model": "toy", "instructions": "Be brief.", "input": ASK, "tools": [LOOKS]}
+        counted = await client.responses.input_tokens.count(**asked)
+        assert asker.engine.generations() == ()
+        answer = await client.responses.create(**asked)
+        assert answer.usage is not None
+        assert counted.input_tokens == answer.usage.input_tokens > 50
+        with pytest.raises(openai.BadRequestError, match="knows no tools") as refused:
+            async with asking("{{ messages }}", "") as (other, _):
+                await other.responses.input_tokens.count(**asked)
+        assert refused.value.param == "tools"
 
 
 async def test_calls_and_their_outputs_go_round_through_openais_client() -> None:

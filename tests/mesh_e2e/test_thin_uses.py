@@ -144,6 +144,14 @@ def test_a_lens_reads_with_a_head(house: House) -> None:
     assert "hearthnet pull toy --layers none" in error["fix"]
 
 
+def test_tokens_are_counted_by_whoever_has_the_tokenizer(house: House) -> None:
+    asked = {"model": "toy", "messages": [{"role": "user", "content": "The kettle is on."}]}
+    thick, thin = house.both("/v1/messages/count_tokens", asked)
+    assert thick == thin
+    (answer, _) = house.both("/v1/messages", {**asked, "max_tokens": 2})
+    assert answer["usage"]["input_tokens"] == thin["input_tokens"] > 10
+
+
 def test_nobody_who_runs_the_head_is_no_route(house: House) -> None:
     """Sofa serves the last layers itself now, alone, and cannot say what comes behind them."""
     assert verb(house.sofa, "pull", "toy", "--layers", "4-7", "--no-ends").returncode == 0

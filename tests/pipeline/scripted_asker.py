@@ -125,6 +125,10 @@ class ScriptedAsker:
     async def load(self, request: GenerationRequest) -> None:
         """It is up."""
 
+    async def count(self, request: GenerationRequest) -> int:
+        self.requests.append(request)
+        return int((await self.engine.count(request))["tokens"])
+
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         return await self.engine.lens(request, top)
 

@@ -18,18 +18,14 @@ INSTEAD = {
         "Set the client's embedding model to that server. What a model's own layers put out comes"
         " from `hearthnet harvest`, or from nnsight.",
     ),
-    "/v1/messages": (
-        "Anthropic's Messages API is not served here; use /v1/chat/completions.",
-        "Use an OpenAI client, or put a proxy that translates, such as LiteLLM, in front of it.",
-    ),
 }
 """By path: what is not here and what to use, which is all that some clients show; and how."""
 
 STORED = ("/v1/responses/{response_id}", "/v1/conversations")
 """Where OpenAI has what it stored."""
 _NOT_STORED = (
-    "Nothing is stored here: a response cannot be fetched, cancelled or deleted, nor its tokens"
-    " counted ahead, and there are no conversations.",
+    "Nothing is stored here: a response cannot be fetched, cancelled or deleted, and there are no"
+    " conversations.",
     "Keep what `POST /v1/responses` answers, and send the whole conversation as `input` the next"
     " time. The rest of a stream that was asked for with `resumable` is at"
     " /v1/streams/RESPONSE_ID.",

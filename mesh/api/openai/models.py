@@ -30,7 +30,8 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
     async def listing(request: Request) -> Response:
         """The models that a chat can be asked of, as OpenAI lists them. The `hearthnet` object of
         each has `state` (`HOT`, `WARM`; on its way up `QUEUED`, `PROVISIONING` or `DEPLOYING`; at
-        rest `COLD`, for callers that may wake it), `total_layers`, `nodes` and `context`.
+        rest `COLD`, for callers that may wake it), `total_layers`, `nodes` and `context`. Requests
+        with the header `anthropic-version` get the list in Anthropic's form.
         """
         return JSONResponse({"object": "list", "data": known(request)})
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from mesh.api.auth import Caller, caller_of
 from mesh.api.bodies import read_body
+from mesh.api.field_names import FieldNames
 from mesh.api.openai.response_body import ResponseBody
 from mesh.api.openai.response_output import Event, ResponseWriter
 from mesh.api.openai.streaming import Bill, streamed, unfinished
@@ -27,14 +28,15 @@ from mesh.api.sse import encode, unless_gone
 from mesh.errors import MeshError
 from mesh.types import Done, StreamFrame
 
-_HERE = (
-    (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
-    (re.compile(r"\bresponse_format\b"), "text.format"),
-    (re.compile(r"\b(tools\.\d+)\.function\b"), r"\1"),
-    (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
+_NAMES = FieldNames(
+    (
+        (re.compile(r"\bresponse_format\.json_schema\.schema\b"), "text.format.schema"),
+        (re.compile(r"\bresponse_format\b"), "text.format"),
+        (re.compile(r"\b(tools\.\d+)\.function\b"), r"\1"),
+        (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
+    ),
+    said="input",
 )
-"""What the fields of a chat are called here, where errors name them."""
-_SAID = re.compile(r"messages(\[\d+\])?|prompt")
 
 
 def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
@@ -63,7 +65,20 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         streams = kept if body.resumable else None
         return streamed(_chunks(events), response_id, settings, caller, streams, failure=failure)
 
-    return [Route("/v1/responses", create, methods=["POST"])]
+    async def count(request: Request) -> Response:
+        """`{"input_tokens": how many tokens the prompt of such a response has}`: those of the
+        model's own chat template and tokenizer, tools included. Waits until the model is up.
+        """
+        body, caller = await read_body(request, ResponseBody, settings), caller_of(request)
+        asked = body.to_request(f"count_{secrets.token_hex(16)}", caller.principal)
+        with _NAMES.in_errors():
+            tokens = await generations.count(replace(asked, may_wake=caller.may_wake))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    return [
+        Route("/v1/responses", create, methods=["POST"]),
+        Route("/v1/responses/input_tokens", count, methods=["POST"]),
+    ]
 
 
 async def _whole(
@@ -97,7 +112,7 @@ async def _events(
 ) -> AsyncGenerator[list[Event], None]:
     """The events of each frame; the tokens are charged to the caller."""
     bill = Bill(caller)
-    with _own_names():
+    with _NAMES.in_errors():
         async with aclosing(frames):
             async for frame in frames:
                 bill.take(frame)
@@ -105,18 +120,3 @@ async def _events(
                 if isinstance(frame, Done):
                     return
         raise unfinished()
-
-
-@contextmanager
-def _own_names() -> Iterator[None]:
-    """Have errors name fields as they are called here."""
-    try:
-        yield
-    except MeshError as error:
-        for chat, here in _HERE:
-            error.message = chat.sub(here, error.message)
-            error.fix = chat.sub(here, error.fix)
-            error.param = error.param and chat.sub(here, error.param)
-        if error.param and _SAID.fullmatch(error.param):
-            error.param = "input"
-        raise

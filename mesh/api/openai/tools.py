@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,11 +34,31 @@ class FunctionSpec(Strict):
 
     def to_template(self) -> dict[str, Any]:
         """What a chat template is shown of it."""
-        shown: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            shown["description"] = self.description
-        shown["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": shown}
+        return as_template(self.name, self.description, self.parameters)
+
+
+def as_template(
+    name: str, description: str | None, parameters: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a chat template is shown of a function."""
+    shown: dict[str, Any] = {"name": name}
+    if description is not None:
+        shown["description"] = description
+    shown["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": shown}
+
+
+class AnyFunction(Protocol):
+    """A function that may be called, in whatever API's words."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def strict(self) -> bool | None: ...
+
+    def to_template(self) -> dict[str, Any]:
+        """What a chat template is shown of it."""
 
 
 class Tool(Strict):
@@ -151,7 +171,7 @@ class ToolsBody(Strict):
         )
 
 
-def require_choosable(functions: Sequence[FunctionSpec], choice: object, named: str) -> None:
+def require_choosable(functions: Sequence[AnyFunction], choice: object, named: str) -> None:
     """Raise ValueError for functions of one name, and for a choice of what is not among them."""
     names = Counter(function.name for function in functions)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -163,7 +183,7 @@ def require_choosable(functions: Sequence[FunctionSpec], choice: object, named: 
 
 
 def tool_use(
-    functions: Sequence[FunctionSpec],
+    functions: Sequence[AnyFunction],
     *,
     named: str,
     required: bool,

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: another form of the chats and lists of `mesh.api.openai`."""
