@@ -14,7 +14,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from mesh.errors import BadRequest
 from mesh.interventions.unseen import checksum, was_given_out
 from mesh.shard.taps.codec import CACHE_OPERATIONS
+from mesh.shard.taps.messages import Growth
 
 _OWN = ("_hearthnet_number", "_hearthnet_place")
 
@@ -92,8 +93,8 @@ class Caches:
             raise BadRequest("A hop names a cache that is gone.", fix="Update that machine.")
         return cache
 
-    def grow(self, growth: list[list[int]]) -> None:
-        """Note what the shards added: ``[cache, first layer, stop, batch, positions]`` each."""
+    def grow(self, growth: Sequence[Growth]) -> None:
+        """Note what the shards added."""
         for number, start, stop, batch, added in growth:
             reference = self._live.get(number)
             cache = reference() if reference is not None else None

@@ -18,9 +18,23 @@ from nnsight.intervention.source import Compiled, bind
 from torch import nn
 from torch.autograd import forward_ad
 
-from mesh.errors import BadRequest, MeshError
-from mesh.interventions.hop import CPU, Header, JobHop
+from mesh.errors import BadFrame, BadRequest, MeshError
+from mesh.interventions.hop import CPU, JobHop
 from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Staying, Writer, is_cache
+from mesh.shard.taps.messages import (
+    Passed,
+    TapAbort,
+    TapDone,
+    TapDrill,
+    TapForward,
+    TapHit,
+    TapRefusal,
+    TapResume,
+    TapSource,
+    TapSpan,
+    TapStop,
+    TapValue,
+)
 
 if TYPE_CHECKING:
     from mesh.interventions.caches import Caches
@@ -62,7 +76,7 @@ class Hooks:
         self.require_as_sent: Callable[[int, int], None] = lambda _first, _stop: None
         """Raises BadRequest when a layer from `first` up to `stop` is not what its hop computed."""
 
-    def run(self, hop: JobHop, request: Header, value: Any) -> Any:
+    def run(self, hop: JobHop, request: TapForward, value: Any) -> Any:
         """Have `hop` run something over `value`; returns what comes out at its end.
 
         Raises RemoteLayerError for what model code raises there, MeshError when the hop refuses or
@@ -72,20 +86,22 @@ class Hooks:
         watching = bool(interleaver.interleaving and interleaver.busy)
         _refuse_modes()
         self._caches.require_unchanged()
-        request |= {"watch": watching, "attn": self.attention()}
+        request.watch, request.attn = watching, self.attention()
         first_shown: int | None = None
-        header, buffers = self._message(hop, request, value, watching=watching)
+        turn: TapForward | TapResume = request
+        buffers = self._fill(hop, turn, value, watching=watching)
         while True:
-            reply, received = self._exchange(hop, header, buffers)
-            self._count(hop, reply["visits"])
+            reply, received = self._exchange(hop, turn, buffers)
+            self._count(hop, reply.visits)
             reader = self._reader(hop, received)
-            if reply["op"] == "done":
+            if isinstance(reply, TapDone):
                 self._observed(hop, reply, reader)
                 if first_shown is not None:
-                    self.require_as_sent(first_shown, request.get("stop", first_shown + 1))
-                return reader.value(reply["value"])
-            if first_shown is None and reply["op"] != "more":
-                first_shown = int(reply["provider"].partition(".")[0])
+                    stop = request.stop if isinstance(request, TapSpan) else first_shown + 1
+                    self.require_as_sent(first_shown, stop)
+                return reader.value(reply.value)
+            if first_shown is None and isinstance(reply, TapHit | TapDrill):
+                first_shown = int(reply.provider.partition(".")[0])
             try:
                 answer = self._serve(hop, reply, reader)
                 _refuse_modes()
@@ -93,40 +109,47 @@ class Hooks:
             except BaseException:
                 self._abort(hop)
                 raise
-            header, buffers = self._message(hop, {"op": "resume"}, answer, watching=watching)
+            turn = TapResume()
+            buffers = self._fill(hop, turn, answer, watching=watching)
 
-    def _message(
-        self, hop: JobHop, request: Header, value: Any, *, watching: bool
-    ) -> tuple[Header, Buffers]:
+    def _fill(
+        self, hop: JobHop, turn: TapForward | TapResume, value: Any, *, watching: bool
+    ) -> Buffers:
+        """Put into a message what goes with `value`, and what is wanted; the tensors of that."""
         writer = Writer(hop.tensors.write, self._other)
-        changed = hop.tensors.write_changed(writer.buffers)
-        header = request | {"changed": changed, "value": writer.value(value)}
-        header["grad"] = torch.is_grad_enabled()
-        header |= self._wants(hop) if watching else {"want": []}
-        return header, writer.buffers
+        turn.changed = hop.tensors.write_changed(writer.buffers)
+        turn.value = writer.value(value)
+        turn.grad = torch.is_grad_enabled()
+        if watching:
+            self._want(hop, turn)
+        return writer.buffers
 
-    def _exchange(self, hop: JobHop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
+    def _exchange(
+        self, hop: JobHop, turn: TapForward | TapResume, buffers: Buffers
+    ) -> tuple[TapStop, Buffers]:
         try:
-            return hop.exchange(header, buffers, self._heed)
+            reply, received = hop.exchange(turn, buffers, self._heed)
         except BadRequest as error:
             raise _failure(error, self._interleaver) from None
+        return _of_a_forward(reply), received
 
     def _abort(self, hop: JobHop) -> None:
         try:
-            header = {"op": "abort", "grad": torch.is_grad_enabled()}
-            reply, _ = hop.exchange(header, [], self._heed)
+            reply, _ = hop.exchange(TapAbort(grad=torch.is_grad_enabled()), [], self._heed)
         except MeshError:
             return  # it has already given up; the user's error is the one to show
-        self._count(hop, reply["visits"])
+        self._count(hop, _of_a_forward(reply).visits)
 
-    def _heed(self, reply: Header) -> None:
+    def _heed(self, reply: TapStop | TapRefusal) -> None:
         """What a hop did before it answered, whatever that is, has been done."""
-        _go_on_as(reply)
-        self._caches.grow(reply.get("kv", []))
+        if reply.grad is not None:
+            # What either end does to the grad mode is there for the other, as in one thread.
+            torch.set_grad_enabled(reply.grad)
+        self._caches.grow(reply.kv)
 
     # What the interleaver wants of a hop
 
-    def _wants(self, hop: JobHop) -> Header:
+    def _want(self, hop: JobHop, turn: TapForward | TapResume) -> None:
         interleaver = self._interleaver
         wanted: dict[str, list[int]] = {}
         for mediator in interleaver.mediators:
@@ -138,12 +161,10 @@ class Hooks:
             if location is not None and passing >= 0:
                 wanted.setdefault(location, []).append(passing)
         sourced = (self._within(hop, base) for base in interleaver.sourced)
-        return {
-            "want": [[location, visits] for location, visits in wanted.items()],
-            "obs": hop.new_subscriptions(self._observers(hop)),
-            "obs_grad": self._observed_with_grad,
-            "sourced": hop.new_sources(frozenset(base for base in sourced if base is not None)),
-        }
+        turn.want = list(wanted.items())
+        turn.obs = hop.new_subscriptions(self._observers(hop))
+        turn.obs_grad = self._observed_with_grad
+        turn.sourced = hop.new_sources(frozenset(base for base in sourced if base is not None))
 
     def _observers(self, hop: JobHop) -> frozenset[str]:
         observers = self._interleaver.observers
@@ -168,35 +189,35 @@ class Hooks:
 
     # What a hop says
 
-    def _count(self, hop: JobHop, pattern: Any) -> None:
+    def _count(self, hop: JobHop, pattern: int | tuple[int, list[Passed]]) -> None:
         counts = self._interleaver.counts
         for location, visits in hop.visits(pattern):
             provider = self._prefix + location
             counts[provider] = counts.get(provider, 0) + visits
 
-    def _observed(self, hop: JobHop, reply: Header, reader: Reader) -> None:
-        for location, value in reply["observed"]:
+    def _observed(self, hop: JobHop, reply: TapStop, reader: Reader) -> None:
+        for location, value in reply.observed:
             self._interleaver.handle(self._prefix + location, reader.value(value))
-        hop.tensors.read_changed(reply["changed"], reader)
+        hop.tensors.read_changed(reply.changed, reader)
 
-    def _serve(self, hop: JobHop, reply: Header, reader: Reader) -> Any:
+    def _serve(self, hop: JobHop, reply: TapStop, reader: Reader) -> Any:
         self._observed(hop, reply, reader)
-        if reply["op"] == "hit":
-            value = reader.value(reply["value"])
-            return self._interleaver.handle(self._prefix + reply["provider"], value)
-        if reply["op"] == "drill":
-            self._drill(self._prefix + reply["provider"], reply["info"])
+        if isinstance(reply, TapHit):
+            value = reader.value(reply.value)
+            return self._interleaver.handle(self._prefix + reply.provider, value)
+        if isinstance(reply, TapDrill):
+            self._drill(self._prefix + reply.provider, reply.info)
         return None
 
-    def _drill(self, provider: str, info: Header) -> None:
+    def _drill(self, provider: str, info: TapSource) -> None:
         """Let whoever waits to open up an operation have what there is to see of it."""
         function: Any = len  # has no source, which is what nnsight then says
-        if info["kind"] == "function":
-            compiled = Compiled(None, tuple(info["names"]), dict(info["lines"]), info["source"])
+        if info.kind == "function":
+            compiled = Compiled(None, tuple(info.names), dict(info.lines), info.source)
             self._interleaver.sourced[provider.removesuffix(".fn")] = (None, compiled)
-        elif info["kind"] == "module":
+        elif info.kind == "module":
             function = nn.Identity()
-        elif info["kind"] == "bind":
+        elif info.kind == "bind":
             function = bind
         self._interleaver.handle(provider, function)
 
@@ -234,9 +255,10 @@ def _failure(error: BadRequest, interleaver: Interleaver) -> RemoteLayerError:
     return failure
 
 
-def _go_on_as(reply: Header) -> None:
-    """What either end does to the grad mode is there for the other, as in one thread."""
-    torch.set_grad_enabled(reply.get("grad", torch.is_grad_enabled()))
+def _of_a_forward(reply: TapStop | TapValue) -> TapStop:
+    if isinstance(reply, TapValue):
+        raise BadFrame("A hop answers what it was not asked.", fix="Update that machine.")
+    return reply
 
 
 def _refuse_modes() -> None:

@@ -11,14 +11,25 @@ from mesh.errors import BadFrame, from_dict
 from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import mark_incomplete
 from mesh.interventions.unseen import WatchedTensors
-from mesh.shard.taps.codec import Buffers, Reader, Writer, pack, unpack
+from mesh.shard.taps.codec import Buffers, Reader, Writer
 from mesh.shard.taps.joints import JobJoints
+from mesh.shard.taps.messages import (
+    Passed,
+    TapBackward,
+    TapCacheContents,
+    TapCacheOperation,
+    TapRefusal,
+    TapRequest,
+    TapStop,
+    TapValue,
+    TapWeight,
+    read_reply,
+    to_bytes,
+)
 from mesh.shard.taps.shared_tensors import Loose
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
-
-Header = dict[str, Any]
 
 
 class JobHop:
@@ -30,42 +41,49 @@ class JobHop:
         self._number = number
         self.joints = JobJoints(self._backward, mark_incomplete)
         self.tensors = WatchedTensors(CPU, self.joints)
-        self._patterns: dict[int, list[tuple[str, int]]] = {}
+        self._patterns: dict[int, list[Passed]] = {}
         self._freed: list[int] = []
         self._released = False
         self._subscribed: frozenset[str] = frozenset()
         self._sourced: frozenset[str] = frozenset()
 
     def exchange(
-        self, header: Header, buffers: Buffers, heed: Callable[[Header], None] = lambda _: None
-    ) -> tuple[Header, Buffers]:
-        """One message and its answer, which `heed` is told also where it is an error.
+        self,
+        request: TapRequest,
+        buffers: Buffers,
+        heed: Callable[[TapStop | TapRefusal], None] = lambda _: None,
+    ) -> tuple[TapStop | TapValue, Buffers]:
+        """One message and its answer, which `heed` is told, if it is of a forward, also where it is
+        an error.
 
         Raises MeshError: the hop's own, or that it is gone.
         """
-        header["free"], self._freed = self._freed, []
-        header["unreachable"] = self.joints.take_unreachable()
-        header["release"], self._released = self._released, False
-        reply, received = unpack(self._channel.call(self._number, pack(header, buffers)))
-        heed(reply)
-        self.joints.tell_sources(reply.get("sources", []))
-        if reply.get("op") == "error":
-            raise from_dict(reply["error"])
+        request.free, self._freed = self._freed, []
+        request.unreachable = self.joints.take_unreachable()
+        request.release, self._released = self._released, False
+        reply, received = read_reply(self._channel.call(self._number, to_bytes(request, buffers)))
+        if not isinstance(reply, TapValue):
+            heed(reply)
+        self.joints.tell_sources(reply.sources)
+        if isinstance(reply, TapRefusal):
+            raise from_dict(reply.error)
         return reply, received
 
     def fetch_weight(self, path: str, name: str) -> torch.Tensor:
         """A copy of a weight of the module at `path`. Raises as `exchange` does."""
-        weight: torch.Tensor = self._ask({"op": "weight", "path": path, "name": name}, {})
+        weight: torch.Tensor = self._value_of(TapWeight(path=path, name=name))
         return weight
 
     def operate_on_cache(self, cache: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Let the hop do `name` to its part of a cache. Raises as `exchange` does."""
-        header = {"op": "cacheop", "cache": cache, "name": name, "grad": torch.is_grad_enabled()}
-        self._ask(header, {"args": arguments})
+        writer, grad = _writer(), torch.is_grad_enabled()
+        args = writer.value(arguments)
+        request = TapCacheOperation(cache=cache, name=name, args=args, grad=grad)
+        self._value_of(request, writer.buffers)
 
     def fetch_cache(self, cache: int, layer: int) -> list[torch.Tensor]:
         """Copies of keys and values of one layer of a cache. Raises as `exchange` does."""
-        contents: list[torch.Tensor] = self._ask({"op": "kv", "cache": cache, "layer": layer}, {})
+        contents: list[torch.Tensor] = self._value_of(TapCacheContents(cache=cache, layer=layer))
         return contents
 
     def free_cache(self, cache: int) -> None:
@@ -93,15 +111,14 @@ class JobHop:
         self._sourced |= fresh
         return sorted(fresh)
 
-    def visits(self, pattern: Any) -> Iterable[tuple[str, int]]:
+    def visits(self, pattern: int | tuple[int, list[Passed]]) -> Iterable[Passed]:
         """How often each location was reached, of an answer's `visits`."""
-        if type(pattern) is int:
+        if isinstance(pattern, int):
             known = self._patterns.get(pattern)
             if known is None:
                 raise BadFrame("A hop names visits it never sent.", fix="Update that machine.")
             return known
-        number, items = pattern
-        visits = [(str(location), int(count)) for location, count in items]
+        number, visits = pattern
         if number:
             self._patterns[number] = visits
         return visits
@@ -109,17 +126,19 @@ class JobHop:
     def _backward(
         self, joint: int, grad: torch.Tensor, earlier: list[int]
     ) -> list[torch.Tensor | None]:
-        header = {"op": "backward", "joint": joint, "earlier": earlier}
-        answer: list[torch.Tensor | None] = self._ask(header, {"grad": grad})
+        writer = _writer()
+        request = TapBackward(joint=joint, grad=writer.value(grad), earlier=earlier)
+        answer: list[torch.Tensor | None] = self._value_of(request, writer.buffers)
         return answer
 
-    def _ask(self, header: Header, values: dict[str, Any]) -> Any:
-        """An operation that is answered at once with a value."""
-        loose = Loose(CPU)
-        writer = Writer(loose.write, _nothing_else)
-        header |= {name: writer.value(value) for name, value in values.items()}
-        reply, buffers = self.exchange(header, writer.buffers)
-        return Reader(buffers, loose.read, _nothing_else, CPU).value(reply["value"])
+    def _value_of(self, request: TapRequest, buffers: Buffers | None = None) -> Any:
+        """What is answered at once."""
+        reply, received = self.exchange(request, buffers or [])
+        return Reader(received, Loose(CPU).read, _nothing_else, CPU).value(reply.value)
+
+
+def _writer() -> Writer:
+    return Writer(Loose(CPU).write, _nothing_else)
 
 
 def _nothing_else(value: Any, _path: Any) -> Any:

@@ -25,6 +25,7 @@ from mesh.interventions.caches import Caches
 from mesh.interventions.hooks import Hooks, SpanInterleaver
 from mesh.interventions.hop import JobHop
 from mesh.interventions.weights import KEPT_BYTES, RemoteParameters, RemoteWeights
+from mesh.shard.taps.messages import TapCall, TapSpan
 
 Log = Callable[[str], None]
 
@@ -116,7 +117,7 @@ class RemoteSpans:
         self._take_back_changed(range(layer, layer + 1))
         if layer not in self._hop_of:
             return module.forward(*args, **kwargs)
-        return self._hooks.run(self._hop_of[layer], {"op": "call", "path": path}, (args, kwargs))
+        return self._hooks.run(self._hop_of[layer], TapCall(path=path), (args, kwargs))
 
     def _run(self, deferred: _Deferred) -> Any:
         groups: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -129,14 +130,13 @@ class RemoteSpans:
                 groups.append((rest, kwargs))
             calls.append(known[key])
         collector = _active_collector.get() or {}
-        request = {
-            "op": "span",
-            "start": deferred.start,
-            "stop": deferred.next,
-            "calls": calls,
-            "between": "hidden_states" in collector,
-            "capture": [k for k in collector if k != "hidden_states" and not k.startswith("_")],
-        }
+        request = TapSpan(
+            start=deferred.start,
+            stop=deferred.next,
+            calls=calls,
+            between="hidden_states" in collector,
+            capture=[k for k in collector if k != "hidden_states" and not k.startswith("_")],
+        )
         hidden, between, captured = self._hooks.run(
             deferred.hop, request, (deferred.hidden, groups)
         )

@@ -12,10 +12,11 @@ import msgpack
 import pytest
 import torch
 
-from mesh.shard.taps.codec import pack, unpack
+from mesh.shard.taps.codec import unpack
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.types import LayerRange
 from tests.interventions.cases import CASES, Parts
+from tests.interventions.raw_messages import raw_message
 from tests.interventions.worlds import DirectChannel, equal, remote, tree, whole
 
 LAYERS = LayerRange(1, 4)
@@ -34,7 +35,7 @@ def session() -> TapSession:
 
 
 def answer(target: TapSession, header: dict[str, Any], buffers: list[bytes] | None = None) -> Any:
-    reply = target.exchange(pack(header, [memoryview(b) for b in buffers or []]))
+    reply = target.exchange(raw_message(header, buffers or []))
     assert reply is not None
     return unpack(reply)[0]
 

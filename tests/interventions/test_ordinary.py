@@ -14,8 +14,10 @@ import pytest
 import torch
 from nnsight.modeling.transformers import TransformersModel
 
+from mesh.codec import convert
 from mesh.shard.taps import codec
 from mesh.shard.taps.guard import OperationGuard
+from mesh.shard.taps.messages import TapRequest
 from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.taps.ordinary import Widths, room_of
 from mesh.shard.taps.session import TapLimits
@@ -46,6 +48,11 @@ def heard(world: Remote) -> list[dict[str, Any]]:
 
     channel.__class__ = Hearing
     return headers
+
+
+def asked(header: dict[str, Any]) -> Any:
+    """What a shard reads in it."""
+    return convert(header, TapRequest)
 
 
 @pytest.fixture
@@ -111,7 +118,7 @@ def fresh(*shape: int, dtype: str = "fp32", tag: int = 900, joint: int = 0) -> l
 
 
 EXTRAORDINARY: dict[str, Callable[[dict[str, Any]], None]] = {
-    "another operation": edit(("op",), "call"),
+    "another operation": lambda header: header.update(op="call", path="0.mlp"),
     "outputs kept": edit(("capture",), ["attentions"]),
     "tensors changed": edit(("changed",), [fresh(1, 24, 64)]),
     "insides shown": edit(("sourced",), ["0.mlp"]),
@@ -151,10 +158,10 @@ def test_whatever_else_is_asked_for_is_looked_at(what: str, message: dict[str, A
     span = tree("llama", SPLITS[1][0][1])
     widths = Widths.of(span.modules, span.config)
     assert widths is not None
-    assert room_of(message, widths, [700], 0) is not None
+    assert room_of(asked(message), widths, [700], 0) is not None
     changed = copy.deepcopy(message)
     EXTRAORDINARY[what](changed)
-    assert room_of(changed, widths, [700], 0) is None
+    assert room_of(asked(changed), widths, [700], 0) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -178,7 +185,7 @@ def test_the_room_held_is_more_than_a_forward_makes(
     if widths is None:
         assert any(w.dim() > 2 for layer in span.modules for w in layer.parameters())
         return
-    room = room_of(headers[0], widths, [], 0)
+    room = room_of(asked(headers[0]), widths, [], 0)
     assert (room is None) == (family in LOOKED_AT)
     assert room is None or room >= most[0] > 0
 

@@ -12,8 +12,9 @@ import nnsight
 import torch
 from torch import nn
 
-from mesh.shard.taps.codec import EncodedKind, pack, unpack, write_tensor
+from mesh.shard.taps.codec import EncodedKind, unpack, write_tensor
 from tests.interventions.cases import PROMPT, Parts
+from tests.interventions.raw_messages import raw_message
 
 Reach = Callable[[torch.Tensor], None]
 
@@ -194,7 +195,7 @@ class Attacker:
         buffers: list[memoryview] = []
         for tensor in tensors:
             write_tensor(tensor, buffers)
-        answer, _ = unpack(self._exchange(pack(header, buffers)))
+        answer, _ = unpack(self._exchange(raw_message(header, buffers)))
         if answer["op"] == "error":
             self.said.append(answer["error"]["message"])
         return answer

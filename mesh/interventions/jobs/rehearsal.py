@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.backend import Backend
 
-from mesh.shard.taps.codec import EncodedKind, pack, unpack
+from mesh.shard.taps.codec import EncodedKind
+from mesh.shard.taps.messages import TapDone, TapSpan, read_request, to_bytes
 
 if TYPE_CHECKING:
     from nnsight.modeling.transformers import TransformersModel
@@ -34,12 +35,12 @@ class NoLayers:
 
     def call(self, hop: int, message: bytes) -> bytes:
         """See `mesh.interventions.channel.SpanChannel`."""
-        request, _ = unpack(message)
-        _, (hidden, _) = request["value"]
+        request, _ = read_request(message)
+        assert isinstance(request, TapSpan)  # noqa: S101 - a rehearsal asks for nothing else
+        _, (hidden, _) = request.value
         known = [*hidden[:-1], None]
         value = [EncodedKind.TUPLE, [known, [EncodedKind.LIST, []], [EncodedKind.DICT, []]]]
-        done = {"op": "done", "visits": [0, []], "observed": [], "changed": [], "kv": []}
-        return pack({**done, "value": value}, [])
+        return to_bytes(TapDone(visits=(0, []), value=value), [])
 
 
 class _Keeping(Backend):  # type: ignore[misc]

@@ -12,6 +12,7 @@ import torch
 
 from mesh.errors import BadRequest
 from mesh.shard.taps.codec import CACHE_OPERATIONS
+from mesh.shard.taps.messages import Growth
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 from mesh.shard.taps.refusals import raised
 from mesh.shard.taps.tree import SpanTree
@@ -110,10 +111,9 @@ class TapCaches:
         """How many rows all of them hold together."""
         return sum(map(_rows, self._caches.values()))
 
-    def growth(self) -> list[list[int]]:
-        """``[cache, first layer, stop, batch, positions added]`` for runs of equal layers, since
-        this was asked last."""
-        grown: list[list[int]] = []
+    def growth(self) -> list[Growth]:
+        """What was added to runs of equal layers, since this was asked last."""
+        grown: list[Growth] = []
         first = self._tree.layers.start
         for number, cache in self._caches.items():
             old, new = self._told[number], _lengths(cache)
@@ -122,11 +122,11 @@ class TapCaches:
                 added = new[index] - old[index]
                 if not added:
                     continue
-                entry = [number, first + index, first + index + 1, layer.keys.shape[0], added]
-                if grown and grown[-1][0] == number and grown[-1][2:] == [entry[1], *entry[3:]]:
-                    grown[-1][2] += 1
+                place, batch = first + index, layer.keys.shape[0]
+                if grown and (grown[-1][0], *grown[-1][2:]) == (number, place, batch, added):
+                    grown[-1] = (number, grown[-1][1], place + 1, batch, added)
                 else:
-                    grown.append(entry)
+                    grown.append((number, place, place + 1, batch, added))
         return grown
 
 

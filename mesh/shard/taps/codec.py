@@ -87,28 +87,24 @@ Buffers = list[memoryview]
 Path = tuple[int | str, ...]
 
 
-def _bad(why: str) -> BadRequest:
+def malformed(why: str) -> BadRequest:
+    """The error for a message that is not what it should be."""
     return BadRequest(f"An intervention message is malformed: {why}.", fix=_FIX)
 
 
 # Messages
 
 
-def pack(header: dict[str, Any], buffers: Buffers) -> bytes:
-    """The bytes of a message. Raises BadRequest when it is too large or holds what cannot go."""
-    try:
-        head: bytes = msgpack.packb(
-            {**header, "sizes": [len(b) for b in buffers]}, use_bin_type=True
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise _bad(f"{error}") from error
-    size = _LENGTH.size + len(head) + sum(map(len, buffers))
-    if size > MAX_MESSAGE_BYTES or len(head) > _MAX_HEADER_BYTES:
+def pack(header: bytes, buffers: Buffers) -> bytes:
+    """The bytes of a message, whose header says the `sizes` of its tensors. Raises BadRequest when
+    it is too large."""
+    size = _LENGTH.size + len(header) + sum(map(len, buffers))
+    if size > MAX_MESSAGE_BYTES or len(header) > _MAX_HEADER_BYTES:
         raise BadRequest(
             f"{size} bytes at one point of a trace exceed {MAX_MESSAGE_BYTES}.",
             fix="Read less at once, for example only the positions you need.",
         )
-    return b"".join((_LENGTH.pack(len(head)), head, *buffers))
+    return b"".join((_LENGTH.pack(len(header)), header, *buffers))
 
 
 def header_bytes(message: bytes | bytearray | memoryview) -> int:
@@ -120,23 +116,27 @@ def header_bytes(message: bytes | bytearray | memoryview) -> int:
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[dict[str, Any], Buffers]:
-    """Header and tensor bytes of a message. Raises BadRequest for anything but a whole one."""
+    """Header and tensor bytes of a message; what the header says is for `messages` to read. Raises
+    BadRequest for anything but a whole one."""
     view = memoryview(message)
     if len(view) > MAX_MESSAGE_BYTES or len(view) < _LENGTH.size:
-        raise _bad(f"{len(view)} bytes")
+        raise malformed(f"{len(view)} bytes")
     (length,) = _LENGTH.unpack_from(view)
     start = _LENGTH.size + length
     if length > _MAX_HEADER_BYTES or start > len(view):
-        raise _bad("its header is cut short")
+        raise malformed("its header is cut short")
     header = _unpack_header(view[_LENGTH.size : start])
     buffers = []
-    for size in header.pop("sizes", ()):
+    sizes = header.pop("sizes", [])
+    if type(sizes) is not list:
+        raise malformed("its tensors have no sizes")
+    for size in sizes:
         if type(size) is not int or not 0 <= size <= len(view) - start:
-            raise _bad("its tensors are cut short")
+            raise malformed("its tensors are cut short")
         buffers.append(view[start : start + size])
         start += size
     if start != len(view):
-        raise _bad("bytes are left over")
+        raise malformed("bytes are left over")
     return header, buffers
 
 
@@ -147,9 +147,9 @@ def _unpack_header(data: memoryview) -> dict[str, Any]:
             max_map_len=1024,
         )  # fmt: skip
     except (ValueError, RecursionError) as error:
-        raise _bad(f"{error!s:.200}") from error
+        raise malformed(f"{error!s:.200}") from error
     if type(header) is not dict:
-        raise _bad("its header is no map")
+        raise malformed("its header is no map")
     return header
 
 
@@ -180,7 +180,7 @@ class Writer:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, self.buffers)
         if len(path) >= _MAX_DEPTH:
-            raise _bad("a value is nested too deeply")
+            raise malformed("a value is nested too deeply")
         if type(value) in _SEQUENCES:
             items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
             return [_SEQUENCES[type(value)], items]
@@ -229,7 +229,7 @@ class Reader:
     def tensor(self, entry: Any) -> torch.Tensor:
         """The tensor of one entry."""
         if type(entry) is not list or len(entry) != 4 or entry[0] != EncodedKind.TENSOR:
-            raise _bad("a tensor was expected")
+            raise malformed("a tensor was expected")
         return self._tensor(entry, self._next_buffer)
 
     def value(self, data: Any, path: Path = ()) -> Any:
@@ -237,18 +237,18 @@ class Reader:
         if data is None or type(data) in (bool, int, float, str):
             return data
         if type(data) is not list or not data or type(data[0]) is not int:
-            raise _bad(f"a {type(data).__name__} where a value was expected")
+            raise malformed(f"a {type(data).__name__} where a value was expected")
         if len(path) >= _MAX_DEPTH:
-            raise _bad("a value is nested too deeply")
+            raise malformed("a value is nested too deeply")
         try:
             return self._READ[data[0]](self, data, path)
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise _bad(f"{error!r:.200}") from error
+            raise malformed(f"{error!r:.200}") from error
 
     def _next_buffer(self) -> memoryview:
         buffer = next(self._buffers, None)
         if buffer is None:
-            raise _bad("it names more tensors than it has")
+            raise malformed("it names more tensors than it has")
         return buffer
 
     def _items(self, data: list[Any], path: Path) -> Any:
@@ -331,15 +331,15 @@ def raw(tensor: torch.Tensor) -> memoryview:
 def read_tensor(description: Any, data: memoryview, device: torch.device) -> torch.Tensor:
     """The tensor of these bytes, writable and no view of another. Raises BadRequest."""
     if type(description) is not list or len(description) != 2:
-        raise _bad("a tensor without dtype and shape")
+        raise malformed("a tensor without dtype and shape")
     name, shape = description
     dtype = DTYPES.get(name) if type(name) is str else None
     if dtype is None or type(shape) is not list or len(shape) > _MAX_RANK:
-        raise _bad(f"a tensor of {str(description)[:100]}")
+        raise malformed(f"a tensor of {str(description)[:100]}")
     if any(type(n) is not int or n < 0 for n in shape):
-        raise _bad("a tensor of negative size")
+        raise malformed("a tensor of negative size")
     if math.prod(shape) * dtype.itemsize != len(data):
-        raise _bad(f"{len(data)} bytes for a {name} tensor of shape {shape}")
+        raise malformed(f"{len(data)} bytes for a {name} tensor of shape {shape}")
     # Allocated by torch: kernels give other last bits on memory that is not aligned as it aligns.
     # And no view: it could not be edited in place under autograd, and nnsight asks for `_base`.
     tensor = torch.empty(shape, dtype=dtype)

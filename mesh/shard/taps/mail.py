@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mesh.shard.taps.codec import Buffers, header_bytes, pack, unpack
+from mesh.shard.taps.codec import Buffers, header_bytes
+from mesh.shard.taps.messages import TapReply, TapRequest, read_request, to_bytes
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
 
 _OBJECT_BYTES = 64
@@ -43,15 +42,15 @@ class Mail:
         self._incoming.grow(size)
         self._arrived += size
 
-    def open(self, message: bytes | bytearray | memoryview) -> tuple[dict[str, Any], Buffers]:
-        """Header and tensors of a whole message; whoever sends one has fetched the last answer.
+    def open(self, message: bytes | bytearray | memoryview) -> tuple[TapRequest, Buffers]:
+        """What a message says, and its tensors; whoever sends one has fetched the last answer.
 
         Raises BadRequest for what is none, LimitReached.
         """
         self._answer.set(0)
         missing = max(0, len(message) - self._arrived)
         self._incoming.grow(missing + _OBJECT_BYTES * header_bytes(message))
-        return unpack(message)
+        return read_request(message)
 
     def read(self) -> None:
         """Nothing of the message is needed any more."""
@@ -67,10 +66,10 @@ class Mail:
         """For the tensors of an answer."""
         return CountedBuffers(self._meter)
 
-    def pack(self, header: dict[str, Any], buffers: CountedBuffers) -> bytes:
+    def pack(self, reply: TapReply, buffers: CountedBuffers) -> bytes:
         """The answer's bytes. Raises BadRequest for what cannot go, LimitReached."""
         self._answer.set(sum(map(len, buffers)))  # both are there at once
-        message = pack(header, buffers)
+        message = to_bytes(reply, buffers)
         buffers.drop()
         self._answer.set(len(message))
         return message

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from mesh.shard.taps.codec import EncodedKind
+from mesh.shard.taps.messages import TapForward, TapSpan
 from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.taps.tree import SpanTree
 
@@ -101,10 +102,10 @@ class OrdinaryForwards:
         """The session has done something else."""
         self._widths = None
 
-    def hold_room(self, header: dict[str, Any], known: Collection[int], cached: int) -> int:
+    def hold_room(self, asked: TapForward, known: Collection[int], cached: int) -> int:
         """Bytes held for the forward that is asked for, in the place of what it makes; 0 when it
         has to be watched. As `room_of`; given back by whoever asks."""
-        room = None if self._widths is None else room_of(header, self._widths, known, cached)
+        room = None if self._widths is None else room_of(asked, self._widths, known, cached)
         if room is None:
             self.end()
             return 0
@@ -114,18 +115,16 @@ class OrdinaryForwards:
         return room
 
 
-def room_of(
-    header: dict[str, Any], widths: Widths, known: Collection[int], cached: int
-) -> int | None:
-    """What the forward that `header` asks for takes at most, in bytes; None if it is not ordinary.
+def room_of(asked: TapForward, widths: Widths, known: Collection[int], cached: int) -> int | None:
+    """What the forward that is `asked` for takes at most, in bytes; None if it is not ordinary.
 
     `known` are the numbers of tensors that exist here already, which a job could change by sending
     them again; `cached` how many positions all caches of the session hold.
     """
-    if header.get("op") != "span" or any(map(header.get, ("capture", "changed", "sourced"))):
+    if not isinstance(asked, TapSpan) or asked.capture or asked.changed or asked.sourced:
         return None
     try:
-        _, (hidden, (_, groups)) = header["value"]
+        _, (hidden, (_, groups)) = asked.value
         brought: set[int] = set()
         shape = _new_tensor(hidden, known, brought)
         if shape is None or len(shape) != 3 or hidden[3][0] not in _FLOATING:
@@ -136,9 +135,9 @@ def room_of(
         shapes = _Shapes(batch, rows, rows + cached, widths.wide)
         if not all(_is_call(group, shapes, known, brought) for group in groups):
             return None
-        layers = max(0, int(header["stop"]) - int(header["start"]))
     except (KeyError, TypeError, ValueError, IndexError):
         return None  # malformed: whoever reads it says what is wrong
+    layers = max(0, asked.stop - asked.start)
     return widths.bytes(layers, batch, rows, rows + cached)
 
 

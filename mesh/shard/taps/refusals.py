@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mesh.errors import BadRequest, DeviceFailed, MeshError
 from mesh.shard.device import is_lost
-from mesh.shard.taps.codec import Path, pack
+from mesh.shard.taps.codec import Path
+from mesh.shard.taps.messages import Growth, TapRefusal, to_bytes
 
 FIX = "Run the same hearthnet version on both machines."
 MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
@@ -20,9 +22,9 @@ def nothing_else(value: Any, _path: Path) -> Any:
     raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=FIX)
 
 
-def refusal(error: MeshError, **fields: Any) -> bytes:
-    """The answer that carries `error`, and `fields`."""
-    return pack({"op": "error", "error": error.to_dict(), **fields}, [])
+def refusal(error: MeshError, grad: bool | None = None, kv: Sequence[Growth] = ()) -> bytes:
+    """The answer that carries `error`, and what of a forward it ended."""
+    return to_bytes(TapRefusal(error=error.to_dict(), grad=grad, kv=list(kv)), [])
 
 
 def malformed(error: Exception) -> MeshError:

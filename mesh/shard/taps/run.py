@@ -13,6 +13,7 @@ from nnsight.util import apply
 from mesh.shard.taps.codec import Buffers, Path, Writer
 from mesh.shard.taps.graph_walks import in_order_of_making
 from mesh.shard.taps.guard import GraphShare
+from mesh.shard.taps.messages import Passed, TapForward, TapReply, TapRequest, TapStop
 from mesh.shard.taps.meter import MemoryMeter, Tally
 from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.tree import SpanTree
@@ -23,8 +24,7 @@ _MAX_PATTERN_BYTES = 1 << 20
 NAME_BYTES = 256
 """What a location that is kept takes besides its characters: its objects, its places in tables."""
 
-Header = dict[str, Any]
-Request = tuple[Header, Buffers]
+Asked = tuple[TapRequest, Buffers]
 
 
 class PassPatterns:
@@ -39,8 +39,8 @@ class PassPatterns:
         self._numbers.clear()
         self._kept.set(0)
 
-    def encode(self, visits: dict[str, int]) -> Any:
-        """A number, or ``[number, visits]`` the first time; number 0 is not to be kept."""
+    def encode(self, visits: dict[str, int]) -> int | tuple[int, list[Passed]]:
+        """A number, with the visits the first time; number 0 is not to be kept."""
         key = tuple(visits.items())
         known = self._numbers.get(key)
         if known is not None:
@@ -49,7 +49,7 @@ class PassPatterns:
         if len(self._numbers) < _MAX_PATTERNS and size < _MAX_PATTERN_BYTES:
             self._kept.grow(size)
             number = self._numbers[key] = len(self._numbers) + 1
-        return [number, [list(item) for item in key]]
+        return number, list(key)
 
 
 class Host(Protocol):
@@ -66,7 +66,7 @@ class Host(Protocol):
     def observe(self, run: Run, provider: str, value: Any) -> None:
         """Let the job know of `value`."""
 
-    def pack(self, header: Header, buffers: Buffers) -> bytes:
+    def pack(self, reply: TapReply, buffers: Buffers) -> bytes:
         """The bytes of a message to hand out. Raises BadRequest, LimitReached."""
 
     def new_writer(self, run: Run) -> Writer:
@@ -82,10 +82,10 @@ class Run:
     def __init__(
         self,
         host: Host,
-        header: Header,
-        body: Callable[[Run, Request], bytes],
+        asked: TapForward,
+        body: Callable[[Run, Asked], bytes],
     ) -> None:
-        self.watching = bool(header.get("watch"))
+        self.watching = asked.watch
         self.sourced = host.sourced
         self.is_watched = True
         """Whether each of its operations is looked at."""
@@ -93,25 +93,25 @@ class Run:
         """Bytes held for it where they are not counted one by one."""
         self.graph: GraphShare | None = None
         """Of the graph that it builds, once it builds one."""
-        self.grad = bool(header.get("grad"))
+        self.grad = asked.grad
         """Whether it builds one from where it goes on."""
         self.wanted: dict[str, frozenset[int]] = {}
-        self.observed: list[list[Any]] = []
+        self.observed: list[tuple[str, Any]] = []
         self.standing: dict[Path, tuple[int, Any]] = {}
         """The objects of our own that the value shown last has, by where in it they are."""
         self.writer = host.new_writer(self)
         self._host = host
-        self.attention = str(header.get("attn", "sdpa"))
+        self.attention = asked.attn
         self._visits: dict[str, int] = {}
         self._since = 0.0
-        self._greenlet: Any = greenlet(lambda request: body(self, request))
+        self._greenlet: Any = greenlet(lambda asked: body(self, asked))
 
     @property
     def is_over(self) -> bool:
         """Whether it has said its last."""
         return bool(self._greenlet.dead)
 
-    def go_on(self, tree: SpanTree, request: Request | None) -> bytes | None:
+    def go_on(self, tree: SpanTree, asked: Asked | None) -> bytes | None:
         """Let it run until it has something to say; None when it has only run for long enough."""
         tree.use_attention(self.attention)
         self._since = time.perf_counter()
@@ -120,7 +120,7 @@ class Run:
         torch.set_grad_enabled(self.grad)
         try:
             with tree.reporter.reporting_to(self):
-                answer: bytes | None = self._greenlet.switch(request)
+                answer: bytes | None = self._greenlet.switch(asked)
         finally:
             self.grad = torch.is_grad_enabled()
             torch.set_grad_enabled(before)
@@ -133,10 +133,10 @@ class Run:
 
     # From inside the greenlet
 
-    def converse(self, message: bytes) -> Request:
+    def converse(self, message: bytes) -> Asked:
         """Hand out `message` and stand still until the answer is here."""
-        request: Request = self._greenlet.parent.switch(message)
-        return request
+        asked: Asked = self._greenlet.parent.switch(message)
+        return asked
 
     def breathe(self) -> None:
         """Give the device to others if it has been ours for long."""
@@ -154,15 +154,17 @@ class Run:
         self._visits[provider] = visit + 1
         return value
 
-    def message(self, op: str, value: Any = None, **fields: Any) -> bytes:
+    def message(self, kind: type[TapStop], value: Any = None, **fields: Any) -> bytes:
         """The message to hand out now; what was observed since the last one goes with it."""
         writer, self.writer = self.writer, self._host.new_writer(self)
         try:
-            return self._packed(writer, op, value, fields)
+            return self._packed(writer, kind, value, fields)
         finally:
             self._host.discard(writer)
 
-    def _packed(self, writer: Writer, op: str, value: Any, fields: Header) -> bytes:
+    def _packed(
+        self, writer: Writer, kind: type[TapStop], value: Any, fields: dict[str, Any]
+    ) -> bytes:
         visits, self._visits = self._visits, {}
         observed, self.observed = self.observed, []
         self.standing = {}
@@ -170,13 +172,12 @@ class Run:
         tensors: list[torch.Tensor] = []
         apply(value, tensors.append, torch.Tensor)
         changed += [writer.tensor(tensor) for tensor in in_order_of_making(tensors)]
-        header = {
-            "op": op,
-            "grad": torch.is_grad_enabled(),
-            "visits": self._host.patterns.encode(visits),
-            "observed": observed,
-            "changed": changed,
-            "value": writer.value(value),
+        reply = kind(
+            grad=torch.is_grad_enabled(),
+            visits=self._host.patterns.encode(visits),
+            observed=observed,
+            changed=changed,
+            value=writer.value(value),
             **fields,
-        }
-        return self._host.pack(header, writer.buffers)
+        )
+        return self._host.pack(reply, writer.buffers)

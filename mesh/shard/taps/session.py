@@ -28,10 +28,28 @@ from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Writer, is
 from mesh.shard.taps.guard import GraphShare, OperationGuard
 from mesh.shard.taps.joints import ShardJoints
 from mesh.shard.taps.mail import CountedBuffers, Mail
+from mesh.shard.taps.messages import (
+    TapAbort,
+    TapAborted,
+    TapBackward,
+    TapCacheContents,
+    TapCacheOperation,
+    TapDone,
+    TapDrill,
+    TapForward,
+    TapHit,
+    TapMore,
+    TapReply,
+    TapRequest,
+    TapResume,
+    TapSpan,
+    TapValue,
+    TapWeight,
+)
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
 from mesh.shard.taps.ordinary import OrdinaryForwards
 from mesh.shard.taps.refusals import FIX, MALFORMED, malformed, nothing_else, raised, refusal
-from mesh.shard.taps.run import NAME_BYTES, Header, PassPatterns, Request, Run
+from mesh.shard.taps.run import NAME_BYTES, Asked, PassPatterns, Run
 from mesh.shard.taps.shared_tensors import Loose, ShardTensors
 from mesh.shard.taps.tree import SpanTree
 from mesh.shard.taps.weight_copies import WeightCopies
@@ -40,7 +58,6 @@ from mesh.types import LayerRange
 logger = logging.getLogger(__name__)
 
 _MAX_NESTED = 16
-_MAX_NAME_CHARACTERS = 1000
 _MAX_OBSERVED_BYTES = 16 << 20
 _SOURCE_OBJECTS = 16
 """What a byte of source takes once it is parsed, compiled and kept."""
@@ -91,19 +108,18 @@ class TapSession:
     def exchange(self, message: bytes | bytearray | memoryview) -> bytes | None:
         """Do what `message` asks. Errors are answers, too."""
         try:
-            header, buffers = self.mail.open(message)
-            self._prepare(header)
-            op = header["op"]
-            if op != "span" or self._runs:
+            request, buffers = self.mail.open(message)
+            self._prepare(request)
+            if not isinstance(request, TapSpan) or self._runs:
                 self._ordinary.end()
-            if op in ("span", "call"):
-                return self._start(header, buffers)
-            if op in ("resume", "abort"):
+            if isinstance(request, TapForward):
+                return self._start(request, buffers)
+            if isinstance(request, TapResume | TapAbort):
                 run = self._top()
                 run.is_watched = True  # from here on the job's values are among the model's
-                run.grad = bool(header.get("grad", run.grad))
-                return self._drive(run, (header, buffers))
-            return self._at_once(op, header, buffers)
+                run.grad = run.grad if request.grad is None else request.grad
+                return self._drive(run, (request, buffers))
+            return self._at_once(request, buffers)
         except MeshError as error:
             return refusal(error)
         except MALFORMED as error:
@@ -134,17 +150,18 @@ class TapSession:
 
     # Requests
 
-    def _prepare(self, header: Header) -> None:
-        self._joints.drop(header.get("unreachable", []))
-        for number in header.get("free", ()):
+    def _prepare(self, request: TapRequest) -> None:
+        self._joints.drop(request.unreachable)
+        for number in request.free:
             self._caches.free(number)
-        if header.get("release"):
+        if request.release:
             self._release()
-        if header.get("obs") is not None:
-            self.observed = frozenset(self._located(header["obs"]))
-            self._observed_with_grad = bool(header.get("obs_grad"))
-        for base in self._located(header.get("sourced", [])):
-            self.sourced.setdefault(base, None)
+        if isinstance(request, TapForward | TapResume):
+            if request.obs is not None:
+                self.observed = frozenset(self._located(request.obs))
+                self._observed_with_grad = request.obs_grad
+            for base in self._located(request.sourced):
+                self.sourced.setdefault(base, None)
         self._count_names()
 
     def _release(self) -> None:
@@ -157,10 +174,8 @@ class TapSession:
         if not len(self._caches):  # what they hold may have a history
             self._graphs = {run.graph for run in self._runs if run.graph is not None}
 
-    def _located(self, locations: list[Any]) -> list[str]:
+    def _located(self, locations: list[str]) -> list[str]:
         for location in locations:
-            if type(location) is not str or len(location) > _MAX_NAME_CHARACTERS:
-                raise BadRequest(f"{str(location)[:100]} is no location.", fix=FIX)
             self._tree.check(location, self._layers)
         return locations
 
@@ -170,9 +185,9 @@ class TapSession:
         visits = sum(len(visits) for run in self._runs for visits in run.wanted.values())
         self._names.set(sum(map(len, names)) + (len(names) + visits) * NAME_BYTES)
 
-    def _want(self, run: Run, header: Header) -> None:
+    def _want(self, run: Run, request: TapForward | TapResume) -> None:
         """Take over which visits to stop at, counted from this message on."""
-        wanted = {location: frozenset(map(int, visits)) for location, visits in header["want"]}
+        wanted = {location: frozenset(visits) for location, visits in request.want}
         run.wanted = dict(zip(self._located(list(wanted)), wanted.values(), strict=True))
         self._count_names()
         for location in (*wanted, *self.observed):
@@ -181,25 +196,25 @@ class TapSession:
                 self._tree.source(path)
                 self._modules_sourced.add(path)
 
-    def _start(self, header: Header, buffers: Buffers) -> bytes | None:
+    def _start(self, request: TapForward, buffers: Buffers) -> bytes | None:
         if len(self._runs) >= _MAX_NESTED:
             raise BadRequest("Module calls are nested too deeply.", fix="Call fewer from within.")
-        self._tree.use_attention(str(header.get("attn", "sdpa")))
-        run = Run(self, header, self._execute)
+        self._tree.use_attention(request.attn)
+        run = Run(self, request, self._execute)
         self._runs.append(run)
-        self._want(run, header)
+        self._want(run, request)
         if self.observed or self.sourced or self._modules_sourced:
             self._ordinary.end()
-        run.room = self._ordinary.hold_room(header, self.tensors.tags, self._caches.positions())
+        run.room = self._ordinary.hold_room(request, self.tensors.tags, self._caches.positions())
         run.is_watched = not run.room
-        return self._drive(run, (header, buffers))
+        return self._drive(run, (request, buffers))
 
     def _top(self) -> Run:
         if not self._runs:
             raise BadRequest("No forward is under way.", fix=FIX)
         return self._runs[-1]
 
-    def _drive(self, run: Run, request: Request | None) -> bytes | None:
+    def _drive(self, run: Run, asked: Asked | None) -> bytes | None:
         if run.grad and run.graph is None:
             run.graph = GraphShare(self.meter)
             self._graphs.add(run.graph)
@@ -207,7 +222,7 @@ class TapSession:
         self._weights.apply()
         try:
             with self._guard if run.is_watched else nullcontext():
-                return run.go_on(self._tree, request)
+                return run.go_on(self._tree, asked)
         finally:
             self._guard.graph = self._joints.graph = None
             self._tree.restore()
@@ -230,80 +245,81 @@ class TapSession:
             self._caches.clear()
             raise
 
-    def _at_once(self, op: str, header: Header, buffers: Buffers) -> bytes:
-        operations: dict[str, Callable[[Header, Reader], Any]] = {
-            "backward": self._backward,
-            "weight": self._weight,
-            "cacheop": self._cache_operation,
-            "kv": self._cache_contents,
-        }
-        operation = operations.get(op)
-        if operation is None:
-            raise BadRequest(f"Unknown operation {op[:50]!r}.", fix=FIX)
+    def _at_once(
+        self,
+        request: TapBackward | TapWeight | TapCacheOperation | TapCacheContents,
+        buffers: Buffers,
+    ) -> bytes:
         # Gradients and weights cross once: neither end keeps them.
         loose = Loose(self._tree.device)
         reader = Reader(buffers, loose.read, nothing_else, self._tree.device)
         try:
             with self._guard:
-                value = operation(header, reader)
+                value = self._asked_for(request, reader)
                 writer = Writer(loose.write, nothing_else, self.mail.new_buffers())
                 try:
-                    return self.pack({"op": "value", "value": writer.value(value)}, writer.buffers)
+                    return self.pack(TapValue(value=writer.value(value)), writer.buffers)
                 finally:
                     self.discard(writer)
         except RuntimeError as error:
             raise raised(error) from error
 
-    def _backward(self, header: Header, reader: Reader) -> list[torch.Tensor | None]:
-        return self._joints.backward(
-            header["joint"], reader.value(header["grad"]), header["earlier"]
-        )
+    def _asked_for(
+        self,
+        request: TapBackward | TapWeight | TapCacheOperation | TapCacheContents,
+        reader: Reader,
+    ) -> Any:
+        if isinstance(request, TapBackward):
+            grad = reader.value(request.grad)
+            return self._joints.backward(request.joint, grad, request.earlier)
+        if isinstance(request, TapWeight):
+            return self._weight(request)
+        if isinstance(request, TapCacheContents):
+            return self._caches.contents(request.cache, request.layer)
+        return self._cache_operation(request, reader)
 
-    def _weight(self, header: Header, _reader: Reader) -> torch.Tensor:
-        module = self._tree.module(header["path"], self._layers)
-        name = str(header["name"])
+    def _weight(self, request: TapWeight) -> torch.Tensor:
+        module, name = self._tree.module(request.path, self._layers), request.name
         weight = {**module._parameters, **module._buffers}.get(name)
         if isinstance(module, BlockLinear) and name == "weight":
             weight = module.weight
         if weight is None:
-            raise BadRequest(f"{header['path']} has no weight {name[:100]}.", fix=FIX)
+            raise BadRequest(f"{request.path} has no weight {name[:100]}.", fix=FIX)
         return self._weights.seen(weight).detach()
 
-    def _cache_operation(self, header: Header, reader: Reader) -> None:
-        operation = header["cache"], header["name"], reader.value(header["args"])
+    def _cache_operation(self, request: TapCacheOperation, reader: Reader) -> None:
+        operation = request.cache, request.name, reader.value(request.args)
         self._require_positions(self._caches.positions_after(*operation))
         graph = self._guard.graph = GraphShare(self.meter)
         try:
-            with torch.set_grad_enabled(bool(header.get("grad", True))):
+            with torch.set_grad_enabled(request.grad):
                 self._caches.operate(*operation)
         finally:
             self._guard.graph = None
         self._graphs.add(graph)
 
-    def _cache_contents(self, header: Header, _reader: Reader) -> list[torch.Tensor]:
-        return self._caches.contents(header["cache"], header["layer"])
-
     # Forwards, inside their greenlet
 
-    def _execute(self, run: Run, request: Request) -> bytes:
+    def _execute(self, run: Run, asked: Asked) -> bytes:
         try:
-            value = self._forward(run, *request)
-            return run.message("done", value, kv=self._caches.growth())
+            value = self._forward(run, *asked)
+            return run.message(TapDone, value, kv=self._caches.growth())
         except _Aborted:
-            return run.message("aborted", kv=self._caches.growth())
+            return run.message(TapAborted, kv=self._caches.growth())
         except Exception as error:  # noqa: BLE001 - whatever model code raises is the job's error
             if not isinstance(error, MeshError):
                 error = raised(error, self._tree.place_of(error))
             return refusal(error, grad=torch.is_grad_enabled(), kv=self._caches.growth())
 
-    def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
-        value = self._read(run, header, buffers)
+    def _forward(self, run: Run, request: TapRequest, buffers: Buffers) -> Any:
+        assert isinstance(request, TapForward)  # noqa: S101 - a run begins with one
+        value = self._read(run, request, buffers)
         self._require_positions(_rows(value) + self._caches.positions())
-        if header["op"] == "call":
-            args, kwargs = value
-            del value
-            return self._tree.module(header["path"], self._layers)(*args, **kwargs)
-        return self._span(run, header, value)
+        if isinstance(request, TapSpan):
+            return self._span(run, request, value)
+        args, kwargs = value
+        del value
+        return self._tree.module(request.path, self._layers)(*args, **kwargs)
 
     def _require_positions(self, wanted: int) -> None:
         if wanted > self._limits.positions:
@@ -313,17 +329,17 @@ class TapSession:
                 fix="Use fewer or shorter prompts in one trace.",
             )
 
-    def _span(self, run: Run, header: Header, value: Any) -> Any:
+    def _span(self, run: Run, request: TapSpan, value: Any) -> Any:
         """Hidden states after the layers, between them, and what transformers collects inside."""
         hidden, calls = value
-        captured: dict[str, list[Any]] = {str(key): [] for key in header["capture"]}
+        captured: dict[str, list[Any]] = {key: [] for key in request.capture}
         if captured:
             self._tree.capture_outputs()
         between = []
         token = _active_collector.set(captured)
         try:
-            numbers = range(header["start"], header["stop"])
-            for number, call in zip(numbers, header["calls"], strict=True):
+            numbers = range(request.start, request.stop)
+            for number, call in zip(numbers, request.calls, strict=True):
                 run.breathe()
                 self._tree.check(str(number), self._layers)
                 args, kwargs = calls[call]
@@ -331,18 +347,18 @@ class TapSession:
                 between.append(hidden)
         finally:
             _active_collector.reset(token)
-        return hidden, (between[:-1] if header["between"] else []), captured
+        return hidden, (between[:-1] if request.between else []), captured
 
     def show(self, run: Run, provider: str, value: Any) -> Any:
         """Let the job see `value`; what it makes of it."""
         if provider.endswith(".fn") and provider[:-3] in self.sourced:
             info = sources.drill(self._tree.reporter, self.sourced, provider[:-3], value)
-            self._sources.grow(_SOURCE_OBJECTS * len(info.get("source", "")) + ENTRY_BYTES)
-            self._converse(run, run.message("drill", provider=provider, info=info))
+            self._sources.grow(_SOURCE_OBJECTS * len(info.source) + ENTRY_BYTES)
+            self._converse(run, run.message(TapDrill, provider=provider, info=info))
             return value
         before = _rows(value)
         self.tensors.has_shown_weights = False
-        message = run.message("hit", value, provider=provider, kv=self._caches.growth())
+        message = run.message(TapHit, value, provider=provider, kv=self._caches.growth())
         shows_weights = self.tensors.has_shown_weights
         answer = self._converse(run, message)
         if shows_weights and self._weights.unchanged(answer, value):
@@ -356,25 +372,27 @@ class TapSession:
         writer = run.writer
         if not self._observed_with_grad:
             writer = Writer(self.tensors.write_detached, self._other(run), writer.buffers)
-        run.observed.append([provider, writer.value(value)])
+        run.observed.append((provider, writer.value(value)))
         if sum(map(len, run.writer.buffers)) > _MAX_OBSERVED_BYTES:
-            self._converse(run, run.message("more"))
+            self._converse(run, run.message(TapMore))
 
     def _converse(self, run: Run, message: bytes) -> Any:
-        header, buffers = run.converse(message)
-        if header["op"] == "abort":
+        request, buffers = run.converse(message)
+        if not isinstance(request, TapResume):
             raise _Aborted
-        self._want(run, header)
-        return self._read(run, header, buffers)
+        self._want(run, request)
+        return self._read(run, request, buffers)
 
     # Values
 
-    def _read(self, run: Run, header: Header, buffers: Buffers) -> Any:
+    def _read(self, run: Run, request: TapForward | TapResume, buffers: Buffers) -> Any:
         """The value of a message, of which nothing else is kept."""
         reader = self._reader(run, buffers)
         try:
-            self.tensors.read_changed(header.pop("changed"), reader)
-            return reader.value(header.pop("value", None))
+            changed, request.changed = request.changed, []
+            self.tensors.read_changed(changed, reader)
+            value, request.value = request.value, None
+            return reader.value(value)
         finally:
             buffers.clear()
 
@@ -387,12 +405,11 @@ class TapSession:
         assert isinstance(writer.buffers, CountedBuffers)  # noqa: S101 - all writers here have such
         writer.buffers.drop()
 
-    def pack(self, header: Header, buffers: Buffers) -> bytes:
+    def pack(self, reply: TapReply, buffers: Buffers) -> bytes:
         """The bytes of a message to hand out. Raises BadRequest, LimitReached."""
         assert isinstance(buffers, CountedBuffers)  # noqa: S101 - all writers here have such
-        if sources := self._joints.take_sources():
-            header["sources"] = sources
-        return self.mail.pack(header, buffers)
+        reply.sources = self._joints.take_sources()
+        return self.mail.pack(reply, buffers)
 
     def _other(self, run: Run) -> Callable[[Any, Path], list[Any]]:
         def other(value: Any, path: Path) -> list[Any]:

@@ -12,15 +12,15 @@ from nnsight.intervention.interleaver import Interleaver
 from nnsight.intervention.source import SourceNotAvailable, bind, instrument, make_op
 from torch import nn
 
+from mesh.shard.taps.messages import TapSource
 
-def drill(
-    reporter: Interleaver, sourced: dict[str, Any], base: str, function: Any
-) -> dict[str, Any]:
+
+def drill(reporter: Interleaver, sourced: dict[str, Any], base: str, function: Any) -> TapSource:
     """Instrument what the operation at `base` calls, once; what the job has to know about it."""
     if isinstance(function, nn.Module):
-        return {"kind": "module"}
+        return TapSource("module")
     if function is bind:
-        return {"kind": "bind"}
+        return TapSource("bind")
     entry = sourced.get(base)
     if entry is None:
         try:
@@ -29,12 +29,8 @@ def drill(
                 make_op(lambda: (reporter, base) if reporter.interleaving else (None, None)),
             )
         except SourceNotAvailable as error:
-            return {"kind": "none", "why": str(error)[:500]}
+            return TapSource("none", why=str(error)[:500])
         sourced[base] = entry
     compiled = entry[1]
-    return {
-        "kind": "function",
-        "names": list(compiled.names),
-        "lines": [[name, line] for name, line in compiled.lines.items()],
-        "source": compiled.source,
-    }
+    lines = list(compiled.lines.items())
+    return TapSource("function", list(compiled.names), lines, compiled.source)

@@ -237,18 +237,20 @@ for hop, own, foreign in zip(hops, T.weights, reversed(T.weights)):
 # overwritten
 import gc
 from mesh.shard.taps.codec import write_tensor
+from mesh.shard.taps.messages import TapCall, TapResume
 hops = [o for o in gc.get_objects() if type(o).__module__ == "mesh.interventions.hop"]
 assert len(hops) == len(T.weights), hops
 for hop, path in zip(hops, T.weights):
     before, sent = hop.fetch_weight(path, "weight"), []
     new = [0, 1000, 0, write_tensor(torch.ones(1, 2, before.shape[1]), sent)]
     want = [[path + ".source.F_linear_0.input", [0]]]
-    call = {"op": "call", "path": path, "changed": [], "watch": True, "grad": True, "want": want}
-    answer, _ = hop.exchange({**call, "value": [2, [[2, [new]], [3, []]]]}, sent)
-    tag, sent = answer["value"][1][0][1][1][1], []
+    value = [2, [[2, [new]], [3, []]]]
+    call = TapCall(path=path, watch=True, grad=True, want=want, value=value)
+    answer, _ = hop.exchange(call, sent)
+    tag, sent = answer.value[1][0][1][1][1], []
     changed = [[0, tag, 2, write_tensor(before * 0, sent)]]
     value = [2, [[2, [[0, 1000, 0, None], [0, tag, 0, None], None]], [3, []]]]
-    hop.exchange({"op": "resume", "changed": changed, "want": [], "value": value}, sent)
+    hop.exchange(TapResume(changed=changed, value=value), sent)
     hop.release()
     if not torch.equal(before, hop.fetch_weight(path, "weight")): proof()
 # of_a_hop_that_is_none
