@@ -24,6 +24,7 @@ from mesh.errors import (
 )
 from mesh.pipeline.entrance import Entrance
 from mesh.types import (
+    BringingUp,
     Done,
     Endpoint,
     GenerationRequest,
@@ -112,6 +113,8 @@ class ScriptedGenerations:
         self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.proceed = asyncio.Event()
         self.entrance: Entrance | None = None
+        self.coming: tuple[BringingUp, ...] = ()
+        """What each hears before the entrance, of a model that is not up yet."""
         self.under_way = self.most_under_way = 0
         self.idle = asyncio.Event()
         """Set when the last that was under way has ended."""
@@ -148,6 +151,8 @@ class ScriptedGenerations:
             await self.proceed.wait()
 
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        for step in self.coming:
+            yield step
         if self.entrance is not None:
             async for queued in self.entrance.enter(request.request_id, request.principal):
                 yield queued

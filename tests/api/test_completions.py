@@ -12,6 +12,7 @@ import pytest
 from mesh.api.openai.schemas import MAX_LOGPROBS
 from mesh.api.openai.several import AT_ONCE
 from mesh.pipeline.entrance import Entrance
+from mesh.types import BringingUp, ModelId
 from tests.api.conftest import SHARED_LOOP, Served, Shared
 
 
@@ -190,10 +191,13 @@ async def test_halves_of_characters_are_no_key_of_each_other(shared: Shared) -> 
     assert (first, second) == ("bytes:\\xf0\\x9f", "bytes:\\x90\\x88")
 
 
+@pytest.mark.parametrize("coming", [(), (BringingUp(ModelId("stuck"), "DEPLOYING", 50),)])
 async def test_few_prompts_run_at_a_time_and_fewer_where_there_is_no_place(
-    api: Served, http: httpx.AsyncClient
+    api: Served, http: httpx.AsyncClient, coming: tuple[BringingUp, ...]
 ) -> None:
-    """`stuck` says a word and waits; the others have no place but theirs."""
+    """`stuck` says a word and waits; the others have no place but theirs, also once a model that
+    they waited for is up."""
+    api.generations.coming = coming
     api.generations.entrance = Entrance(2, wait_s=5.0, places=0)
     body = {"model": "stuck", "prompt": ["a"] * (2 * AT_ONCE)}
     asking = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -203,7 +207,7 @@ async def test_few_prompts_run_at_a_time_and_fewer_where_there_is_no_place(
     assert answer.status_code == 200, answer.text
     assert [choice["text"] for choice in answer.json()["choices"]] == ["one two"] * 2 * AT_ONCE
     assert api.generations.most_under_way == 2
-    api.generations.entrance = None
+    api.generations.entrance, api.generations.coming = None, ()
     assert (await http.post("/v1/completions", json=body)).status_code == 200
     assert api.generations.most_under_way == AT_ONCE
 

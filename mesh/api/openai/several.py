@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mesh.api.services import Generations
 from mesh.errors import Busy
 from mesh.processes.tasks import end
-from mesh.types import GenerationRequest, Queued, StreamFrame
+from mesh.types import BringingUp, GenerationRequest, Queued, StreamFrame
 
 AT_ONCE = 4
 """Prompts of one request that run at a time: what keeps the hops of most routes busy."""
@@ -85,7 +85,7 @@ class _Line:
         try:
             async with aclosing(self._generations.generate(request)) as frames:
                 async for frame in frames:
-                    has_begun = has_begun or not isinstance(frame, Queued)
+                    has_begun = has_begun or not isinstance(frame, Queued | BringingUp)
                     await self._ready.put(Of(index, frame))
         except Busy:
             if has_begun or self._under_way == 1:
