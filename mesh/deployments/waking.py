@@ -198,8 +198,7 @@ class Waker:
         try:
             async with asyncio.timeout(self._patience_s):
                 while not self._is_askable(model):
-                    rows = self._rows(model)
-                    news = _progress(model, rows) if is_deployed else self._loading(model)
+                    news = self._progress(model) if is_deployed else self._loading(model)
                     if news is None and (is_deployed or told is None):
                         return  # who asks says what is missing
                     if news is not None and news != told:
@@ -219,10 +218,17 @@ class Waker:
         Raises Forbidden when it rests and may not be woken, and NoRoute as `bring_up`.
         """
         await self._verbs.wake(model, may_wake=may_wake)
-        wanted = [row for row in self._rows(model) if not row["resting"]]
-        if not wanted or not all(row["missing"] for row in wanted):
+        if not all(row["missing"] for row in self._wanted(model)):
             return None
-        return _progress(model, wanted)
+        return self._progress(model)
+
+    def _progress(self, model: ModelId) -> BringingUp | None:
+        """See `_progress`; None also where it was evicted meanwhile, or rests again."""
+        wanted = self._wanted(model)
+        return _progress(model, wanted) if wanted else None
+
+    def _wanted(self, model: str) -> list[dict[str, Any]]:
+        return [row for row in self._rows(model) if not row["resting"]]
 
     def _rows(self, model: str) -> list[dict[str, Any]]:
         return [row for row in self._verbs.view() if row["model_id"] == model]

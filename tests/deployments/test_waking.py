@@ -191,6 +191,12 @@ class Verbs:
             }
         ]  # fmt: skip
 
+    def rest(self) -> None:
+        """It is had rest."""
+        spans: Any = self.rows[0]["spans"]
+        spans[0]["phase"] = "RESTING"
+        self.rows[0] |= {"resting": True, "missing": []}
+
     def view(self) -> list[dict[str, Any]]:
         return self.rows
 
@@ -271,3 +277,17 @@ async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
         await brought_up(Verbs("FAILED"), 999)
     with pytest.raises(PipelineStalled):
         await brought_up(Verbs("DEPLOYING"), 999, patience_s=0.3)
+
+
+@pytest.mark.parametrize("meanwhile", ["evicted", "it rests"])
+async def test_what_is_wanted_no_longer_is_not_waited_for(meanwhile: str) -> None:
+    verbs = Verbs("DEPLOYING")
+    waker = Waker(verbs, lambda model: False, print, 5.0, lambda model: None)
+    told = []
+    async for each in waker.bring_up(GenerationRequest("r", MODEL, may_wake=True)):
+        told.append(each)
+        if meanwhile == "evicted":
+            verbs.rows = []
+        else:
+            verbs.rest()
+    assert told == [BringingUp(MODEL, "DEPLOYING", 75)], "who asks says that it is not up"
