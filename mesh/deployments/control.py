@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mesh.deployments.formats import is_as_wished
-from mesh.deployments.listing import DeploymentRows
+from mesh.deployments.listing import DeploymentRows, SeenDeployment
 from mesh.deployments.placement import make_plan, require_pins
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
@@ -55,6 +55,14 @@ class Deploying:
         names = {each.id for each in wished}
         rows += [row for row in self._reading.view() if row["deployment"] not in names]
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
+
+    def seen(self, model: ModelId) -> list[SeenDeployment]:
+        """What is seen of each deployment of a model, as in the `view`."""
+        wished = live(self._house.deployments())
+        names = {each.id for each in wished}
+        found = [self._rows.seen(each) for each in wished if each.wish.model_id == model]
+        read = self._reading.seen(model)
+        return found + [each for each in read if each.deployment.id not in names]
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Wish for a model, or change the wish for one that is deployed. `given` are the `model`,
@@ -155,7 +163,8 @@ class Deploying:
     def _row(self, deployment: Deployment) -> dict[str, Any]:
         stay = self._stay(deployment.id)
         at = None if stay.rests_at is None else stay.rests_at.isoformat(timespec="seconds")
-        return {**self._rows.row(deployment), "in_use": stay.in_use, "rests_at": at}
+        row = self._rows.row(self._rows.seen(deployment))
+        return {**row, "in_use": stay.in_use, "rests_at": at}
 
     async def _deploy_found(
         self, order: Mapping[str, Any], name: str, found: Checkpoint

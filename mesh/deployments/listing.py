@@ -1,4 +1,4 @@
-"""What has become of each deployment, as rows for people: its state, level, and each span's phase.
+"""What has become of each deployment, each span's phase first; and as rows for people.
 
 Reads what others own and decides nothing. Of this node's own spans all is known; of others' what
 they advertise: what they serve, how far they say that they are, and what of the weights is on their
@@ -7,7 +7,7 @@ disks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,30 +15,76 @@ from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
-from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
+from mesh.deployments.wishes import Deployment, Span, Wish, merged
 from mesh.deployments.world import World
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import MeshError
-from mesh.types import NodeId
+from mesh.types import LayerRange
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
 ON_ITS_WAY = (Phase.QUEUED, Phase.PROVISIONING, Phase.DEPLOYING)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenSpan:
+    """How far a span of a replica is on its machine, which people call `node`."""
+
+    replica: int
+    span: Span
+    node: str
+    now: PhaseProgress
+
+    def row(self) -> dict[str, Any]:
+        """As the API shows it."""
+        return {
+            "replica": self.replica,
+            "node_id": self.span.node,
+            "node": self.node,
+            "layers": str(self.span.layers),
+            **self.now.row(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SeenDeployment:
+    """What this node sees of a deployment: the layers that nobody offers, which are none where it
+    is not wanted, and its spans."""
+
+    deployment: Deployment
+    missing: tuple[LayerRange, ...]
+    spans: tuple[SeenSpan, ...]
+
+
 class DeploymentRows:
-    """Makes the rows; `phases` are how far this node's own spans are."""
+    """Sees, and makes the rows; `phases` are how far this node's own spans are."""
 
     def __init__(self, seen: World, phases: Phases) -> None:
         self._seen = seen
         self._phases = phases
 
-    def row(self, deployment: Deployment) -> dict[str, Any]:
+    def seen(self, deployment: Deployment) -> SeenDeployment:
+        """One that was wished for."""
+        replicas = deployment.plan.replicas if deployment.plan is not None else ()
+        names = self._seen.names()
+        spans = [
+            SeenSpan(
+                replica.number, span, names.get(span.node, span.node), self._far(deployment, span)
+            )
+            for replica in replicas
+            for span in replica.spans
+        ]
+        return SeenDeployment(deployment, self._missing(deployment), tuple(spans))
+
+    def read_here(self, deployment: Deployment, far: PhaseProgress) -> SeenDeployment:
+        """One that is still to be wished for: this node reads the model first."""
+        span = Span(self._seen.node, deployment.wish.whole)
+        reading = SeenSpan(0, span, self._seen.names().get(span.node, span.node), far)
+        return SeenDeployment(deployment, self._missing(deployment), (reading,))
+
+    def row(self, seen: SeenDeployment) -> dict[str, Any]:
         """As the API shows it; see `mesh.api.services.DeploymentControl`."""
-        wish, plan, names = deployment.wish, deployment.plan, self._seen.names()
-        replicas = plan.replicas if plan is not None else ()
-        spans = self._spans(deployment, names)
-        missing = self._missing(deployment) if deployment.is_wanted else []
+        deployment, names = seen.deployment, self._seen.names()
+        wish, plan = deployment.wish, deployment.plan
         return {
             "deployment": wish.deployment,
             "merged": [each.id for each in merged(self._seen.deployments(), deployment.id)],
@@ -46,7 +92,7 @@ class DeploymentRows:
             "weights_sha256": wish.weights_sha256,
             "total_layers": wish.total_layers,
             "replicas": wish.replicas,
-            "replicas_ready": _ready(replicas, spans),
+            "replicas_ready": _ready(seen),
             "dedicated": wish.dedicated,
             "quant": wish.quant or None,
             "context": wish.context or None,
@@ -59,43 +105,21 @@ class DeploymentRows:
             "layers": [f"{pin.node}={pin.layers}" for pin in wish.pins],
             "level": self._level(deployment).value,
             "resting": not deployment.is_wanted,
-            "state": _state(spans, missing, deployment),
-            "missing": missing,
+            "state": _state(seen),
+            "missing": [str(layers) for layers in seen.missing],
             "epoch": None if plan is None else plan.epoch,
             "why": None if plan is None else plan.why or None,
             "error": None,
             "by": names.get(deployment.author, deployment.author),
             "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
-            "spans": spans,
-        }
-
-    def reading(
-        self, deployment: Deployment, far: PhaseProgress, error: MeshError | None
-    ) -> dict[str, Any]:
-        """The row of one that is still to be wished for: this node reads the model first."""
-        span = Span(self._seen.node, deployment.wish.whole)
-        name = self._seen.names().get(span.node, span.node)
-        return self.row(deployment) | {
-            "state": far.phase.value,
-            "error": None if error is None else error.to_dict(),
-            "spans": [_span_row(0, span, name, far)],
+            "spans": [span.row() for span in seen.spans],
         }
 
     def is_on_its_way(self, deployment: Deployment) -> bool:
         """Whether a machine that is there is still to bring up a part of it."""
-        return any(span["phase"] in ON_ITS_WAY for span in self._spans(deployment, {}))
+        return any(span.now.phase in ON_ITS_WAY for span in self.seen(deployment).spans)
 
-    def _spans(self, deployment: Deployment, names: Mapping[NodeId, str]) -> list[dict[str, Any]]:
-        replicas = deployment.plan.replicas if deployment.plan is not None else ()
-        return [
-            self._span(deployment, replica, span, names)
-            for replica in replicas
-            for span in replica.spans
-        ]
-
-    def _span(
-        self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
-    ) -> dict[str, Any]:
+    def _far(self, deployment: Deployment, span: Span) -> PhaseProgress:
         wish = deployment.wish
         shard, is_own = deployment.shard(span.layers), span.node == self._seen.node
         now = self._phases.get(shard) if is_own else self._seen.told(span.node, shard)
@@ -109,8 +133,7 @@ class DeploymentRows:
             now = now or _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
         if not deployment.is_wanted:
             now = PhaseProgress(Phase.RESTING)
-        now = now or PhaseProgress(Phase.QUEUED)
-        return _span_row(replica.number, span, names.get(span.node, span.node), now)
+        return now or PhaseProgress(Phase.QUEUED)
 
     def _level(self, deployment: Deployment) -> Level:
         """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
@@ -132,24 +155,16 @@ class DeploymentRows:
         wanted = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
         return any(each == wanted and is_as_wished(each.loaded, wish) for each in self._here())
 
-    def _missing(self, deployment: Deployment) -> list[str]:
+    def _missing(self, deployment: Deployment) -> tuple[LayerRange, ...]:
         wish = deployment.wish
+        if not deployment.is_wanted:
+            return ()
         served = [
             each.layers
             for each in self._here()
             if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
         ]
-        return [str(layers) for layers in wish.whole.lacking(served)]
-
-
-def _span_row(replica: int, span: Span, name: str, now: PhaseProgress) -> dict[str, Any]:
-    return {
-        "replica": replica,
-        "node_id": span.node,
-        "node": name,
-        "layers": str(span.layers),
-        **now.row(),
-    }
+        return tuple(wish.whole.lacking(served))
 
 
 def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> PhaseProgress:
@@ -167,18 +182,20 @@ def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> PhaseProgress
     return PhaseProgress(Phase.PROVISIONING, done * one, len(layers) * one)
 
 
-def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:
-    waiting = {row["replica"] for row in spans if row["phase"] != Phase.READY}
+def _ready(seen: SeenDeployment) -> int:
+    plan = seen.deployment.plan
+    waiting = {span.replica for span in seen.spans if span.now.phase is not Phase.READY}
+    replicas = plan.replicas if plan is not None else ()
     return sum(replica.number not in waiting for replica in replicas)
 
 
-def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], deployment: Deployment) -> str:
+def _state(seen: SeenDeployment) -> str:
     """READY when all is as wished, PARTLY when it answers without some of that."""
-    phases = {row["phase"] for row in spans}
-    if not deployment.is_wanted:
+    phases = {span.now.phase for span in seen.spans}
+    if not seen.deployment.is_wanted:
         return "RESTING"
-    if deployment.is_planned and phases <= {Phase.READY} and spans:
+    if seen.deployment.is_planned and phases == {Phase.READY}:
         return "READY"
-    if not missing:
+    if not seen.missing:
         return "PARTLY"
     return next((phase.value for phase in _STATES if phase in phases), Phase.QUEUED.value)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh.deployments.listing import DeploymentRows
+from mesh.deployments.listing import DeploymentRows, SeenDeployment
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Wish
@@ -74,6 +74,11 @@ class ReadingModels:
         """Their rows among those of deployments."""
         return [self._row(each) for each in self._readings.values()]
 
+    def seen(self, model: str) -> list[SeenDeployment]:
+        """What is seen of those of a model."""
+        found = [each for each in self._readings.values() if each.wish.model_id == model]
+        return [self._seen(each) for each in found]
+
     def end(self, model: str) -> list[Wish]:
         """Read those of a model, or that of an id, no further; what was wished for."""
         found = [
@@ -124,5 +129,10 @@ class ReadingModels:
             del self._readings[failed.pop(0)]
 
     def _row(self, reading: _Reading) -> dict[str, Any]:
+        error = None if reading.error is None else reading.error.to_dict()
+        row = self._rows.row(self._seen(reading))
+        return row | {"state": reading.far.phase.value, "error": error}
+
+    def _seen(self, reading: _Reading) -> SeenDeployment:
         deployment = Deployment(reading.wish, None, "", self._node, reading.wall_ms)
-        return self._rows.reading(deployment, reading.far, reading.error)
+        return self._rows.read_here(deployment, reading.far)

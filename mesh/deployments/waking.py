@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from mesh.clock import loop_time
-from mesh.deployments.listing import ON_ITS_WAY
+from mesh.deployments.listing import ON_ITS_WAY, SeenDeployment
 from mesh.deployments.phases import Phase
 from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, live
@@ -31,7 +31,7 @@ TICK_S = 1.0
 LOOK_EVERY_S = 0.2
 
 _FIRST_TOLD = (Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
-_COMING = {each.value: each for each in ON_ITS_WAY} | {Phase.LEAVING.value: Phase.QUEUED}
+_COMING = {each: each for each in ON_ITS_WAY} | {Phase.LEAVING: Phase.QUEUED}
 """What a span that is to come is in, and what is told of it: one that was woken while it was still
 going to rest has to be gone before it is loaded anew."""
 
@@ -152,8 +152,8 @@ class Sleeper:
 class WakingVerbs(Protocol):
     """The verbs that waking uses; see `mesh.deployments.control`."""
 
-    def view(self) -> list[dict[str, Any]]:
-        """A row for each deployment."""
+    def seen(self, model: ModelId) -> list[SeenDeployment]:
+        """What is seen of each deployment of a model."""
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         """Wake what rests; whether anything had to."""
@@ -190,10 +190,10 @@ class Waker:
         model = request.model
         if self._is_askable(model):
             return
-        if is_deployed := bool(self._rows(model)):
+        if is_deployed := bool(self._verbs.seen(model)):
             await self._verbs.wake(model, may_wake=request.may_wake)
-        for row in self._rows(model):
-            self._call_for(row["deployment"])
+        for each in self._verbs.seen(model):
+            self._call_for(each.deployment.id)
         told: BringingUp | None = None
         try:
             async with asyncio.timeout(self._patience_s):
@@ -218,7 +218,7 @@ class Waker:
         Raises Forbidden when it rests and may not be woken, and NoRoute as `bring_up`.
         """
         await self._verbs.wake(model, may_wake=may_wake)
-        if not all(row["missing"] for row in self._wanted(model)):
+        if not all(each.missing for each in self._wanted(model)):
             return None
         return self._progress(model)
 
@@ -227,30 +227,27 @@ class Waker:
         wanted = self._wanted(model)
         return _progress(model, wanted) if wanted else None
 
-    def _wanted(self, model: str) -> list[dict[str, Any]]:
-        return [row for row in self._rows(model) if not row["resting"]]
-
-    def _rows(self, model: str) -> list[dict[str, Any]]:
-        return [row for row in self._verbs.view() if row["model_id"] == model]
+    def _wanted(self, model: ModelId) -> list[SeenDeployment]:
+        return [each for each in self._verbs.seen(model) if each.deployment.is_wanted]
 
 
-def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | None:
+def _progress(model: ModelId, wanted: Sequence[SeenDeployment]) -> BringingUp | None:
     """How far the spans are together, those that are fetched before those that are loaded; None
     where none of what is missing is on its way."""
-    spans = [span for row in rows for span in row["spans"]]
-    waiting = [span for span in spans if span["phase"] in _COMING]
-    failed = [span for span in spans if span["phase"] == "FAILED"]
-    if failed and any(row["missing"] for row in rows):
+    spans = [span for each in wanted for span in each.spans]
+    is_lacking = any(each.missing for each in wanted)
+    coming = [span.now for span in spans if span.now.phase in _COMING]
+    failed = next((span for span in spans if span.now.phase is Phase.FAILED), None)
+    if failed is not None and is_lacking:
         raise NoRoute(
-            f"{failed[0]['node']} cannot hold layers {failed[0]['layers']} of {model}:"
-            f" {failed[0]['reason']}",
+            f"{failed.node} cannot hold layers {failed.span.layers} of {model}:"
+            f" {failed.now.reason}",
             fix="See `hearthnet status`.",
         )
-    if not waiting and any(row["missing"] for row in rows):
+    if not coming and is_lacking:
         return None
-    phases = {_COMING[span["phase"]] for span in waiting}
+    phases = {_COMING[now.phase] for now in coming}
     phase = next((each for each in _FIRST_TOLD if each in phases), Phase.DEPLOYING)
-    told = [span for span in waiting if span["phase"] == phase]
-    total = sum(span["total_bytes"] for span in told)
-    done = sum(span["done_bytes"] for span in told)
+    told = [now for now in coming if now.phase is phase]
+    total, done = sum(now.total for now in told), sum(now.done for now in told)
     return BringingUp(model, phase.value, done * 100 // total if total else None)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from mesh.deployments.laid import AvailableNode
+from mesh.deployments.listing import SeenDeployment, SeenSpan
+from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import make_plan
 from mesh.deployments.waking import Sleeper, Stay, Waker
-from mesh.deployments.wishes import Deployment, Wish
+from mesh.deployments.wishes import Deployment, Span, Wish
 from mesh.deployments.world import Use
 from mesh.errors import NoRoute, PipelineStalled
 from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
@@ -176,29 +177,26 @@ def test_what_fails_for_all_ends_nothing() -> None:
 class Verbs:
     """A deployment whose spans are as a test says."""
 
-    def __init__(self, *phases: str, missing: bool = True) -> None:
+    def __init__(self, *phases: Phase) -> None:
         self.woken: list[bool] = []
         self.called: list[str] = []
-        self.rows = [
-            {
-                "deployment": "d", "model_id": "m", "resting": False,
-                "missing": ["0-3"] if missing else [],
-                "spans": [
-                    {"phase": phase, "done_bytes": 30, "total_bytes": 40, "node": "attic",
-                     "layers": "0-3", "reason": "needs 900 MiB"}
-                    for phase in phases
-                ],
-            }
-        ]  # fmt: skip
+        self.phases = list(phases)
+        self.done = 30
+        self.is_lacking = True
+        self.wishes = [WISH]
 
-    def rest(self) -> None:
-        """It is had rest."""
-        spans: Any = self.rows[0]["spans"]
-        spans[0]["phase"] = "RESTING"
-        self.rows[0] |= {"resting": True, "missing": []}
-
-    def view(self) -> list[dict[str, Any]]:
-        return self.rows
+    def seen(self, model: ModelId) -> list[SeenDeployment]:
+        span = Span(A, WISH.whole)
+        spans = [
+            SeenSpan(0, span, "attic", PhaseProgress(phase, self.done, 40, "needs 900 MiB"))
+            for phase in self.phases
+        ]
+        missing = (WISH.whole,) if self.is_lacking else ()
+        return [
+            SeenDeployment(Deployment(wish, None, "cd" * 32, A, 0), missing, tuple(spans))
+            for wish in self.wishes
+            if wish.model_id == model
+        ]
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         self.woken.append(may_wake)
@@ -222,48 +220,47 @@ async def brought_up(
 
 
 async def test_who_waits_is_told_how_far_it_is() -> None:
-    verbs = Verbs("PROVISIONING", "QUEUED")
+    verbs = Verbs(Phase.PROVISIONING, Phase.QUEUED)
     assert await brought_up(verbs, 3) == [BringingUp(MODEL, "PROVISIONING", 75)]
     assert verbs.woken == [True]
-    assert verbs.called == ["d"]
+    assert verbs.called == [WISH.deployment]
 
 
 async def test_how_far_a_model_is_is_told_until_all_its_layers_are_offered() -> None:
-    verbs = Verbs("DEPLOYING", "QUEUED", "READY")
+    verbs = Verbs(Phase.DEPLOYING, Phase.QUEUED, Phase.READY)
     waker = Waker(verbs, lambda model: False, verbs.called.append, 5.0, lambda model: None)
     far = await waker.on_its_way(MODEL, may_wake=True)
     assert far == BringingUp(MODEL, "DEPLOYING", 75)
     assert verbs.woken == [True]
-    spans: Any = verbs.rows[0]["spans"]
-    spans[0] |= {"phase": "PROVISIONING", "done_bytes": 10}
+    verbs.phases[0], verbs.done = Phase.PROVISIONING, 10
     assert await waker.on_its_way(MODEL, may_wake=False) == BringingUp(MODEL, "PROVISIONING", 25)
-    verbs.rows[0]["missing"] = []
+    verbs.is_lacking = False
     assert await waker.on_its_way(MODEL, may_wake=False) is None
     assert await waker.on_its_way(ModelId("another"), may_wake=False) is None
     with pytest.raises(NoRoute, match="needs 900 MiB"):
         await Waker(
-            Verbs("FAILED"), lambda model: False, print, 5.0, lambda model: None
+            Verbs(Phase.FAILED), lambda model: False, print, 5.0, lambda model: None
         ).on_its_way(MODEL, may_wake=True)
 
 
 async def test_what_was_still_going_to_rest_when_it_was_woken_is_waited_for() -> None:
-    assert await brought_up(Verbs("LEAVING"), 3) == [BringingUp(MODEL, "QUEUED")]
-    assert await brought_up(Verbs("LEAVING", "DEPLOYING"), 3) == [
+    assert await brought_up(Verbs(Phase.LEAVING), 3) == [BringingUp(MODEL, "QUEUED")]
+    assert await brought_up(Verbs(Phase.LEAVING, Phase.DEPLOYING), 3) == [
         BringingUp(MODEL, "DEPLOYING", 75)
     ]
 
 
 async def test_what_can_be_asked_or_is_not_deployed_is_not_waited_for() -> None:
-    verbs = Verbs("READY")
+    verbs = Verbs(Phase.READY)
     assert await brought_up(verbs, 0) == []
-    verbs.rows = []
+    verbs.wishes = []
     assert await brought_up(verbs, 9) == []
     assert verbs.woken == []
 
 
 async def test_layers_that_are_held_by_hand_and_loading_are_waited_for() -> None:
-    verbs = Verbs("READY")
-    verbs.rows = []
+    verbs = Verbs(Phase.READY)
+    verbs.wishes = []
     told = await brought_up(verbs, 99, by_hand=(10, 10, 50))
     assert [each.percent for each in told] == [10, 50], "then they did not load"
     assert [each.percent for each in await brought_up(verbs, 2, by_hand=(10, 50))] == [10]
@@ -272,22 +269,23 @@ async def test_layers_that_are_held_by_hand_and_loading_are_waited_for() -> None
 
 
 async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
-    assert await brought_up(Verbs("AWAY", "READY"), 999) == []
+    assert await brought_up(Verbs(Phase.AWAY, Phase.READY), 999) == []
     with pytest.raises(NoRoute, match="needs 900 MiB"):
-        await brought_up(Verbs("FAILED"), 999)
+        await brought_up(Verbs(Phase.FAILED), 999)
     with pytest.raises(PipelineStalled):
-        await brought_up(Verbs("DEPLOYING"), 999, patience_s=0.3)
+        await brought_up(Verbs(Phase.DEPLOYING), 999, patience_s=0.3)
 
 
 @pytest.mark.parametrize("meanwhile", ["evicted", "it rests"])
 async def test_what_is_wanted_no_longer_is_not_waited_for(meanwhile: str) -> None:
-    verbs = Verbs("DEPLOYING")
+    verbs = Verbs(Phase.DEPLOYING)
     waker = Waker(verbs, lambda model: False, print, 5.0, lambda model: None)
     told = []
     async for each in waker.bring_up(GenerationRequest("r", MODEL, may_wake=True)):
         told.append(each)
         if meanwhile == "evicted":
-            verbs.rows = []
+            verbs.wishes = []
         else:
-            verbs.rest()
+            verbs.wishes, verbs.phases = [replace(WISH, resting=True)], [Phase.RESTING]
+            verbs.is_lacking = False
     assert told == [BringingUp(MODEL, "DEPLOYING", 75)], "who asks says that it is not up"
