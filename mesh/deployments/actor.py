@@ -202,7 +202,7 @@ class Reconciler:
             if shard not in failing:
                 lacks = shard in decision.lacking
                 self.phases.put(shard, Phase.QUEUED, reason, lacks_memory=lacks)
-        ends = {_ends(each) for each in live(view.deployments)}
+        ends = {each.ends for each in live(view.deployments) if each.is_wanted}
         self.phases.keep_only({*wanted, *self._drops, *self._loads, *ends})
 
     # Loading and dropping
@@ -234,6 +234,8 @@ class Reconciler:
 
     async def _ask_as_wished(self, deployment: Deployment, model: LocalModel) -> None:
         await self._world.ask(replace(model, quant=self._now(deployment).wish.quant))
+        if self.phases.get(deployment.ends) is not None:
+            self.phases.ready(deployment.ends)
 
     def _now(self, deployment: Deployment) -> Deployment:
         """As it is wished by now: files take their time to come."""
@@ -300,7 +302,7 @@ class Reconciler:
         for model_id in self._asks.keys() - wanted.keys():
             self._asks[model_id].cancel()  # nobody needs what it fetches any more
         for model_id, deployment in wanted.items():
-            name = _ends(deployment)
+            name = deployment.ends
             called = self._called_for & _names(deployments, deployment)
             is_planned = deployment.plan is not None
             comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
@@ -319,6 +321,7 @@ class Reconciler:
                 self._begin(self._ends_of_asking, model_id, ending)
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
+        self.phases.put(name, Phase.PROVISIONING)
         try:
             await as_mesh_error(self._ask_here(deployment, name), f"asking {name}")
         except MeshError as error:
@@ -355,11 +358,6 @@ class Reconciler:
 def _names(deployments: Mapping[str, Deployment], deployment: Deployment) -> set[str]:
     """Its id, and those that were merged into it."""
     return {deployment.id, *(each.id for each in merged(deployments, deployment.id))}
-
-
-def _ends(deployment: Deployment) -> ShardId:
-    """What the ends of a model are called among the phases."""
-    return ShardId(f"{deployment.wish.model_id}:ends")
 
 
 def _wished(

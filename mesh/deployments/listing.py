@@ -48,11 +48,13 @@ class SeenSpan:
 @dataclass(frozen=True, slots=True)
 class SeenDeployment:
     """What this node sees of a deployment: the layers that nobody offers, which are none where it
-    is not wanted, and its spans."""
+    is not wanted, and its spans. `ends`: how far this node itself is with those that it asks it
+    with; None where it is not at them."""
 
     deployment: Deployment
     missing: tuple[LayerRange, ...]
     spans: tuple[SeenSpan, ...]
+    ends: PhaseProgress | None = None
 
 
 class DeploymentRows:
@@ -73,7 +75,8 @@ class DeploymentRows:
             for replica in replicas
             for span in replica.spans
         ]
-        return SeenDeployment(deployment, self._missing(deployment), tuple(spans))
+        ends = self._phases.get(deployment.ends)
+        return SeenDeployment(deployment, self._missing(deployment), tuple(spans), ends)
 
     def read_here(self, deployment: Deployment, far: PhaseProgress) -> SeenDeployment:
         """One that is still to be wished for: this node reads the model first."""

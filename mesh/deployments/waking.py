@@ -232,8 +232,8 @@ class Waker:
 
 
 def _progress(model: ModelId, wanted: Sequence[SeenDeployment]) -> BringingUp | None:
-    """How far the spans are together, those that are fetched before those that are loaded; None
-    where none of what is missing is on its way."""
+    """How far the spans are together, and what this node asks with; those that are fetched before
+    those that are loaded. None where none of what is missing is on its way."""
     spans = [span for each in wanted for span in each.spans]
     is_lacking = any(each.missing for each in wanted)
     coming = [span.now for span in spans if span.now.phase in _COMING]
@@ -246,6 +246,14 @@ def _progress(model: ModelId, wanted: Sequence[SeenDeployment]) -> BringingUp | 
         )
     if not coming and is_lacking:
         return None
+    ends = [each.ends for each in wanted if each.ends is not None]
+    for own in ends:
+        if own.phase is Phase.FAILED:
+            raise NoRoute(
+                f"This machine has nothing to ask {model} with: {own.reason}",
+                fix="It is tried again by itself: see `hearthnet logs`, and ask again.",
+            )
+    coming += [own for own in ends if own.phase in _COMING]
     phases = {_COMING[now.phase] for now in coming}
     phase = next((each for each in _FIRST_TOLD if each in phases), Phase.DEPLOYING)
     told = [now for now in coming if now.phase is phase]

@@ -163,6 +163,11 @@ class Deployment:
         """What a shard of these layers is called."""
         return shard_id(self.wish.model_id, layers)
 
+    @property
+    def ends(self) -> ShardId:
+        """What the ends of its model, which who asks it has, are called among the shards."""
+        return ShardId(f"{self.wish.model_id}:ends")
+
     def shards_of(self, node: NodeId) -> dict[ShardId, LayerRange]:
         """What a node is to hold of it now."""
         if self.plan is None or not self.is_wanted:

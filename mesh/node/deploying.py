@@ -129,8 +129,11 @@ class House(World):
 
     def is_askable(self, model_id: ModelId) -> bool:
         """Whether this node can ask a model now: its asker is ready, and all layers are offered,
-        its own as well, which it serves a moment before."""
+        its own as well, which it serves a moment before. One whose asker failed is asked as well:
+        that says why."""
         model, asker = self._held.models.get(model_id), self._held.askers.get(model_id)
+        if asker is not None and asker.error is not None:
+            return True
         if model is None or asker is None or not asker.is_ready:
             return False
         offered = [

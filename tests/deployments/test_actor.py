@@ -16,7 +16,7 @@ from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.reconcile import MAX_PROVISIONED, OwnShard, ServedShard, ShardStage
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
-from mesh.errors import MeshError, TransferFailed, WeightsMismatch
+from mesh.errors import MeshError, NotFound, TransferFailed, WeightsMismatch
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -214,6 +214,10 @@ class Watched:
         shard = shard_id(ModelId(f"far{number}"), LayerRange.parse(layers))
         return await self._until(shard, phase)
 
+    async def until_ends(self, deployment: Deployment, phase: Phase) -> PhaseProgress:
+        """Until what this node asks it with is so far."""
+        return await self._until(deployment.ends, phase)
+
     async def _until(self, shard: ShardId, phase: Phase) -> PhaseProgress:
         phases = self.loop.phases.all
         await holds(lambda: shard in phases() and phases()[shard].phase is phase)
@@ -306,6 +310,18 @@ async def test_what_has_no_plan_yet_is_not_fetched_to_be_asked(watched: Watched)
     assert ModelId("far1") not in watched.disk.asked
     watched.loop.call_for(unplanned.id)
     await holds(lambda: ModelId("far1") in watched.disk.asked)
+
+
+async def test_why_this_node_cannot_ask_a_model_is_known_until_it_can(watched: Watched) -> None:
+    watched.disk.is_there.clear()
+    watched.disk.error = NotFound("Nobody has its ends.", fix="Wait.")
+    wished = watched.wish([])
+    assert (await watched.until_ends(wished, Phase.FAILED)).reason == "Nobody has its ends. Wait."
+    watched.disk.error = None
+    watched.loop.try_again()
+    await watched.until_ends(wished, Phase.PROVISIONING)
+    watched.disk.is_there.set()
+    await watched.until_ends(wished, Phase.READY)
 
 
 async def test_what_is_wished_otherwise_while_it_loads_is_loaded_as_it_is_wished_now(

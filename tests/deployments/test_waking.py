@@ -184,6 +184,7 @@ class Verbs:
         self.done = 30
         self.is_lacking = True
         self.wishes = [WISH]
+        self.ends: PhaseProgress | None = None
 
     def seen(self, model: ModelId) -> list[SeenDeployment]:
         span = Span(A, WISH.whole)
@@ -193,7 +194,9 @@ class Verbs:
         ]
         missing = (WISH.whole,) if self.is_lacking else ()
         return [
-            SeenDeployment(Deployment(wish, None, "cd" * 32, A, 0), missing, tuple(spans))
+            SeenDeployment(
+                Deployment(wish, None, "cd" * 32, A, 0), missing, tuple(spans), self.ends
+            )
             for wish in self.wishes
             if wish.model_id == model
         ]
@@ -289,3 +292,14 @@ async def test_what_is_wanted_no_longer_is_not_waited_for(meanwhile: str) -> Non
             verbs.wishes, verbs.phases = [replace(WISH, resting=True)], [Phase.RESTING]
             verbs.is_lacking = False
     assert told == [BringingUp(MODEL, "DEPLOYING", 75)], "who asks says that it is not up"
+
+
+async def test_what_this_node_asks_with_is_waited_for_unless_it_cannot_be_had() -> None:
+    verbs = Verbs(Phase.READY)
+    verbs.is_lacking = False
+    assert await brought_up(verbs, 3) == [BringingUp(MODEL, "DEPLOYING")]
+    verbs.ends = PhaseProgress(Phase.PROVISIONING, 10, 40)
+    assert await brought_up(verbs, 3) == [BringingUp(MODEL, "PROVISIONING", 25)]
+    verbs.ends = PhaseProgress(Phase.FAILED, reason="nobody has them")
+    with pytest.raises(NoRoute, match="nobody has them"):
+        await brought_up(verbs, 999)

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
-from mesh.errors import Busy
+from mesh.discovery.directory import ShardStore
+from mesh.errors import BadCheckpoint, Busy
 from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
+from mesh.node.deploying import House
 from mesh.node.holdings import Holdings
+from mesh.node.wiring import start_asker
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.processes.messages import Failed
 from mesh.shard.commands import ShardRequest
 from mesh.shard.local_shard import LocalShard
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange, ModelId, ShardId
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
 from tests import secure
 from tests.pipeline.test_supervisor import Owner
+
+if TYPE_CHECKING:
+    from mesh.hearth.network import Network
 
 MODEL = LocalModel(ModelId("toy"), "/nowhere", "ab" * 32, 4, None, None, 40)
 SHARD = ShardId("toy:2-3")
@@ -71,6 +80,20 @@ async def test_a_model_that_is_asked_twice_at_once_has_one_asker() -> None:
     finally:
         await held.stop_asking()
         await held.home.stop()
+
+
+async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None:
+    config = await asyncio.to_thread(Config)
+    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    alone, store = cast("Network", None), ShardStore(SystemClock(), expiry_s=9.0)
+    house = House(config, NodeId("me"), held, alone, store)
+    start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
+    asker = held.askers[MODEL.model_id] = AskerSupervisor(start, Owner())
+    assert not house.is_askable(MODEL.model_id)
+    asker.answers()[Failed](Failed(BadCheckpoint("It has no head.", fix="Fetch it anew.")))
+    assert house.is_askable(MODEL.model_id)
+    with pytest.raises(BadCheckpoint):
+        await asker.wait_ready()
 
 
 async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
