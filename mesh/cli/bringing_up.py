@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from mesh.cli.deploying import POLL_S, follow
+from mesh.cli.deploying import follow
 from mesh.cli.output import note
 from mesh.errors import MeshError, ModelNotFound, NoRoute, NotFound
 
 if TYPE_CHECKING:
     from mesh.client import Client
-
-_LOADING = "loading"
 
 
 async def ask_or_bring_up(
@@ -34,16 +32,16 @@ async def ask_or_bring_up(
 
 
 async def bring_up(client: Client, model: str, error: MeshError | None = None) -> str:
-    """The id to ask `model` by, once it can be asked here; `error` is what asking it ended with.
+    """The id to ask `model` by, once its layers are there; `error` is what asking it ended with.
 
     What is held here and belongs to no deployment is left to whoever asks: deploying it would not
-    help. All else is deployed. Raises `error`, what deploying raises, and why it cannot be asked
-    after all.
+    help. All else is deployed. What the daemon then still loads to ask with, it has whoever asks
+    wait for. Raises `error`, and what deploying raises.
     """
     row = await _row(client, model)
     if error is None and row is not None and row["runnable"]:
         return model
-    if row is not None and row["local"] and not await _is_deployed(client, model):
+    if row is not None and row["local"] and not await is_deployed(client, model):
         if error is not None:
             raise error
         return model
@@ -54,32 +52,11 @@ async def bring_up(client: Client, model: str, error: MeshError | None = None) -
         raise error or _unknown(model) from None  # a daemon that deploys nothing
     deployed = await follow(client, deployed["deployment"], answering=True)
     model_id: str = deployed["model_id"]
-    await _askable(client, model_id)
     return model_id
 
 
-async def _askable(client: Client, model_id: str) -> None:
-    """Until this node can ask it: its own process for that is there, and all layers are served."""
-    import asyncio
-
-    is_told = False
-    while True:
-        row = await _row(client, model_id)
-        if row is not None and row["runnable"]:
-            return
-        reason = row["reason"] if row is not None else _LOADING
-        if row is not None and row["local"] and str(reason).startswith("failed"):
-            raise NoRoute(
-                f"{model_id} is deployed and cannot be asked here: {reason}",
-                fix="See `hearthnet status`.",
-            )
-        if not is_told:
-            note(f"{model_id} is up; this machine is loading what it asks with")
-            is_told = True
-        await asyncio.sleep(POLL_S)
-
-
-async def _is_deployed(client: Client, model: str) -> bool:
+async def is_deployed(client: Client, model: str) -> bool:
+    """Whether whoever asks it waits while it comes up."""
     try:
         return any(model == each["model_id"] for each in await client.deployments())
     except NotFound:

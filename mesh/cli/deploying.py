@@ -49,8 +49,9 @@ def require_wait(*, wait: bool, timeout: float | None) -> None:
 async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
     """Its row once all of it is up, or, if that is enough, once it can be asked.
 
-    Raises NotFound when somebody evicts it meanwhile, why its model could not be read, and the
-    reason when a span has failed for longer than it takes to plan it anew.
+    Raises NotFound when somebody evicts it meanwhile, NotReady when it rests meanwhile and all of
+    it was to be up, why its model could not be read, and the reason when a span has failed for
+    longer than it takes to plan it anew.
     """
     import asyncio
 
@@ -75,7 +76,12 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
             raise from_dict(row["error"])
         is_up = row["state"] == "READY" or (answering and not row["missing"])
         if is_up:
-            return row
+            return row  # who asks one that rests again meanwhile wakes it
+        if row["resting"]:
+            raise NotReady(
+                f"{model_id} rests again: another model had its room, or nobody asked it.",
+                fix="Ask it, which wakes it, or have it stay: `hearthnet deploy --dedicated`.",
+            )
         failed = failures.lasting(spans, asyncio.get_running_loop().time())
         if failed and row["state"] == "FAILED":
             raise NotEnoughMemory(

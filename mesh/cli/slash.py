@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli import lens, why
+from mesh.cli.bringing_up import is_deployed
 from mesh.cli.conversation import SETTINGS, Conversation
 from mesh.cli.output import one_line, route_line
 from mesh.errors import ModelNotFound
@@ -98,6 +99,8 @@ class SlashCommands:
                 self._chat.model = str(model["id"])
                 if model["runnable"]:
                     return ""
+                if await is_deployed(self._client, model["id"]):
+                    return f"{wanted} is not all up yet: an answer waits while it comes up"
                 return f"warning: {wanted} cannot answer now: {model['reason']}"
         names = ", ".join(map(one_line, self._models)) or "none"
         what = f"There is no model {wanted!r}" if wanted else "No model can answer now"

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from mesh.cli.bringing_up import bring_up
 from mesh.cli.deploying import EVICTED_S, PlacedSpan, follow, until_unloaded
-from mesh.errors import NotEnoughMemory, NotReady
+from mesh.errors import NoRoute, NotEnoughMemory, NotReady
 from tests.simulation.virtual_loop import run_virtually
 from tests.tui.house import deployment, span
 
@@ -63,6 +64,43 @@ def test_what_gets_on_between_two_failures_is_waited_for() -> None:
         return row("PROVISIONING", done=int(now) % 100)
 
     assert 600 < run_virtually(lambda: followed(at)) < 602
+
+
+def test_what_rests_meanwhile_is_not_waited_for() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            with pytest.raises(NotReady, match="toy rests again"):
+                await followed(lambda now: row("PROVISIONING" if now < 9 else "RESTING"))
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        ("READY", None),  # evicted, or nobody knows of its layers here yet
+        ("READY", {"id": "toy", "local": True, "reason": "missing layers 0-3; failed: no room"}),
+        ("RESTING", {"id": "toy", "local": True, "reason": "resting"}),
+    ],
+)
+def test_whatever_keeps_a_model_that_was_brought_up_is_said_by_asking_it(
+    state: str, model: dict[str, Any] | None
+) -> None:
+    class Daemon(Said):
+        async def models(self) -> list[dict[str, Any]]:
+            """See `Client`."""
+            return [] if model is None else [{**model, "runnable": False}]
+
+        async def deploy(self, model: str) -> dict[str, Any]:
+            """See `Client`."""
+            return row("QUEUED")
+
+    async def main() -> str:
+        async with asyncio.timeout(60):
+            client = Daemon(lambda now: {**row(state), "missing": []})
+            return await bring_up(client, "toy", NoRoute("not up", fix="Wait."))  # type: ignore[arg-type]
+
+    assert run_virtually(main) == "toy"
 
 
 def test_layers_that_are_held_by_hand_are_not_waited_for_long() -> None:
