@@ -155,8 +155,13 @@ class RelayedSession(HopSession):
         """The job thinks: say nothing, so that the hop knows that it is still there."""
         is_open = self._opening is None and self.error is None and not self._link.is_closed
         if is_open and self._is_idle and self._active_at <= before:
-            self._idle()
-            self._link.send(Blob(self._number, BlobKind.ANSWER, 0, 0))
+            try:
+                self._link.send(Blob(self._number, BlobKind.ANSWER, 0, 0))
+            except MeshError as error:  # its account is full; the lease has room for another try
+                shard = self.hop.shard.shard_id
+                logger.info("shard=%s is not told that a job thinks: %s", shard, error)
+            else:
+                self._idle()
 
     # Private
 

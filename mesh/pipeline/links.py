@@ -37,7 +37,7 @@ class SessionReceiver(Protocol):
 
     def rest(self, before: float) -> None:
         """The host ends sessions that are silent for long. If this one has been since the loop's
-        time `before`, see to it that it is not ended."""
+        time `before`, see to it that it is not ended. Raises nothing: others rest after it."""
 
 
 class HopLink:

@@ -27,8 +27,8 @@ HOST, MODEL = NodeId("far"), ModelId("toy")
 L = TypeVar("L", bound=Link)
 
 
-def session_over(link_to: Callable[[HopLink], L]) -> tuple[HopSession, L]:
-    """One that is not open yet, and the link that was made for it."""
+def hop_over(link_to: Callable[[HopLink], L]) -> tuple[RouteHop, HopLink, L]:
+    """A hop, and the link to it that was made for it."""
     layers = LayerRange(0, 2)
     descriptor = ShardDescriptor(
         shard_id(MODEL, layers), MODEL, "0" * 64, layers, 2, 0, 1, HOST, HOST,
@@ -37,7 +37,12 @@ def session_over(link_to: Callable[[HopLink], L]) -> tuple[HopSession, L]:
     hop = HopLink(descriptor.endpoint, HOST)
     link = link_to(hop)
     hop.attach(link)
-    claim = Claims().claim(key_of(descriptor))
+    return RouteHop(descriptor, layers), hop, link
+
+
+def session_over(link_to: Callable[[HopLink], L]) -> tuple[HopSession, L]:
+    """One that is not open yet, and the link that was made for it."""
+    route_hop, hop, link = hop_over(link_to)
+    claim = Claims().claim(key_of(route_hop.shard))
     terms = SessionTerms(MODEL, "0" * 64, 1024, WireDtype.FP16)
-    route_hop = RouteHop(descriptor, layers)
     return HopSession(route_hop, hop, claim, terms, Patience(5.0, 5.0)), link

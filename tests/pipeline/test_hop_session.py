@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 
 from mesh.errors import LimitReached, LinkLost
+from mesh.interventions.relay import RelayedSession
+from mesh.pipeline.claims import Claims
 from mesh.pipeline.hop import HopSession
 from mesh.pipeline.links import HopLink
-from mesh.wire.messages import Hello, Message, Open, Opened, Resume, WireTensor
-from tests.pipeline.one_hop import HOST, session_over
+from mesh.routing.cover import key_of
+from mesh.wire.abilities import BLOBS
+from mesh.wire.messages import Blob, Hello, Message, Open, Opened, OpenTaps, Resume, WireTensor
+from tests.pipeline.one_hop import HOST, hop_over, session_over
 
 
 class FullLink:
     """A `Link` that opens a session and takes nothing more while it `is_full`."""
 
-    peer = Hello(HOST, HOST, "tensors", "")
+    peer = Hello(HOST, HOST, "tensors", "", fields={BLOBS: True})
     rtt_ms = None
     silent_s = 0.0
 
@@ -25,13 +29,17 @@ class FullLink:
         self._hop = hop
         self.is_full = False
         self.is_closed = False
+        self.refused = 0
+        self.taken: list[Message] = []
 
     def send(self, message: Message) -> None:
         """See `Link`."""
         if self.is_full:
+            self.refused += 1
             raise LimitReached("its account is full", fix="")
+        self.taken.append(message)
         loop = asyncio.get_running_loop()
-        if isinstance(message, Open | Resume):
+        if isinstance(message, Open | OpenTaps | Resume):
             loop.call_soon(self._hop.message, Opened(message.session, 64))
 
     async def drain(self, timeout_s: float) -> None:
@@ -78,3 +86,25 @@ async def test_what_waits_for_a_stream_ends_with_the_hop() -> None:
         results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(each) for each in results] == [LinkLost] * 3
     assert session.waiting_since is None
+
+
+async def test_jobs_that_think_over_a_full_link_are_there_once_it_takes_something_again() -> None:
+    hop, link, way = hop_over(FullLink)
+    link.lease_s = 0.2
+    claims = Claims()
+    jobs = [
+        RelayedSession(hop, link, claims.claim(key_of(hop.shard)), open_s=5.0, part_bytes=1)
+        for _ in range(2)
+    ]
+    for job in jobs:
+        await job.open()
+    way.taken.clear()
+    way.is_full = True
+    async with asyncio.timeout(5):
+        while way.refused < 2:  # noqa: ASYNC110 - nobody says so
+            await asyncio.sleep(0.01)
+        way.is_full = False
+        while len({each.session for each in way.taken if isinstance(each, Blob)}) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert [job.error for job in jobs] == [None, None]
+    link.close("the end")
