@@ -23,6 +23,7 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     NoRoute,
+    SessionGone,
     VersionMismatch,
 )
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
@@ -347,6 +348,20 @@ async def test_a_silent_session_ends() -> None:
             await run_job(sessions, CASES["logits"])
         assert sessions.lost is not None
         assert here.taps.sessions == 0
+
+
+@pytest.mark.parametrize("why", ["silence", "unloading"])
+async def test_a_job_hears_at_once_that_the_shard_has_ended_its_session(why: str) -> None:
+    async with shard(TapSettings(silence_s=0.2 if why == "silence" else 600.0)) as here:
+        place = here.route[0].shard
+        (await here.lines.link(place.host, place.endpoint)).lease_s = None  # it does not rest
+        sessions, lost = await HopSessions.open(here.route, here.lines), asyncio.Event()
+        sessions.on_lost(lost.set)
+        if why == "unloading":
+            here.taps.shutdown()
+        await asyncio.wait_for(lost.wait(), 5)
+        assert sessions.lost is not None
+        assert isinstance(sessions.lost.error, SessionGone)
 
 
 async def test_a_hop_lost_while_the_job_thinks() -> None:

@@ -18,7 +18,7 @@ from mesh.models.pages import PAGE_BYTES
 from mesh.shard import protection
 from mesh.shard.belongings import belongings
 from mesh.shard.packed import packed_memory
-from mesh.shard.taps.server import twin
+from mesh.shard.taps.borrowing import sharing
 from mesh.shard.taps.tree import SpanTree
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
@@ -69,7 +69,7 @@ def test_no_weight_of_chat_or_jobs_can_be_written_to(
         span = runtime(family)
     assert unprotected(span.loaded.module) == []
     assert span.protection.protected_bytes == span.protection.total_bytes > 0
-    shared = twin(span.loaded)
+    shared = sharing(span.loaded)
     assert shared is not None
     assert unprotected(SpanTree(shared, CPU).loaded.module) == []
     assert unprotected(SpanTree(loaded(family), CPU).loaded.module) == []

@@ -30,6 +30,7 @@ from mesh.shard.failures import device_failed
 from mesh.shard.resident_weights import MakeRoom
 from mesh.shard.scheduler import Reply, Scheduler
 from mesh.shard.session import Session
+from mesh.shard.taps.borrowing import sharing
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, Principal
 from mesh.wire.messages import Blob, BlobKind, Failure, OpenTaps, Step
@@ -41,27 +42,6 @@ if TYPE_CHECKING:
     from mesh.shard.taps.session import TapSession
     from mesh.shard.taps.tree import SpanTree
     from mesh.shard.weight_check import Checkable
-import copy
-from dataclasses import replace
-from itertools import chain
-from typing import Any
-
-from mesh.models.load import LoadedSpan
-from mesh.shard.packed import Packed
-
-
-def twin(loaded: LoadedSpan) -> LoadedSpan | None:
-    """`loaded` with its own modules and config, sharing every weight; costs no memory to speak of.
-
-    None when weights were repacked: nothing can be shared with those.
-    """
-    module: Any = loaded.module
-    if any(isinstance(part, Packed) for part in module.modules()):
-        return None
-    weights: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
-    copied = copy.deepcopy(module, weights)
-    return replace(loaded, module=copied, config=copied.config)
-
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +140,11 @@ class JobSession(Session):
             self._unwind(tap)
         self._server.freed(self)
 
+    def end(self) -> None:
+        """Close it by the shard's own will: its asker is told at once."""
+        self.close()
+        self.on_end(_gone())
+
     # Private
 
     def _take_in(self, part: Blob, tap: TapSession) -> None:
@@ -224,7 +209,7 @@ class JobSession(Session):
         if self._busy:  # it is our turn, not the job's
             self._listen()
         else:
-            self.close()
+            self.end()
 
 
 class TapServer:
@@ -325,7 +310,7 @@ class TapServer:
     def shutdown(self) -> None:
         """End every session and let the modules go."""
         for session in list(self._sessions):
-            session.close()
+            session.end()
         if self._idle is not None:
             self._idle.cancel()
         self._forget_tree()
@@ -351,7 +336,7 @@ class TapServer:
         and chat would load them once more beside it."""
         runtime = await self._shard.borrow()
         try:
-            if (shared := await self.scheduler.load(lambda: twin(runtime.loaded))) is not None:
+            if (shared := await self.scheduler.load(lambda: sharing(runtime.loaded))) is not None:
                 tree = await self.scheduler.load(lambda: _grow(runtime, shared))
                 self._borrows = True
             else:
