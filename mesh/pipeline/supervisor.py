@@ -17,6 +17,7 @@ from mesh.clock import loop_time
 from mesh.errors import (
     InternalError,
     MeshError,
+    ModelNotFound,
     PipelineStalled,
 )
 from mesh.health.series import HopSteps
@@ -113,17 +114,28 @@ class AskerSupervisor(Supervisor):
         self._loading: set[asyncio.Task[None]] = set()
         self._attempts = Attempts()
         self._streams: dict[str, Stream] = {}
+        self._waiting: set[asyncio.Timeout] = set()
+        """The patience of whoever waits for it to be ready."""
         self._told: tuple[Offer, ...] = ()
         """The shards that its process knows."""
 
     async def wait_ready(self) -> None:
-        """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
+        """Until the ends are loaded. Raises what loading raised, ModelNotFound once it is to stop,
+        or InternalError after long."""
         if self.error is not None:
             raise self.error
+        if self.is_stopping:
+            raise self._asks_no_more()
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await self.wait_up()
+            async with asyncio.timeout(START_TIMEOUT_S) as patience:
+                self._waiting.add(patience)
+                try:
+                    await self.wait_up()
+                finally:
+                    self._waiting.discard(patience)
         except TimeoutError:
+            if self.is_stopping:
+                raise self._asks_no_more() from None
             raise InternalError(
                 f"the asker of {self.model_id} did not start in {START_TIMEOUT_S:g} s.",
                 fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
@@ -138,12 +150,15 @@ class AskerSupervisor(Supervisor):
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody waits for what it was asked."""
-        return bool(self._streams)
+        """Whether somebody waits for what it was asked, or for it to be ready."""
+        return bool(self._streams or self._waiting)
 
     async def stop(self) -> None:
-        """End the process and wait for it."""
+        """End the process and wait for it; who waits for it to be ready does so no longer."""
         await end(self._loading)
+        for patience in self._waiting:
+            if not patience.expired():
+                patience.reschedule(loop_time())
         await super().stop()
 
     def try_again(self) -> None:
@@ -272,6 +287,13 @@ class AskerSupervisor(Supervisor):
             stream.put_nowait(answer)
 
     # Private
+
+    def _asks_no_more(self) -> ModelNotFound:
+        return ModelNotFound(
+            f"This node has ceased to ask for {self.model_id!r}.",
+            fix="See `hearthnet models`; `hearthnet run` brings it up again.",
+            param="model",
+        )
 
     def _routable(self) -> tuple[Offer, ...]:
         return tuple(self._owner.routable(self.model_id))

@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from mesh.config import Config
-from mesh.errors import DeviceLost, InternalError, MeshError
+from mesh.errors import DeviceLost, InternalError, MeshError, ModelNotFound
 from mesh.health.series import HopSteps
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
@@ -104,6 +104,24 @@ def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -
     assert told() == []
     asker.is_there = True
     assert told() == [RoutableShards((*here,))], "the one before this was told, not this one"
+
+
+async def test_who_waits_for_an_asker_that_is_to_stop_hears_that(start: StartAsker) -> None:
+    asker = Overheard(start, Owner())
+    assert not asker.is_busy
+    waiting = [
+        asyncio.ensure_future(each)
+        for each in (asker.wait_ready(), anext(asker.generate(REQUEST)), asker.lens(REQUEST, 1))
+    ]
+    await asyncio.sleep(0)
+    assert asker.is_busy, "nobody is to stop it meanwhile"
+    await asker.stop()
+    async with asyncio.timeout(5):
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in ended] == [ModelNotFound] * 3
+    assert not asker.is_busy
+    with pytest.raises(ModelNotFound):
+        await asker.wait_ready()
 
 
 async def test_an_asker_knows_what_whoever_asks_has_seen(start: StartAsker) -> None:
