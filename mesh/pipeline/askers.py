@@ -5,9 +5,9 @@ The HTTP API's `mesh.api.services.Generations`. Computes nothing.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.errors import ExperimentalDisabled, nobody_asks
@@ -15,9 +15,16 @@ from mesh.logs import REQUEST
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
-from mesh.types import BringingUp, GenerationRequest, ModelId, StreamFrame
+from mesh.types import BringingUp, GenerationRequest, ModelId, Queued, StreamFrame
 
 BringUp = Callable[[GenerationRequest], AsyncGenerator[BringingUp, None]]
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A request from its coming in to its leaving."""
+
+    request: GenerationRequest
 
 
 class Askers:
@@ -53,31 +60,21 @@ class Askers:
             Busy: `max_concurrent_pipelines` generations run already, and waiting did not help.
             ExperimentalDisabled: distributed inference is switched off here.
         """
-        async with contextlib.aclosing(self._bring_up(request)) as steps:
-            async for step in steps:
-                yield step
-        request = replace(await self._prepared(request), trace_id=REQUEST.get())
-        asker = self._asker_of(request)
-        entering = self._entrance.enter(request.request_id, request.principal)
-        try:
-            with self._counts.entering():
-                async with contextlib.aclosing(entering):
-                    async for queued in entering:
-                        yield queued
-            with self._counts.counting(request) as seen:
-                async with contextlib.aclosing(asker.generate(request)) as frames:
+        with self._visit(request) as visit:
+            async with aclosing(self._come_in(visit)) as steps:
+                async for step in steps:
+                    yield step
+            asker = self._asker_of(visit.request)
+            with self._counts.counting(visit.request) as seen:
+                async with aclosing(asker.generate(visit.request)) as frames:
                     async for frame in frames:
                         self._on_frame(frame)
                         seen(frame)
                         yield frame
-        finally:
-            self._entrance.leave(request.request_id)
 
     async def load(self, request: GenerationRequest) -> None:
         """Wait until the request's model can be asked; raises as `generate` does."""
-        async with contextlib.aclosing(self._bring_up(request)) as steps:
-            async for _ in steps:
-                pass
+        await _end_of(self._bring_up(request))
         await self._asker_of(request).wait_ready()
 
     async def count(self, request: GenerationRequest) -> int:
@@ -87,22 +84,37 @@ class Askers:
 
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         """See `mesh.pipeline.lens`; raises as `generate` does."""
-        async with contextlib.aclosing(self._bring_up(request)) as steps:
-            async for _ in steps:
-                pass
-        request = replace(await self._prepared(request), trace_id=REQUEST.get())
-        asker = self._asker_of(request)
-        entering = self._entrance.enter(request.request_id, request.principal)
+        with self._visit(request) as visit:
+            await _end_of(self._come_in(visit))
+            return await self._asker_of(visit.request).lens(visit.request, top)
+
+    # Private
+
+    @contextmanager
+    def _visit(self, request: GenerationRequest) -> Iterator[_Visit]:
+        """It leaves at the end, whether it came in or not."""
         try:
-            with self._counts.entering():
-                async with contextlib.aclosing(entering):
-                    async for _ in entering:
-                        pass
-            return await asker.lens(request, top)
+            yield _Visit(request)
         finally:
             self._entrance.leave(request.request_id)
 
-    # Private
+    async def _come_in(self, visit: _Visit) -> AsyncGenerator[BringingUp | Queued, None]:
+        """What is told until the model is up and the visit is in, its request as it is to be asked.
+
+        While it stood in line its model may have got another asker, or none: only what is looked up
+        afterwards can be asked. Raises as `generate` does.
+        """
+        async with aclosing(self._bring_up(visit.request)) as steps:
+            async for step in steps:
+                yield step
+        request = await self._prepared(visit.request)
+        visit.request = request = replace(request, trace_id=REQUEST.get())
+        self._asker_of(request)  # what nobody can ask does not stand in line
+        entering = self._entrance.enter(request.request_id, request.principal)
+        with self._counts.entering():
+            async with aclosing(entering):
+                async for queued in entering:
+                    yield queued
 
     def _asker_of(self, request: GenerationRequest) -> AskerSupervisor:
         asker = self._askers.get(request.model)
@@ -112,3 +124,9 @@ class Askers:
         if disabled is not None:
             raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
         return asker
+
+
+async def _end_of(steps: AsyncGenerator[BringingUp | Queued, None]) -> None:
+    async with aclosing(steps):
+        async for _ in steps:
+            pass

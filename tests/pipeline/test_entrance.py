@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from mesh.errors import Busy
+from mesh.clock import SystemClock
+from mesh.errors import Busy, ModelNotFound
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.entrance import Entrance
-from mesh.types import Principal, PrincipalKind
+from mesh.pipeline.live import LiveCounts
+from mesh.types import (
+    BringingUp,
+    GenerationRequest,
+    ModelId,
+    Principal,
+    PrincipalKind,
+    Queued,
+    StreamFrame,
+    TokenDelta,
+)
+
+if TYPE_CHECKING:
+    from mesh.pipeline.supervisor import AskerSupervisor
 
 
 @dataclass
@@ -108,3 +125,48 @@ async def test_who_gives_up_leaves_the_line_and_takes_nobodys_place() -> None:
     await settle()
     door.entrance.leave("d")
     await asyncio.wait_for(door.come("e"), 1)
+
+
+class Asker:
+    """An asker's process that says one word."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        yield TokenDelta(self._word, (1,))
+
+
+async def no_steps(request: GenerationRequest) -> AsyncGenerator[BringingUp, None]:
+    for _ in ():
+        yield _
+
+
+async def as_it_is(request: GenerationRequest) -> GenerationRequest:
+    return request
+
+
+@pytest.mark.parametrize("then", ["another", None])
+async def test_who_stood_in_line_asks_whom_there_is_by_then(then: str | None) -> None:
+    """The number format may have been changed meanwhile, or the model evicted."""
+    model, entrance = ModelId("toy"), Entrance(1, 5, 8)
+    found = {model: cast("AskerSupervisor", Asker("the first"))}
+    askers = Askers(
+        found, entrance=entrance, why_disabled=lambda model: None, prepared=as_it_is,
+        on_frame=lambda frame: None, counts=LiveCounts(SystemClock(), lambda: None),
+        bring_up=no_steps,
+    )  # fmt: skip
+    async for _ in entrance.enter("somebody", Principal(PrincipalKind.NODE, "x")):
+        pass
+    async with contextlib.aclosing(askers.generate(GenerationRequest("r", model))) as frames:
+        assert await anext(frames) == Queued(1)
+        del found[model]
+        if then is not None:
+            found[model] = cast("AskerSupervisor", Asker(then))
+        entrance.leave("somebody")
+        if then is None:
+            with pytest.raises(ModelNotFound):
+                await anext(frames)
+        else:
+            assert await anext(frames) == TokenDelta(then, (1,))
+    await asyncio.wait_for(Door(entrance).come("the next"), 5)
