@@ -71,12 +71,12 @@ def hash_tensors(
     names_by_file: dict[Path, list[str]] = {}
     for name, entry in tensors.items():
         names_by_file.setdefault(entry.file, []).append(name)
-    fingerprints = {file: _fingerprint(file) for file in sorted(names_by_file)}
+    fingerprints = {file: fingerprint(file) for file in sorted(names_by_file)}
     digests: dict[str, str] = {}
     left: dict[Path, list[str]] = {}
-    for file, fingerprint in fingerprints.items():
+    for file, seen in fingerprints.items():
         names = names_by_file[file]
-        known = _recall(cache_dir, fingerprint) if cache_dir else None
+        known = _recall(cache_dir, seen) if cache_dir else None
         if known is not None and known.keys() == set(names):
             digests |= known
         else:
@@ -100,6 +100,12 @@ def hash_tensors(
                 _remember(cache_dir, fingerprints[file], fresh)
             digests |= fresh
     return {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}, hashed
+
+
+def fingerprint(file: Path) -> list[Any]:
+    """What is another as soon as the file is: JSON-able. Raises OSError."""
+    status = file.stat()
+    return [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def write_json_atomically(target: Path, content: Any) -> None:
@@ -148,11 +154,6 @@ def _digest(entry: TensorEntry) -> str:
             digest.update(buffer[:count])
             remaining -= count
     return digest.hexdigest()
-
-
-def _fingerprint(file: Path) -> list[Any]:
-    status = file.stat()
-    return [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
 
 
 def _cache_file(cache_dir: Path, fingerprint: list[Any]) -> Path:

@@ -53,6 +53,20 @@ class Transfer:
     note: str = ""
 
 
+class Lied(ProcessMessage, frozen=True):
+    """A node gave bytes that are not those of the tensor; it is not asked again."""
+
+    node: NodeId
+    node_name: str
+    weights_sha256: str
+    tensor: str
+
+    @property
+    def why(self) -> str:
+        """What is said of it where it would be asked."""
+        return f"It gave wrong bytes of {self.tensor}, and is not asked again while it offers them."
+
+
 # Commands
 
 NICE = 15
@@ -118,10 +132,11 @@ class FetchHeaders(ProcessMessage, frozen=True):
 
 class Peers(ProcessMessage, frozen=True):
     """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
-    nodes that are up, whether they have anything or not."""
+    nodes that are up, whether they have anything or not; `liars` are left out of `peers`."""
 
     peers: tuple[PeerHolding, ...]
     neighbours: int = 0
+    liars: tuple[Lied, ...] = ()
 
 
 class MakeWay(ProcessMessage, frozen=True):
@@ -176,12 +191,3 @@ class FetcherDone(ProcessMessage, frozen=True):
     id: str
     directory: Path | None = None
     error: MeshError | None = None
-
-
-class Lied(ProcessMessage, frozen=True):
-    """A node gave bytes that are not those of the tensor; it is not asked again."""
-
-    node: NodeId
-    node_name: str
-    weights_sha256: str
-    tensor: str

@@ -63,6 +63,7 @@ class Fetches:
         self._pace = pace
         self._on_lie = on_lie
         self._peers: tuple[PeerHolding, ...] = ()
+        self._liars: tuple[Lied, ...] = ()
         self.neighbours = 0
         """How many other nodes are up."""
         self.outside: FromOutside | None = None
@@ -71,9 +72,11 @@ class Fetches:
         self._turns: dict[str, asyncio.Lock] = {}
         self._running: dict[str, _Running] = {}
 
-    def update(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
-        """All that other nodes advertise now, and how many are up."""
-        self._peers, self.neighbours = tuple(peers), neighbours
+    def update(
+        self, peers: Sequence[PeerHolding], neighbours: int = 0, liars: Sequence[Lied] = ()
+    ) -> None:
+        """All that other nodes advertise now, how many are up, and who is not to be asked."""
+        self._peers, self.neighbours, self._liars = tuple(peers), neighbours, tuple(liars)
         self._changed.set()
         self._changed = asyncio.Event()
         for running in self._running.values():
@@ -94,7 +97,8 @@ class Fetches:
 
     def keep_only(self, members: frozenset[NodeId]) -> None:
         """Ask nobody else."""
-        self.update([peer for peer in self._peers if peer.node in members], self.neighbours)
+        kept = [peer for peer in self._peers if peer.node in members]
+        self.update(kept, self.neighbours, self._liars)
 
     def is_fetching(self, directory: Path) -> bool:
         """Whether something is being written there."""
@@ -140,6 +144,8 @@ class Fetches:
                 patience_s=self._settings.patience_s,
                 on_lie=lambda node, tensor: self._lied(order, NodeId(node), tensor),
             )  # fmt: skip
+            for name, why in self._refused(order.weights_sha256).items():
+                fetch.note(name, why)
             try:
                 async with self._asking(running, fetch):
                     await fetch.run()
@@ -168,7 +174,8 @@ class Fetches:
 
     async def _prepare(self, running: _Running, directory: Path) -> None:
         """Have one of the peers say what the checkpoint is."""
-        sha256, errors = running.order.weights_sha256, dict[str, str]()
+        sha256 = running.order.weights_sha256
+        errors = self._refused(sha256)
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.patience_s
         while True:
@@ -201,10 +208,17 @@ class Fetches:
     def _having(self, sha256: str) -> list[PeerHolding]:
         return [peer for peer in self._peers if peer.held.weights_sha256 == sha256]
 
+    def _refused(self, sha256: str) -> dict[str, str]:
+        """Who is not asked for it, and why."""
+        return {lied.node_name: lied.why for lied in self._liars if lied.weights_sha256 == sha256}
+
     def _lied(self, order: Ensure, node: NodeId, tensor: str) -> None:
         """Whoever hears it leaves that node out of what it tells from now on."""
         name = next((peer.node_name for peer in self._peers if peer.node == node), node)
-        self._on_lie(Lied(node, name, order.weights_sha256, tensor))
+        lied = Lied(node, name, order.weights_sha256, tensor)
+        if (fetch := self._running[order.id].fetch) is not None:
+            fetch.note(name, lied.why)
+        self._on_lie(lied)
 
 
 def scan(models_dir: Path) -> list[StoredCheckpoint]:
@@ -231,8 +245,8 @@ def _row(running: _Running, now: float) -> Transfer:
     if running.fetch is not None:
         running.fetch.count()
         meter = running.fetch.meter
-    eta_s = meter.eta_s(now)
+    note = running.note or (running.fetch.stopped_by if running.fetch is not None else "")
     return Transfer(
         order.id, order.model_id, order.weights_sha256, running.state, meter.done, meter.total,
-        meter.rate(now), eta_s, tuple(meter.sources(now)), running.note,
+        meter.rate(now), meter.eta_s(now), tuple(meter.sources(now)), note,
     )  # fmt: skip

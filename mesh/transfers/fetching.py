@@ -97,6 +97,13 @@ class Fetch:
         return frozenset() if self._plan is None else frozenset(self._plan.liars)
 
     @property
+    def stopped_by(self) -> str:
+        """Why nothing comes, of everybody that gives nothing now; '' while somebody is asked."""
+        if any(asked.tasks for asked in self._asked.values()):
+            return ""
+        return " ".join(f"{name}: {why}" for name, why in self._given_up.items())
+
+    @property
     def lacking(self) -> list[str]:
         """The tensors that are missing and that no peer has."""
         return [] if self._plan is None else self._plan.lacking()
@@ -191,10 +198,9 @@ class Fetch:
             if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
                 helped_at = loop.time()
             elif loop.time() - helped_at > self._patience_s:
-                said = "".join(f" {name}: {why}" for name, why in self._given_up.items())
                 raise TransferFailed(
                     f"No node that is up has {len(unheld)} of the tensors that are missing,"
-                    f" {unheld[0]} among them.{said}",
+                    f" {unheld[0]} among them. {self.stopped_by}".rstrip(),
                     fix="Start the node that has them, or pull the model from the hub. What was"
                     " fetched is kept.",
                 )

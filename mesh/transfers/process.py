@@ -27,6 +27,7 @@ from mesh.errors import (
     ModelNotFound,
     as_mesh_error,
 )
+from mesh.models.hashing import fingerprint
 from mesh.models.hub_cache import hub_snapshot
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
@@ -39,6 +40,7 @@ from mesh.processes.heap import give_back, keep_buffers
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
+from mesh.transfers import documents
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
     Ensure,
@@ -131,7 +133,7 @@ class FetcherProcess(Worker):
         self._fetching_pace.limit(rate)
         settings = FetchSettings(command.models_dir, command.patience_s)
         self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
-        self._fetches.update(self._peers.peers, self._peers.neighbours)
+        self._hear(self._peers)
         claims = HubClaims(
             NodeId(command.hello.node_id), self._shelf, self._fetches,
             patience_s=CLAIM_PATIENCE * command.patience_s,
@@ -192,7 +194,7 @@ class FetcherProcess(Worker):
     def _hear(self, command: Peers) -> None:
         self._peers = command
         if self._fetches is not None:
-            self._fetches.update(command.peers, command.neighbours)
+            self._fetches.update(command.peers, command.neighbours, command.liars)
 
     def _offer(self, command: ServeCheckpoint) -> None:
         self.spawn(self._add(command.model), f"offer {command.model.model_id}")
@@ -263,6 +265,8 @@ class FetcherProcess(Worker):
         while True:
             await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
             await asyncio.to_thread(self._shelf.look)
+            for gone in self._shelf.outdated():
+                self._offer(ServeCheckpoint(LocalCheckpoint(gone.manifest.model_id, gone.place)))
             await self._tell_holdings()
             rows = self._rows()
             moves = Moves(rows, self._sent_bytes)
@@ -344,7 +348,8 @@ def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
         return StoredCheckpoint(manifest, record.origin, partial.complete, record.is_read)
     file = "" if manifest.gguf is None else manifest.gguf.name
     origin = "" if snapshot is None else origin_of(snapshot.repo_id, snapshot.commit, file)
-    return StoredCheckpoint(manifest, origin, None, is_read=snapshot is not None)
+    seen = {file: fingerprint(file) for file in documents.weights_files(manifest)}
+    return StoredCheckpoint(manifest, origin, None, snapshot is not None, seen)
 
 
 def main() -> None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mesh.errors import BadRequest, ModelNotFound, WeightsMissing
+from mesh.models.hashing import fingerprint
 from mesh.models.manifest import Manifest
 from mesh.transfers import documents
 from mesh.types import LayerRange, ModelId
@@ -24,12 +27,14 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
     """A checkpoint in one place; `complete` names the tensors of a partial one, None: all.
-    `is_read`: this machine has read it at its `origin` itself."""
+    `is_read`: this machine has read it at its `origin` itself. `seen` has the fingerprints of files
+    that nobody here writes to: one that is another now has other weights."""
 
     manifest: Manifest
     origin: str
     complete: frozenset[str] | None
     is_read: bool = False
+    seen: Mapping[Path, list[Any]] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
@@ -74,6 +79,7 @@ class Shelf:
         self._documents: dict[str, bytes] = {}
         self._claims: dict[str, Holding] = {}
         self._files: dict[Path, tuple[object, str]] = {}
+        self._outdated: list[StoredCheckpoint] = []
         self.version = 0
         """Grows with every change."""
 
@@ -132,6 +138,12 @@ class Shelf:
         for kept in self.all():
             if not os.path.exists(kept.place):  # noqa: PTH110 - a disk that fails has nothing either
                 self.remove(kept.place)
+
+    def outdated(self) -> list[StoredCheckpoint]:
+        """Those that were removed since the last call because their files are others now."""
+        with self._guard:
+            gone, self._outdated = self._outdated, []
+        return gone
 
     def holdings(self) -> list[Holding]:
         """One entry for each checkpoint, of its fullest copy, and one for each claim."""
@@ -210,12 +222,23 @@ class Shelf:
     def _with_tensor(self, sha256: str, name: str) -> StoredCheckpoint:
         self._require(sha256)
         for kept in self.of(sha256):
-            if name in kept.names:
+            if name in kept.names and self._is_as_read(kept, name):
                 return kept
         raise WeightsMissing(
             f"This node does not have tensor {name[:128]} of checkpoint {sha256[:12]}.",
             fix="Ask another node.",
         )
+
+    def _is_as_read(self, kept: StoredCheckpoint, name: str) -> bool:
+        """Whether the tensor's file is still the one that was hashed; else none of it is given."""
+        file = kept.manifest.tensors[name].file
+        if file not in kept.seen or fingerprint(file) == kept.seen[file]:
+            return True
+        logger.warning("%s has changed since it was read: it is read anew", kept.place)
+        self.remove(kept.place)
+        with self._guard:
+            self._outdated.append(kept)
+        return False
 
 
 def _holding(kept: StoredCheckpoint, files_sha256: str) -> Holding:

@@ -82,8 +82,10 @@ class FetcherSupervisor(RestingSupervisor):
         self._is_used = is_used
         self._makes_way = False
         self._peers = Peers(())
-        self._liars: dict[tuple[NodeId, str], None] = {}
-        """Who gave wrong bytes, and of which checkpoint: of that it is asked no more."""
+        self._advertised: tuple[Sequence[PeerHolding], int] = ((), 0)
+        self._liars: dict[tuple[NodeId, str], Lied] = {}
+        """Who gave wrong bytes, and of which checkpoint: of that it is asked no more, unless it has
+        withdrawn it and offers it anew."""
         self._numbers = itertools.count(1)
         self._orders: dict[str, tuple[ProcessMessage, asyncio.Future[Path]]] = {}
 
@@ -172,9 +174,11 @@ class FetcherSupervisor(RestingSupervisor):
 
     def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """What other nodes advertise now, and how many of those are up."""
-        liars = self._liars
+        self._advertised = (peers, neighbours)
+        offered = {(peer.node, peer.held.weights_sha256) for peer in peers}
+        liars = self._liars = {key: lied for key, lied in self._liars.items() if key in offered}
         honest = [peer for peer in peers if (peer.node, peer.held.weights_sha256) not in liars]
-        if self._peers != (now := Peers(tuple(honest), neighbours)):
+        if self._peers != (now := Peers(tuple(honest), neighbours, tuple(liars.values()))):
             self._peers = now
             self.tell(now)
 
@@ -295,8 +299,8 @@ class FetcherSupervisor(RestingSupervisor):
         logger.error("%s gave wrong bytes of %s", answer.node_name, answer.tensor)
         while len(self._liars) >= MAX_LIARS:
             del self._liars[next(iter(self._liars))]
-        self._liars[answer.node, answer.weights_sha256] = None
-        self.hear(self._peers.peers, self._peers.neighbours)
+        self._liars[answer.node, answer.weights_sha256] = answer
+        self.hear(*self._advertised)
         self._notify(
             "weights_lied",
             {
