@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.options import AskedDaemon, asks, patiently
 from mesh.cli.output import note, print_json, say
 from mesh.errors import BadValue, PairingRejected
 
@@ -44,13 +44,13 @@ def invite(
     """
     ttl_s = seconds(ttl)
     if daemon.json:
-        print_json(daemon.ask(lambda client: client.invite(level, ttl_s)))
+        print_json(daemon.ask(lambda client: patiently(client.invite(level, ttl_s))))
         return
     daemon.ask(lambda client: _invite(client, level, ttl_s, wait=wait))
 
 
 async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> None:
-    window = await client.invite(level, ttl_s)
+    window = await patiently(client.invite(level, ttl_s))
     if sys.stdout.isatty():
         say(window["qr"])
     say(f"On the other machine, within {ttl_s:g} s:")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import AskedDaemon, Yes, asks, prompted, require_yes
+from mesh.cli.options import AskedDaemon, Yes, asks, patiently, prompted, require_yes
 from mesh.cli.output import note, one_line, print_table, say
 from mesh.errors import NotFound
 
@@ -101,7 +101,7 @@ def leave(daemon: AskedDaemon, *, yes: Yes = False) -> None:
     if not yes:
         name = one_line(daemon.ask(lambda client: client.hearth())["name"])
         require_yes(f"Take this node out of {name!r} for good? Its key never comes back there.")
-    daemon.show(daemon.ask(lambda client: client.leave_hearth()), _left)
+    daemon.show(daemon.ask(lambda client: patiently(client.leave_hearth())), _left)
 
 
 def _left(outcome: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ def recover(
     """
     # Left out of the command line, it is in no shell's history.
     secret = code if code is not None else prompted(typer.prompt, "Recovery code")
-    daemon.show(daemon.ask(lambda client: client.recover(secret)), _recovered)
+    daemon.show(daemon.ask(lambda client: patiently(client.recover(secret))), _recovered)
 
 
 def _recovered(outcome: dict[str, Any]) -> None:
@@ -149,7 +149,8 @@ def _recovered(outcome: dict[str, Any]) -> None:
 
 
 def _change(daemon: AskedDaemon, act: str, member: str, **details: Any) -> None:
-    daemon.show(daemon.ask(lambda client: client.change_member(act, member, **details)), _changed)
+    outcome = daemon.ask(lambda client: patiently(client.change_member(act, member, **details)))
+    daemon.show(outcome, _changed)
 
 
 def _changed(outcome: dict[str, Any]) -> None:

@@ -187,6 +187,17 @@ def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None
     return locate(host, config.state_dir, config.api_key)
 
 
+async def patiently(answer: Awaitable[_T], slow_s: float = 2.0) -> _T:
+    """The answer to what the daemon signs, with a word on stderr of what it may be waiting for."""
+    import asyncio
+
+    task = asyncio.ensure_future(answer)
+    if not (await asyncio.wait([task], timeout=slow_s))[0]:
+        note("A node that has just started signs nothing before it has heard from another member,")
+        note("or has waited half a minute for one; this may take as long.")
+    return await task
+
+
 def ask(client: Client, question: Callable[[Client], Awaitable[_T]]) -> _T:
     """Run one question to the daemon and close the client."""
 

@@ -16,6 +16,8 @@ from mesh.errors import ConnectFailed
 from mesh.identity.keys import short_id
 from mesh.types import NodeId
 
+NOT_KNOWN_THERE = "it does not know this node as a member of the hearth"
+"""The reason of a member of the hearth that refuses this node."""
 _MAX_WARNED = 256
 _MAX_NAMES = 256
 
@@ -110,6 +112,8 @@ class Sightings:
 def why_not(error: Exception) -> tuple[PeerState, str]:
     """What a failed dial says of whoever is there."""
     if isinstance(error.__cause__, ssl.SSLError):
+        if not isinstance(error.__cause__, ssl.SSLCertVerificationError):  # it is one to this node
+            return PeerState.NOT_A_PEER, NOT_KNOWN_THERE
         return PeerState.NOT_A_PEER, "it and this node are not members of one hearth"
     reached = not isinstance(error, ConnectFailed | UnicodeError)
     return PeerState.NOT_A_PEER if reached else PeerState.UNREACHABLE, str(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mesh.clock import Clock
 from mesh.errors import KeyUnreadable
-from mesh.identity.private_files import read_private, write_private
+from mesh.identity.private_files import mending, read_private, write_private
 
 _MAX_BYTES = 64
 
@@ -31,6 +31,6 @@ def next_epoch(path: Path, clock: Clock) -> int:
     except OSError as error:
         raise KeyUnreadable(
             f"{path} cannot be used: {error.strerror or error}.",
-            fix="Make it readable and writable for this user only.",
+            fix=mending(error, "Make it readable and writable for this user only."),
         ) from error
     return epoch

@@ -68,7 +68,8 @@ class Inviting:
     ) -> OpenWindow:
         """Open a window, shutting the one before; `host` is how others reach it.
 
-        `listen_at` is as for `mesh.identity.pairing_tcp.listen`.
+        `listen_at` is as for `mesh.identity.pairing_tcp.listen`. Waits until this node may sign:
+        whoever came in before would wait with a used code for longer than pairing takes.
 
         Raises BadValue for a level or lifetime that no invitation may have, UntrustedPeer when this
         node is no anchor, PortInUse.
@@ -76,6 +77,7 @@ class Inviting:
         own = self._hearth.key.node_id
         self._hearth.roster.require(own, TrustLevel.ANCHOR)
         invitation = Invitation.create(level, ttl_s)
+        await self._hearth.heard()
         async with self._changing:
             await self._shut()
             window = Window(invitation, self._clock)

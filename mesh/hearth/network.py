@@ -18,11 +18,11 @@ from mesh.clock import Clock
 from mesh.discovery import interfaces
 from mesh.discovery.calling_back import CallBacks
 from mesh.discovery.directory import NodeInfo, Offering, ShardStore
-from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
+from mesh.discovery.events import PeerDown, PeerEvent, PeerSeen, PeerUp, Warned
 from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering
-from mesh.discovery.sightings import PeerState, PeerView
+from mesh.discovery.sightings import NOT_KNOWN_THERE, PeerState, PeerView
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -32,7 +32,7 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
-from mesh.hearth.news import PUT_OUT, Departure, forked, notices
+from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices
 from mesh.hearth.publishing import Publisher
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import WindowEnding
@@ -80,7 +80,7 @@ class Network:
         self._alone: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._moving = asyncio.Lock()
-        self._is_leaving = False
+        self._is_leaving = self._is_refused = False
         self._background: set[asyncio.Task[None]] = set()
         self.callbacks = CallBacks(self.link, clock)
 
@@ -295,6 +295,9 @@ class Network:
         hearth.start_gossip(
             lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))
         )
+        if self._key.node_id not in hearth.roster.members:
+            is_out = self._key.node_id in hearth.roster.cuts
+            self._hooks.on_event(PUT_OUT if is_out else not_in(hearth.roster.name))
         await peering.start()
         publisher = self._publisher = Publisher(hearth, self._hooks.serving)
         publisher.start()
@@ -332,6 +335,20 @@ class Network:
             self._background.add(task)
             task.add_done_callback(self._background.discard)
         self._hooks.on_event(event)
+        if hearth is not None and isinstance(event, PeerSeen | PeerDown):
+            self._look_whether_let_in(hearth)
+
+    def _look_whether_let_in(self, hearth: Hearth) -> None:
+        """Who is put out while others are linked is cut off, and hears no more of why."""
+        rows = self.peers()
+        refusing = [row.name for row in rows if row.reason == NOT_KNOWN_THERE]
+        is_linked = any(row.state is PeerState.UP for row in rows)
+        if refusing and not is_linked and hearth.roster.is_member(self._key.node_id):
+            if not self._is_refused:
+                self._hooks.on_event(not_let_in(hearth.roster.name, refusing))
+            self._is_refused = True
+        elif is_linked:
+            self._is_refused = False
 
     def _still_up(self, node: NodeId) -> None:
         if self.hearth is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mesh.discovery.events import Warned
@@ -16,6 +16,28 @@ PUT_OUT = Warned(
     "`hearthnet members leave` gives it a hearth of its own, from which it can join another; to"
     " come back to that one, use a new --state-dir and ask an anchor for an invitation.",
 )
+
+
+def not_in(hearth: str) -> Warned:
+    """What is said where the hearth's log, and what was told at joining, do not name this node."""
+    return Warned(
+        "not_a_member",
+        f"This node is no member of its hearth, {hearth!r}: its key is a new one, or the hearth's"
+        " log was lost here.",
+        "Ask an anchor for an invitation and `hearthnet join` it; `hearthnet members leave` gives"
+        " this node a hearth of its own.",
+    )
+
+
+def not_let_in(hearth: str, refusing: Sequence[str]) -> Warned:
+    """What is said where members refuse this node and none is linked."""
+    return Warned(
+        "not_let_in",
+        f"No member of {hearth!r} is linked, and this node is refused by {', '.join(refusing)}: it"
+        " was put out, or has not been heard of there yet.",
+        "See `hearthnet members` there. A node that was put out gets a hearth of its own with"
+        " `hearthnet members leave`; to come back, it needs a new --state-dir and an invitation.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

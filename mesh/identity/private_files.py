@@ -5,6 +5,7 @@ Knows permissions and atomic replacement. Knows nothing of what the files hold.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -51,6 +52,16 @@ def write_private(path: Path, data: bytes) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def mending(error: OSError, otherwise: str) -> str:
+    """What helps against an error of these functions: the disk's own, or else what the caller says,
+    which is about the file."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free some room on that disk; the file is as it was."
+    if error.errno == errno.EROFS:
+        return "That file system takes no writes: mount it for writing; the file is as it was."
+    return otherwise
 
 
 def write_draft(path: Path, data: bytes) -> Path:

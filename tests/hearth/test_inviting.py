@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from ipaddress import IPv4Interface
 from pathlib import Path
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.discovery.directory import ShardStore
+from mesh.discovery.events import PeerEvent, Warned
 from mesh.discovery.interfaces import Interface, Reach
 from mesh.discovery.peering import PeeringSettings
 from mesh.events.intake import Report
 from mesh.hearth.founding import found
-from mesh.hearth.hearth import Hearth
+from mesh.hearth.hearth import Hearth, Waits
 from mesh.hearth.inviting import Inviting
 from mesh.hearth.network import Network
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
+from mesh.identity.certificates import make_certificate
+from mesh.identity.decisions import Added
 from mesh.identity.invitations import WindowEnding, parse_ticket
+from mesh.identity.keys import NodeKey
 from mesh.identity.roster import TrustLevel
 from mesh.paths import StatePaths
 from tests.discovery.network import new_key
@@ -59,17 +64,7 @@ async def test_an_invitation_names_the_address_that_this_machine_has_now(tmp_pat
         return Interface("home0", True, (IPv4Interface(f"{address}/8"),))
 
     key, table = new_key(), [at("127.0.0.2")]
-    reach = Reach(["home0"], "127.0.0.2", lambda: table)
-    settings = PeeringSettings(key.node_id, "attic", "", "test/0", "127.0.0.2", answers_at=reach)
-    network = Network(
-        key,
-        await asyncio.to_thread(StatePaths(tmp_path).create),
-        NetworkSettings(settings, ("home0",), is_enabled=True),
-        ShardStore(CLOCK, expiry_s=60.0),
-        CLOCK,
-        NetworkHooks(Serving, lambda event: None, lambda: None, lambda kind, fields: None),
-        ResourceLedger(CLOCK),
-    )
+    network = await in_network(key, tmp_path, lambda: table, lambda event: None)
     await network.start()
     try:
         table[:] = [at("127.0.0.3")]
@@ -78,3 +73,56 @@ async def test_an_invitation_names_the_address_that_this_machine_has_now(tmp_pat
         assert window.host == ticket.host == "127.0.0.3"
     finally:
         await network.stop()
+
+
+async def test_nobody_is_invited_before_this_node_may_sign_that_it_is_in(tmp_path: Path) -> None:
+    key, other = new_key(), new_key()
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
+    hearth = await Hearth.open(key, record, tmp_path, CLOCK, unexpected)
+    await hearth.decide(Added(make_certificate(other), "barn", TrustLevel.TRUSTED))
+    await hearth.close()
+    hearth = await Hearth.open(key, record, tmp_path, CLOCK, unexpected, waits=Waits(alone_s=0.3))
+
+    async def announce(port: int | None) -> None:
+        assert port is None or may_sign.done()
+
+    may_sign = asyncio.create_task(hearth.heard())
+    inviting = Inviting(hearth, CLOCK, announce, lambda ending, joined: None)
+    try:
+        await inviting.open(TrustLevel.TRUSTED, 60.0, "127.0.0.1", "127.0.0.1")
+        assert may_sign.done()
+    finally:
+        await inviting.close()
+        await hearth.close()
+
+
+async def test_a_node_whose_key_is_lost_is_told_that_it_is_not_in_its_hearth(
+    tmp_path: Path,
+) -> None:
+    told: list[PeerEvent] = []
+    for key, is_told in ((new_key(), False), (new_key(), True)):
+        network = await in_network(key, tmp_path, list, told.append)
+        await network.start()
+        await network.stop()
+        codes = [event.code for event in told if isinstance(event, Warned)]
+        assert ("not_a_member" in codes) is is_told
+
+
+async def in_network(
+    key: NodeKey,
+    state: Path,
+    table: Callable[[], list[Interface]],
+    on_event: Callable[[PeerEvent], None],
+) -> Network:
+    """A node that is not started yet."""
+    reach = Reach(["home0"], "127.0.0.2", table)
+    settings = PeeringSettings(key.node_id, "attic", "", "test/0", "127.0.0.2", answers_at=reach)
+    return Network(
+        key,
+        await asyncio.to_thread(StatePaths(state).create),
+        NetworkSettings(settings, ("home0",), is_enabled=True),
+        ShardStore(CLOCK, expiry_s=60.0),
+        CLOCK,
+        NetworkHooks(Serving, on_event, lambda: None, lambda kind, fields: None),
+        ResourceLedger(CLOCK),
+    )

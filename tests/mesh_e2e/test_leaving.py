@@ -21,6 +21,10 @@ def let_in(inviter: LocalNode, node: LocalNode) -> None:
     until(lambda: len(members(node)) == len(members(inviter)), "the log arrives")
 
 
+def warned(node: LocalNode) -> list[str]:
+    return [row["code"] for row in node.get("/mesh/v1/status")["warnings"]]
+
+
 def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
     attic, barn = run(tmp_path, "attic", "--layers", "none"), run(tmp_path, "barn")
     with attic, barn:
@@ -73,6 +77,7 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
         until(lambda: members(attic)["attic"] == "anchor", "it knows that it decides")
         assert hearthnet("members", "revoke", "--yes", "attic", node=barn)["done"]
         until(lambda: not up_peers(attic), "it is cut off")
+        until(lambda: "not_let_in" in warned(attic), "whose link was cut is told what that means")
         left = hearthnet("members", "leave", "--yes", node=attic)
         assert (left["left"], left["founded"]) == ("barn's hearth", "attic's hearth")
         assert left["told"] == []
