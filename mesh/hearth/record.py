@@ -17,11 +17,12 @@ from mesh.errors import KeyUnreadable, SchemaTooOld, UntrustedPeer
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import HEARTH_PREFIX
 from mesh.identity.keys import node_id
-from mesh.identity.private_files import read_private, write_private
+from mesh.identity.private_files import mending, read_private, write_private
 from mesh.identity.roster import Member, TrustLevel
 from mesh.types import NodeId
 
 _MAX_BYTES = 1 << 20
+_RESTORE = "Restore the file from a backup, or use a new --state-dir and join again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ def read_record(path: Path) -> HearthRecord | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
+        raise _refused(path, error) from error
     except Fault as fault:
-        raise _unusable(path, f"it is damaged ({fault.field} {fault.why})") from fault
+        raise _unusable(path, f"it is damaged ({fault.field or 'it'} {fault.why})") from fault
     except (ValueError, UntrustedPeer) as error:
         raise _unusable(path, f"it is damaged ({error!r})") from error
 
@@ -67,7 +68,7 @@ def write_record(path: Path, record: HearthRecord) -> None:
     try:
         write_private(path, json.dumps(fields, indent=1).encode())
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
+        raise _refused(path, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,14 @@ def _too_old(path: Path) -> SchemaTooOld:
     )
 
 
-def _unusable(path: Path, why: str) -> KeyUnreadable:
+def _refused(path: Path, error: OSError) -> KeyUnreadable:
+    why = error.strerror or str(error)
+    return _unusable(
+        path, why, mending(error, "Make the file readable and writable for this user.")
+    )
+
+
+def _unusable(path: Path, why: str, fix: str = _RESTORE) -> KeyUnreadable:
     return KeyUnreadable(
-        f"What this node knows of its hearth, {path}, cannot be used: {why}.",
-        fix="Restore the file from a backup, or use a new --state-dir and join again.",
+        f"What this node knows of its hearth, {path}, cannot be used: {why}.", fix=fix
     )

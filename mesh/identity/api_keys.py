@@ -23,11 +23,13 @@ from mesh.accounts.ledger import Personal, Resource
 from mesh.clock import Clock
 from mesh.codec import Fault
 from mesh.errors import BadValue, KeyUnreadable, NotFound, Unauthorized
-from mesh.identity.private_files import read_private, write_private
+from mesh.identity.private_files import mending, read_private, write_private
 from mesh.types import Principal, PrincipalKind
 
 _FORM = re.compile(r"hn_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 _MAX_FILE_BYTES = 1 << 20
+_OURS_ALONE = "Make the file readable and writable for this user only."
+_MOVE_IT = "Restore the file from a backup, or move it away and make new keys."
 MAX_KEYS = 1000
 
 
@@ -103,11 +105,11 @@ class ApiKeys:
         except FileNotFoundError:
             return cls(path, {})
         except OSError as error:
-            raise _unusable(path, str(error.strerror or error)) from error
+            raise _refused(path, error) from error
         try:
             kept = codec.convert(codec.parse_json(content), _File)
         except Fault as fault:
-            raise _unusable(path, f"it is damaged ({fault.field} {fault.why})") from fault
+            raise _unusable(path, f"it is damaged ({fault.field or 'it'} {fault.why})") from fault
         return cls(path, {key.id: key for key in kept.keys})
 
     @property
@@ -178,7 +180,7 @@ class ApiKeys:
             try:
                 write_private(self._path, content)
             except OSError as error:
-                raise _unusable(self._path, str(error.strerror or error)) from error
+                raise _refused(self._path, error) from error
         self._keys = keys
 
 
@@ -219,8 +221,9 @@ class _File:
     keys: tuple[ApiKey, ...]
 
 
-def _unusable(path: Path, why: str) -> KeyUnreadable:
-    return KeyUnreadable(
-        f"The API keys in {path} cannot be used: {why}.",
-        fix="Make the file readable and writable for this user only, or move it away.",
-    )
+def _refused(path: Path, error: OSError) -> KeyUnreadable:
+    return _unusable(path, error.strerror or str(error), mending(error, _OURS_ALONE))
+
+
+def _unusable(path: Path, why: str, fix: str = _MOVE_IT) -> KeyUnreadable:
+    return KeyUnreadable(f"The API keys in {path} cannot be used: {why}.", fix=fix)

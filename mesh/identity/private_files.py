@@ -57,7 +57,7 @@ def write_private(path: Path, data: bytes) -> None:
 def mending(error: OSError, otherwise: str) -> str:
     """What helps against an error of these functions: the disk's own, or else what the caller says,
     which is about the file."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free some room on that disk; the file is as it was."
     if error.errno == errno.EROFS:
         return "That file system takes no writes: mount it for writing; the file is as it was."
