@@ -143,8 +143,8 @@ class HearthControl(Protocol):
         "port"}``."""
 
     async def invitation(self, port: int) -> dict[str, Any]:
-        """``{"open", "ending", "node_id", "name"}`` of the window at `port`, once it has ended or
-        after half a minute."""
+        """``{"open", "ending", "node_id", "name", "error"}`` of the window at `port`, once it has
+        ended or after half a minute; `error`: why nobody came in who had the code."""
 
     async def close_invitation(self) -> dict[str, Any]:
         """Shut the open window: ``{"open": False}``."""

@@ -10,7 +10,7 @@ import typer
 
 from mesh.cli.options import AskedDaemon, asks, patiently
 from mesh.cli.output import note, print_json, say
-from mesh.errors import BadValue, PairingRejected
+from mesh.errors import BadValue, PairingRejected, from_dict
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -60,6 +60,8 @@ async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> No
     if not wait:
         return
     outcome = await _ended(client, window["port"])
+    if outcome["error"] is not None:
+        raise from_dict(outcome["error"])
     if outcome["name"] is None:
         raise PairingRejected(
             f"Nobody joined: {_ENDINGS[outcome['ending']]}.",

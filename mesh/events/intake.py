@@ -23,6 +23,7 @@ from mesh.events.store import Proof
 from mesh.events.types import Event, Place, decode
 from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
+from mesh.units import lasting
 
 SKEW_S = 600.0
 """How far ahead of our clock an author's may be before somebody is told."""
@@ -266,7 +267,7 @@ class Intake:
         self.on_report(
             Report(
                 "clock_skew", event.author,
-                f"The clock of {event.author} is {ahead_s / 60:.0f} minutes ahead of this one.",
+                f"The clock of {event.author} is {lasting(ahead_s)} ahead of this one.",
                 "Nothing depends on it but the times that are shown. Set the clock that is wrong.",
             )
         )  # fmt: skip

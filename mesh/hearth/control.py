@@ -96,13 +96,14 @@ class Control:
         """What became of the window at `port`; answers when it ends, or after a while."""
         outcome = await self._network.invitation(port, _ANSWER_S)
         if outcome is None:
-            return {"open": True, "ending": None, "node_id": None, "name": None}
-        joined = outcome.joined
+            return {"open": True, "ending": None, "node_id": None, "name": None, "error": None}
+        joined, refused = outcome.joined, outcome.refused
         return {
             "open": False,
             "ending": outcome.ending.value,
             "node_id": joined.node_id if joined is not None else None,
             "name": joined.name if joined is not None else None,
+            "error": refused.to_dict() if refused is not None else None,
         }
 
     async def close_invitation(self) -> dict[str, Any]:

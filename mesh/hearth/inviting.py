@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from mesh.clock import Clock
-from mesh.errors import NotFound, PairingRejected
+from mesh.errors import MeshError, NotFound, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.identity.decisions import Added
 from mesh.identity.invitations import Invitation, Window, WindowEnding
@@ -35,10 +35,12 @@ class OpenWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowOutcome:
-    """The end of a pairing window: why it ended, and the member it let in."""
+    """The end of a pairing window: why it ended, and the member it let in; or why it let in nobody
+    who had the code."""
 
     ending: WindowEnding
     joined: JoinRequest | None
+    refused: MeshError | None = None
 
 
 class Inviting:
@@ -124,7 +126,7 @@ class Inviting:
     async def _watch(self, listener: PairingListener) -> None:
         ending, joined = await listener.wait()
         logger.info("invitation ended: %s%s", ending, f" by {joined.name}" if joined else "")
-        self._ended[listener.port] = WindowOutcome(ending, joined)
+        self._ended[listener.port] = WindowOutcome(ending, joined, listener.refused)
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
         self._news.set()

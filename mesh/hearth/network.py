@@ -18,7 +18,7 @@ from mesh.clock import Clock
 from mesh.discovery import interfaces
 from mesh.discovery.calling_back import CallBacks
 from mesh.discovery.directory import NodeInfo, Offering, ShardStore
-from mesh.discovery.events import PeerDown, PeerEvent, PeerSeen, PeerUp, Warned
+from mesh.discovery.events import PeerDown, PeerEvent, PeerSeen, PeerUp
 from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering
@@ -32,7 +32,7 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
-from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices
+from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices, warned
 from mesh.hearth.publishing import Publisher
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import WindowEnding
@@ -375,4 +375,4 @@ class Network:
         self._hooks.on_notice("invitation_ended", fields)
 
     def _reported(self, report: Report) -> None:
-        self._hooks.on_event(Warned(report.kind, report.message, report.fix))
+        self._hooks.on_event(warned(report, self.hearth.roster if self.hearth else None))

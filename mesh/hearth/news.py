@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mesh.discovery.events import Warned
+from mesh.events.intake import Report
 from mesh.hearth.founding import Founding
 from mesh.identity.roster import Roster, departed
 from mesh.types import NodeId
@@ -16,6 +17,15 @@ PUT_OUT = Warned(
     "`hearthnet members leave` gives it a hearth of its own, from which it can join another; to"
     " come back to that one, use a new --state-dir and ask an anchor for an invitation.",
 )
+
+
+def warned(report: Report, roster: Roster | None) -> Warned:
+    """What people are told of a report of the log, with a member's name for its id."""
+    known = None if roster is None or report.node is None else roster.members.get(report.node)
+    message = report.message
+    if known is not None:
+        message = message.replace(known.node_id, known.name)
+    return Warned(report.kind, message, report.fix)
 
 
 def not_in(hearth: str) -> Warned:

@@ -384,6 +384,11 @@ _SENTENCES = {
     "refused": "The other side refused.",
 }
 _FIXES = {
+    "code": "Compare it with what the inviting machine shows, and try again: three wrong ones end an"
+    " invitation.",
+    "window": "Run `hearthnet invite` again.",
+    "busy": "Wait a little, and try again.",
+    "refused": "The machine that invites says why; run `hearthnet invite` again there.",
     "revoked": "That key never comes back there; a new --state-dir makes a new one.",
 }
 

@@ -14,6 +14,7 @@ import struct
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mesh.errors import ConnectFailed, MeshError, PairingRejected, PortInUse
 from mesh.identity.invitations import Ticket, Window, WindowEnding
@@ -32,6 +33,7 @@ from mesh.types import host_port
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">H")
+_Error = TypeVar("_Error", bound=MeshError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class PairingListener:
 
     def __init__(self, key: NodeKey, window: Window, admit: Admit, limits: PairingLimits) -> None:
         self.port = 0
+        self.refused: MeshError | None = None
+        """Why the one who knew the code is not in all the same."""
         self._key = key
         self._window = window
         self._admit = admit
@@ -141,17 +145,23 @@ class PairingListener:
             async with asyncio.timeout(self._limits.exchange_s):
                 await self._exchange(frames)
         except TimeoutError:
-            frames.send_last(refusal(_timed_out()))
+            frames.send_last(refusal(self._failed(_timed_out())))
         except PairingRejected as error:
             logger.info("pairing failed reason=%s", error.param)
-            frames.send_last(refusal(error))
+            frames.send_last(refusal(self._failed(error)))
         except MeshError as error:
             logger.warning("pairing failed after the code was right: %s", error)
+            self._failed(error)
             frames.send_last(refusal(PairingRejected("", fix="", param="refused")))
         finally:
             await frames.hang_up()
             if self._window.ending is not None:
                 self._shut.set()
+
+    def _failed(self, error: _Error) -> _Error:
+        if self._winner is asyncio.current_task() and self._joined is None:
+            self.refused = error
+        return error
 
     async def _exchange(self, frames: _Frames) -> None:
         inviter = Inviter(self._key, self._window)

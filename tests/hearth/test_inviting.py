@@ -19,6 +19,7 @@ from mesh.hearth.hearth import Hearth, Waits
 from mesh.hearth.inviting import Inviting
 from mesh.hearth.network import Network
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
+from mesh.hearth.news import warned
 from mesh.hearth.publishing import Serving
 from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import Added
@@ -106,6 +107,17 @@ async def test_a_node_whose_key_is_lost_is_told_that_it_is_not_in_its_hearth(
         await network.stop()
         codes = [event.code for event in told if isinstance(event, Warned)]
         assert ("not_a_member" in codes) is is_told
+
+
+async def test_a_report_names_its_member(tmp_path: Path) -> None:
+    key = new_key()
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
+    hearth = await Hearth.open(key, record, tmp_path, CLOCK, unexpected)
+    roster = hearth.roster
+    await hearth.close()
+    report = Report("clock_skew", key.node_id, f"The clock of {key.node_id} is ahead.", "Set it.")
+    assert warned(report, roster) == Warned("clock_skew", "The clock of attic is ahead.", "Set it.")
+    assert warned(report, None).message == report.message
 
 
 async def in_network(

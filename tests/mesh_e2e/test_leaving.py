@@ -67,6 +67,9 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
             6,
             True,
         )
+        ended = attic.get(f"/mesh/v1/hearth/invitation/{window['port']}")
+        assert (ended["ending"], ended["name"]) == ("used", None)
+        assert "The key of barn was revoked" in ended["error"]["message"]
         assert members(barn) == {"barn": "anchor"}
         let_in(barn, attic)
         assert members(attic) == {"attic": "trusted", "barn": "anchor"}
