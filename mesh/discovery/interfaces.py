@@ -224,13 +224,14 @@ def _row(
 
 
 def _unknown(table: Sequence[Interface], wanted: str) -> BadValue:
-    existing = ", ".join(
-        f"{i.name} ({', '.join(str(a.ip) for a in i.addresses) or 'no IPv4 address'})"
-        for i in table
+    usable = ", ".join(
+        f"{i.name} ({', '.join(str(a.ip) for a in i.addresses)})" for i in table if i.addresses
     )
+    give = f"Give {wanted} one, or use" if any(i.name == wanted for i in table) else "Use"
     return BadValue(
-        f"This machine has no interface {wanted!r} with an IPv4 address.",
-        fix=f"Use one of: {existing}.",
+        f"This machine has no interface {wanted!r} with an IPv4 address, and nodes call each other"
+        " over IPv4.",
+        fix=f"{give} one of: {usable}.",
         param="interface",
     )
 

@@ -23,7 +23,7 @@ from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering
 from mesh.discovery.sightings import NOT_KNOWN_THERE, PeerState, PeerView
-from mesh.errors import ExperimentalDisabled, LinkLost
+from mesh.errors import Busy, ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
 from mesh.hearth.epoch import next_epoch
@@ -190,7 +190,12 @@ class Network:
     # Inviting and joining.
 
     def require_hearth(self) -> Hearth:
-        """The hearth. Raises ExperimentalDisabled when distributed inference is switched off."""
+        """The hearth. Raises ExperimentalDisabled when distributed inference is switched off, and
+        Busy between two hearths."""
+        if self.hearth is None and self._settings.is_enabled:
+            raise Busy(
+                "This node is just joining or leaving a hearth.", fix="Try again in a moment."
+            )
         if self.hearth is None:
             raise ExperimentalDisabled(
                 "distributed inference is switched off, so this node is in no hearth.",

@@ -384,8 +384,8 @@ _SENTENCES = {
     "refused": "The other side refused.",
 }
 _FIXES = {
-    "code": "Compare it with what the inviting machine shows, and try again: three wrong ones end an"
-    " invitation.",
+    "code": "Compare it with what the inviting machine shows, and try again; three wrong ones end"
+    " the invitation.",
     "window": "Run `hearthnet invite` again.",
     "busy": "Wait a little, and try again.",
     "refused": "The machine that invites says why; run `hearthnet invite` again there.",

@@ -51,6 +51,10 @@ def test_people_are_told_what_is_used_and_what_is_not() -> None:
     (gone,) = told(["wlp3s0", "usb0"], [LO, WIFI])
     assert (gone["name"], gone["used"]) == ("usb0", False)
     assert "no interface 'usb0'" in gone["why"]
+    with pytest.raises(BadValue) as caught:
+        select([LO, WIFI, Interface("eth0", True, ())], ["eth0"])
+    said = "Give eth0 one, or use one of: lo (127.0.0.1), wlp3s0 (192.168.1.20)."
+    assert caught.value.fix == said, "nodes call each other over IPv4"
 
 
 def test_one_address_that_was_asked_for_is_the_only_one_to_listen_at() -> None:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from ipaddress import IPv4Interface
 from pathlib import Path
 
+import pytest
+
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent, Warned
 from mesh.discovery.interfaces import Interface, Reach
 from mesh.discovery.peering import PeeringSettings
+from mesh.errors import Busy, PairingRejected
 from mesh.events.intake import Report
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth, Waits
@@ -109,6 +112,37 @@ async def test_a_node_whose_key_is_lost_is_told_that_it_is_not_in_its_hearth(
         assert ("not_a_member" in codes) is is_told
 
 
+async def test_who_asks_for_the_hearth_while_a_node_joins_another_is_told_to_wait(
+    tmp_path: Path,
+) -> None:
+    network = await in_network(new_key(), tmp_path, list, lambda event: None, "127.0.0.1")
+    await network.start()
+    gone = asyncio.Event()
+
+    async def listen_until_gone(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await gone.wait()
+        writer.close()
+
+    silent = await asyncio.start_server(listen_until_gone, "127.0.0.1", 0)
+    place = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    joining = asyncio.create_task(network.join("amber-river-42", place))
+    try:
+        async with asyncio.timeout(20):
+            while network.hearth is not None:  # noqa: ASYNC110 - nobody else is told
+                await asyncio.sleep(0.01)
+        with pytest.raises(Busy, match="joining"):
+            await network.join("amber-river-42", place)
+        with pytest.raises(Busy, match="joining"):
+            await network.invite(TrustLevel.TRUSTED, 60.0)
+        gone.set()
+        with pytest.raises(PairingRejected, match="hung up"):
+            await joining
+        assert network.hearth is not None, "it is back in its own"
+    finally:
+        silent.close()
+        await network.stop()
+
+
 async def test_a_report_names_its_member(tmp_path: Path) -> None:
     key = new_key()
     record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
@@ -125,6 +159,7 @@ async def in_network(
     state: Path,
     table: Callable[[], list[Interface]],
     on_event: Callable[[PeerEvent], None],
+    interface: str = "home0",
 ) -> Network:
     """A node that is not started yet."""
     reach = Reach(["home0"], "127.0.0.2", table)
@@ -132,7 +167,7 @@ async def in_network(
     return Network(
         key,
         await asyncio.to_thread(StatePaths(state).create),
-        NetworkSettings(settings, ("home0",), is_enabled=True),
+        NetworkSettings(settings, (interface,), is_enabled=True),
         ShardStore(CLOCK, expiry_s=60.0),
         CLOCK,
         NetworkHooks(Serving, on_event, lambda: None, lambda kind, fields: None),

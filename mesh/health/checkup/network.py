@@ -113,7 +113,8 @@ def _interfaces(
         else:
             yield wrong(
                 "interfaces", "There is no network to use: only nodes on this machine are found.",
-                "Connect it, or name the interface to use: --interface NAME.",
+                "Connect it, or name one that is left out: --interface NAME. It has to have an IPv4"
+                " address, as nodes call each other over IPv4.",
             )  # fmt: skip
     left: dict[str, list[str]] = {}
     for each in skipped:

@@ -116,7 +116,8 @@ def _strangers(rows: Iterable[Row]) -> Iterator[Finding]:
             yield note("peers", f"{row['name']} at {row['address']} is in another hearth.")
         elif row["state"] == "not a peer":
             yield wrong(
-                "peers", f"{row['name']} at {row['address']} is not let in: {row['reason']}.",
+                "peers",
+                f"{row['name']} at {row['address']} is not let in: {row['reason'].rstrip('.')}.",
                 "`hearthnet members` on both says who is in; `hearthnet invite` lets one in.",
             )  # fmt: skip
 
