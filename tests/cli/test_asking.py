@@ -12,9 +12,19 @@ from pydantic import ValidationError
 
 from mesh.api.openai.schemas import ChatBody
 from mesh.cli.conversation import Conversation
+from mesh.cli.options import patiently
 from tests.api.conftest import Served
 from tests.cli.conftest import COMMAND, Run
 from tests.cli.terminal import Terminal
+
+
+async def test_who_waits_for_a_signature_is_told_what_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert await patiently(asyncio.sleep(0, "signed")) == "signed"
+    assert capsys.readouterr().err == ""
+    assert await patiently(asyncio.sleep(0.05, "signed"), 0.001) == "signed"
+    assert "waited half a minute" in capsys.readouterr().err
 
 
 async def test_answer_is_alone_on_stdout(hearthnet: Run, daemon: Served) -> None:
