@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -100,6 +101,16 @@ def test_every_module_says_what_it_is() -> None:
     assert not silent
 
 
+def test_imports_come_first_and_those_for_types_behind_them() -> None:
+    late = [
+        f"{named(path)}:{statement.lineno}"
+        for path in FILES
+        for statement in itertools.dropwhile(_opens, tree(path).body)
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+    ]
+    assert not late
+
+
 def test_pickle_stays_inside_interventions() -> None:
     users = [
         named(path)
@@ -158,6 +169,13 @@ def test_a_log_line_swallows_as_well(passes: bool, handler: str) -> None:
     (found,) = (n for n in ast.walk(ast.parse(f"try: x()\n{handler}")) if hasattr(n, "handlers"))
     assert _is_broad(found.handlers[0].type)
     assert _passes_on(found.handlers[0]) == passes
+
+
+def _opens(statement: ast.stmt) -> bool:
+    """Whether it is the module's docstring, or one of its imports."""
+    return isinstance(statement, ast.Import | ast.ImportFrom) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
 
 
 def _last_words(said: ast.expr) -> str:

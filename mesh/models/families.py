@@ -3,7 +3,7 @@
 The generic rule: a copy of the config with `num_hidden_layers` set to the span's length and every
 per-layer list cut to the span. An entry in `ENTRIES` exists only where that rule is not enough; a
 new architecture that needs more gets one there. Model types in `PROVEN` are compared with the whole
-model by the test suite; any other is compared on first use (`mesh.models.load`). What is known not
+model by the test suite; any other is compared on first use (`mesh.models.proof`). What is known not
 to work is refused with its reason. Code shipped inside a checkpoint is never run (no
 trust_remote_code).
 """

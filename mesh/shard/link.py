@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from mesh.accounts.ledger import of_peer
 from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
+from mesh.shard.edit_parts import EditParts
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
 from mesh.shard.session import Session, gone
 from mesh.shard.sessions import ChatSession
-from mesh.shard.steering import EditParts
 from mesh.types import NodeId, WireDtype
 from mesh.wire.abilities import takes_blobs
 from mesh.wire.activations import to_wire

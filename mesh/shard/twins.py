@@ -24,7 +24,7 @@ import transformers
 from torch import nn
 
 from mesh.models.families import Family, family_of_config
-from mesh.models.load import twin_config
+from mesh.models.proof import twin_config
 from mesh.models.span import Anatomy, LoadedSpan
 from mesh.models.verdicts import settled_once
 from mesh.shard.compiled.parts import NotCompilable

@@ -2,8 +2,8 @@
 
 `TensorSession` owns the order of things (hello first, sequence numbers, what is allowed when) and
 puts together the parts that know the details: `frames`, `control`, `inbox` (tensors received, with
-`steps`, `tensors`, `reassembly` and `credits`, the receiving window) and `outbox` (the sending
-window). It reads no clock and opens no socket.
+`steps`, `tensors` and `credits`, the receiving window) and `outbox` (the sending window). It reads
+no clock and opens no socket.
 
 How flow control works: a chunk is a frame that bears tensor bytes, at most `Limits.window` of them
 are unacknowledged per direction. Credits come back in the next `Step`, `Result` or END frame, or in

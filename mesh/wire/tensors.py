@@ -18,6 +18,13 @@ from mesh.wire.limits import Limits
 from mesh.wire.messages import WireTensor
 
 MAX_OPEN_TENSORS = 16
+MAX_RANK = 8
+_FIXED = struct.Struct("!HBB")
+_SHAPES = [struct.Struct(f"!{rank}I") for rank in range(MAX_RANK + 1)]
+
+CODES = {"fp16": 1, "fp32": 2, "bf16": 3, "int8": 4}
+NAMES = {code: name for name, code in CODES.items()}
+ITEMSIZE = {"fp16": 2, "fp32": 4, "bf16": 2, "int8": 1}
 
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -95,17 +102,6 @@ class Reassembly:
         return partial.header.tensor(partial.data, gradient=partial.gradient)
 
 
-MAX_RANK = 8
-_FIXED = struct.Struct("!HBB")
-_SHAPES = [struct.Struct(f"!{rank}I") for rank in range(MAX_RANK + 1)]
-
-CODES = {"fp16": 1, "fp32": 2, "bf16": 3, "int8": 4}
-NAMES = {code: name for name, code in CODES.items()}
-ITEMSIZE = {"fp16": 2, "fp32": 4, "bf16": 2, "int8": 1}
-
-_FIX_PEER = "Run the same hearthnet version on both machines."
-
-
 @dataclass(slots=True)
 class TensorHeader:
     """What every tensor-bearing frame repeats. `encoded` are the header's own bytes."""
@@ -124,16 +120,16 @@ class TensorHeader:
         FrameTooLarge when product(shape) * itemsize exceeds `max_bytes`.
         """
         if len(payload) < _FIXED.size:
-            raise BadFrame("A tensor header is cut short.", fix=_FIX_PEER)
+            raise BadFrame("A tensor header is cut short.", fix=_FIX)
         tensor_id, code, rank = _FIXED.unpack_from(payload)
         dtype = NAMES.get(code)
         if dtype is None:
-            raise BadFrame(f"Unknown tensor dtype {code}.", fix=_FIX_PEER)
+            raise BadFrame(f"Unknown tensor dtype {code}.", fix=_FIX)
         if rank > MAX_RANK:
-            raise BadFrame(f"A tensor of rank {rank}; at most {MAX_RANK}.", fix=_FIX_PEER)
+            raise BadFrame(f"A tensor of rank {rank}; at most {MAX_RANK}.", fix=_FIX)
         end = _FIXED.size + 4 * rank
         if len(payload) < end:
-            raise BadFrame("A tensor header is cut short.", fix=_FIX_PEER)
+            raise BadFrame("A tensor header is cut short.", fix=_FIX)
         shape = _SHAPES[rank].unpack_from(payload, _FIXED.size)
         size = prod(shape) * ITEMSIZE[dtype]
         if size > max_bytes:
@@ -149,7 +145,7 @@ class TensorHeader:
             raise BadFrame(
                 f"A {self.dtype} tensor of shape {self.shape} needs {self.size_bytes} bytes, "
                 f"{len(data)} came.",
-                fix=_FIX_PEER,
+                fix=_FIX,
             )
         return WireTensor(self.dtype, self.shape, data, gradient)
 

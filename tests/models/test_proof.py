@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from mesh.errors import NotEnoughMemory, UnsupportedFamily
-from mesh.models import load as proof
+from mesh.models import proof
 from mesh.models.families import family_of_config
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest

@@ -22,6 +22,17 @@ from mesh.models.edits import MAX_EDIT_BYTES
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
 
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 128 << 10
+PART_TIMEOUT_S = 10.0
+PEER_TIMEOUT_S = 30.0
+"""For a whole file: a chat waits for it, and the next peer may be quicker."""
+MAX_SERVING = 8
+"""Questions answered at the same time; further ones get no answer and are asked elsewhere."""
+
+Send = Callable[[NodeId, FileAsk | FilePart], None]
+
 _SUFFIX = ".safetensors"
 
 
@@ -62,18 +73,6 @@ class Library:
     def path(self, sha256: str) -> Path:
         """Where the file of this hash lies, if it is here."""
         return self._directory / f"{sha256}{_SUFFIX}"
-
-
-logger = logging.getLogger(__name__)
-
-PART_BYTES = 128 << 10
-PART_TIMEOUT_S = 10.0
-PEER_TIMEOUT_S = 30.0
-"""For a whole file: a chat waits for it, and the next peer may be quicker."""
-MAX_SERVING = 8
-"""Questions answered at the same time; further ones get no answer and are asked elsewhere."""
-
-Send = Callable[[NodeId, FileAsk | FilePart], None]
 
 
 class Exchange:

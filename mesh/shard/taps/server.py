@@ -359,8 +359,8 @@ class TapServer:
                 self._shard.give_back()
 
 
+# nnsight takes seconds to import and is needed by interventions only.
 def _grow(runtime: Runtime, loaded: LoadedSpan) -> SpanTree:
-    # nnsight takes seconds to import and is needed by interventions only.
     from mesh.shard.taps.tree import SpanTree
 
     return SpanTree(loaded, runtime.device)

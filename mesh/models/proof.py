@@ -1,0 +1,165 @@
+"""Prove that a model type nobody has tested can be cut: compare a small random twin with the whole.
+
+The twin keeps the config's every layer and its pattern and shrinks only widths, so that whatever
+depends on a layer's index or on its neighbours shows. It is saved as a checkpoint and loaded back
+in spans, which also proves how its tensors are named. A verdict holds for one twin under one
+version of transformers; it is kept on disk when there is a cache directory. A comparison that broke
+off gives none: what it lacked (memory, room on a disk) may be there the next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+import logging
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+from mesh.errors import MeshError, UnsupportedFamily
+from mesh.models.families import Family, family_of
+from mesh.models.filling import Placement
+from mesh.models.manifest import read_manifest
+from mesh.models.span import build_ends, build_span
+from mesh.models.verdicts import settled_once
+from mesh.types import LayerRange
+
+logger = logging.getLogger(__name__)
+
+_CHUNKS = [13, 7, 1, 1]
+_TOLERANCE = 1e-4
+_WIDTHS = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32, "head_dim": 16, "max_position_embeddings": 256,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "rotary_dim": 16, "sliding_window": 8,
+}  # fmt: skip
+_HEADS = 4
+settled: dict[str, str] = {}
+"""The verdicts that this process has reached or read, by their keys; empty: none is settled."""
+
+
+def require_proof(family: Family, cache_dir: Path | None) -> None:
+    """Return if the family's models may be cut; otherwise raise UnsupportedFamily with the reason.
+
+    Blocks for up to a few seconds the first time a model type outside `families.PROVEN` is seen.
+    """
+    if family.proven:
+        return
+    twin = twin_config(family.config)
+    structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
+    digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
+    key = f"{family.model_type}-{transformers.__version__}-{digest}"
+    file = cache_dir / f"proof-{key}.json" if cache_dir else None
+    if reason := settled_once(settled, key, file, lambda: _verdict(family, twin)):
+        raise _refused(family, reason)
+
+
+def twin_config(config: Any) -> Any:
+    """A copy of `config` with the same layers and small widths."""
+    twin = copy.deepcopy(config)
+    heads = getattr(config, "num_attention_heads", _HEADS)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    sizes = dict(_WIDTHS, num_attention_heads=_HEADS)
+    sizes["num_key_value_heads"] = max(1, _HEADS * kv_heads // heads)
+    sizes.update(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    for name, size in sizes.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > size:
+            # A field that cannot be set follows from others that can.
+            with contextlib.suppress(AttributeError):
+                setattr(twin, name, size)
+    if isinstance(config.eos_token_id, list):
+        twin.eos_token_id = [0]
+    return twin
+
+
+def _verdict(family: Family, twin: Any) -> str:
+    """Why the family cannot be cut, or an empty string. Raises UnsupportedFamily without either."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="hearthnet-proof-") as directory:
+            difference = _compare(family, twin, Path(directory))
+    except MeshError as error:
+        reason = f"its twin could not be loaded in parts ({error.message.rstrip('.')})"
+        raise _refused(family, reason) from error
+    # Whatever foreign modelling code raises here means the same: this model is not proved.
+    except Exception as error:
+        reason = f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
+        raise _refused(family, reason) from error
+    agrees = difference <= _TOLERANCE
+    reason = "" if agrees else f"in parts it differs from the whole by {difference:.2g}"
+    logger.info("proof model_type=%s verdict=%s", family.model_type, reason or "can be cut")
+    return reason
+
+
+def _refused(family: Family, reason: str) -> UnsupportedFamily:
+    return UnsupportedFamily(
+        f"Model type {family.model_type} cannot be cut into layer ranges: {reason}.",
+        fix="It needs an entry in mesh/models/families.py; or use a model of a tested type.",
+    )
+
+
+def _compare(family: Family, twin: Any, directory: Path) -> float:
+    """The largest difference of logits between whole and parts, relative to the largest logit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        whole = family.causal_class._from_config(twin, dtype=torch.float32).eval()  # noqa: SLF001
+        for parameter in whole.parameters():
+            if parameter.dim() >= 2:
+                torch.nn.init.normal_(parameter, std=0.1)
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        ids = torch.randint(0, twin.vocab_size, (1, sum(_CHUNKS)))
+    whole.save_pretrained(directory)
+    expected = _run_whole(whole, ids)
+    count = twin.num_hidden_layers
+    halves = [0, (count + 1) // 2, count]
+    singles = list(range(count + 1))
+    differences = [
+        _difference(_run_parts(directory, cuts, ids), expected) for cuts in (halves, singles)
+    ]
+    return max(differences)
+
+
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    largest = float((logits - expected).abs().max() / expected.abs().max())
+    return largest if largest == largest else float("inf")  # noqa: PLR0124 - NaN
+
+
+@torch.no_grad()
+def _run_whole(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = DynamicCache(config=model.config)
+    parts = [
+        model(chunk, past_key_values=cache).logits for chunk in torch.split(ids, _CHUNKS, dim=1)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+@torch.no_grad()
+def _run_parts(directory: Path, cuts: list[int], ids: torch.Tensor) -> torch.Tensor:
+    manifest = read_manifest(directory)
+    family = family_of(manifest)
+    placement = Placement(torch.float32, torch.device("cpu"))
+    ends = build_ends(manifest, family, placement)
+    ranges = [LayerRange(start, stop) for start, stop in pairwise(cuts) if start < stop]
+    spans = [build_span(manifest, family, layers, placement) for layers in ranges]
+    caches = [DynamicCache(config=span.config) for span in spans]
+    position, parts = 0, []
+    for chunk in torch.split(ids, _CHUNKS, dim=1):
+        hidden = ends.embed(chunk, position)
+        places = torch.arange(position, position + chunk.shape[1]).unsqueeze(0)
+        for span, cache in zip(spans, caches, strict=True):
+            hidden = span.module(
+                inputs_embeds=hidden, position_ids=places, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        parts.append(ends.logits(hidden))
+        position += chunk.shape[1]
+    return torch.cat(parts, dim=1)
