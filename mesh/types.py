@@ -380,8 +380,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set,
-    until the ids of the other two are known: they then stand in `prompt_ids` beside them.
+    """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
 
     `messages` are OpenAI chat messages (role, content, and around calls of `tools` tool_calls and
     tool_call_id) for the model's own chat template. `steer` names edits; whoever looks them up puts

@@ -56,26 +56,7 @@ class CheckpointText:
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
-        if request.prompt_ids is None and request.messages is not None:
-            tools = self._tools(request)
-            if request.think and self.reasoning_marks is None:
-                raise BadRequest(
-                    f"{request.model} does not support thinking: its chat template marks none.",
-                    fix="Leave `think` out, or ask a model that thinks before it answers.",
-                    param="think",
-                )
-            chat = request.messages, most, request.begun, tools
-            return self._tokenizer.encode_chat(*chat, think=request.think)
-        if request.prompt_ids is None and request.prompt is not None:
-            return self._tokenizer.encode(request.prompt, most)
-        ids = list(request.prompt_ids or ())
-        if most is not None and len(ids) > most:
-            raise ContextTooLong(
-                f"the prompt has {len(ids)} tokens; this model's maximum context length is {most}"
-                " tokens.",
-                fix="Shorten the prompt.",
-                param="prompt",
-            )
+        ids = self._ids(request, most)
         if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
             index = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size)
             raise BadRequest(
@@ -108,6 +89,31 @@ class CheckpointText:
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""
         return self._tokenizer.vocabulary()
+
+    # Private
+
+    def _ids(self, request: GenerationRequest, most: int | None) -> list[int]:
+        if request.prompt_ids is None and request.messages is not None:
+            tools = self._tools(request)
+            if request.think and self.reasoning_marks is None:
+                raise BadRequest(
+                    f"{request.model} does not support thinking: its chat template marks none.",
+                    fix="Leave `think` out, or ask a model that thinks before it answers.",
+                    param="think",
+                )
+            chat = request.messages, most, request.begun, tools
+            return self._tokenizer.encode_chat(*chat, think=request.think)
+        if request.prompt_ids is None and request.prompt is not None:
+            return self._tokenizer.encode(request.prompt, most)
+        ids = list(request.prompt_ids or ())
+        if most is not None and len(ids) > most:
+            raise ContextTooLong(
+                f"the prompt has {len(ids)} tokens; this model's maximum context length is {most}"
+                " tokens.",
+                fix="Shorten the prompt.",
+                param="prompt",
+            )
+        return ids
 
     @cached_property
     def _takes_tools(self) -> bool:

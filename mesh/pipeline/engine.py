@@ -10,7 +10,6 @@ import logging
 import random
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +94,20 @@ class Engine:
             model,
             self.sessions,
             self._router,
-            wire_dtype=WireDtype.FP32,  # home takes all; see `_prepared`
+            self._prepared,
             failover=FailoverSettings(fallback_after=settings.fallback_after),
             local_model=self._local_model,
             settings=LoopSettings(settings.activation_noise, settings.draft_tokens),
         )
         lens = LensSettings(ceiling_s, settings.activation_noise)
         self._lens = LogitLens(model, links, self._router, self.oversight, patience, lens)
-        self._is_probed = False
+        self._wire_dtype: WireDtype | None = None  # until it is found out
         self._probing = asyncio.Lock()
 
     def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """See `PipelineOrchestrator.chat`; the first request finds out the wire dtype and what
         activations of this model look like."""
-        return self._orchestrator.chat(request, self._prepared)
+        return self._orchestrator.chat(request)
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """One batch's token ids and files. Raises as `mesh.pipeline.harvest.harvest`."""
@@ -200,13 +199,13 @@ class Engine:
         ids = await self._prompts.ids(request, self.model.max_positions)
         constraint = await self._prompts.constraint(request)
         async with self._probing:
-            await self._probe()
-        yield Asked(replace(request, prompt_ids=tuple(ids)), constraint)
+            wire_dtype = await self._probed()
+        yield Asked(ids, constraint, wire_dtype)
         await self._keep_envelope()
 
-    async def _probe(self) -> None:
-        orchestrator, oversight = self._orchestrator, self.oversight
-        if not self._is_probed:
+    async def _probed(self) -> WireDtype:
+        oversight, wire = self.oversight, self._wire_dtype
+        if wire is None:
             if self._settings.cache_dir:
                 oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
             try:
@@ -215,12 +214,15 @@ class Engine:
                 is_full = isinstance(nobody, RouteRefused) and nobody.all_full
                 if self._local_model is None and not is_full:
                     raise
-                return  # what may travel is found out once somebody serves the model, with room
+                # What may travel is found out once somebody serves the model, with room; home
+                # takes all.
+                return WireDtype.FP32
             logger.info("model=%s wire=%s %s", self.model.model_id, *_words(verdict))
-            orchestrator.wire_dtype, self._is_probed = verdict.dtype, True
+            self._wire_dtype = wire = verdict.dtype
         if self._settings.cache_dir and not oversight.envelope.is_known:
-            await self._record_envelope(orchestrator.wire_dtype)
+            await self._record_envelope(wire)
         await self._keep_envelope()
+        return wire
 
     async def _keep_envelope(self) -> None:
         if self._settings.cache_dir and self.oversight.envelope.is_dirty:

@@ -16,18 +16,16 @@ This module knows nothing of sockets, HTTP or processes.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.models.constraint import Constraint
-from mesh.models.grammar import is_bound
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.decode_steps import DecodeSteps
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
@@ -56,14 +54,17 @@ logger = logging.getLogger(__name__)
 
 
 class Asked(NamedTuple):
-    """A request as it is here, and what its answer is bound to."""
+    """What a request comes to here: its token ids, what its answer is bound to, if to anything, and
+    how activations travel where it does not say."""
 
-    request: GenerationRequest
-    constraint: Constraint | None = None
+    ids: list[int]
+    constraint: Constraint | None
+    wire_dtype: WireDtype
 
 
 Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[Asked]]
-"""What is done around one generation."""
+"""What is done around one generation. Raises BadRequest, and ContextTooLong where the model does
+not hold the prompt."""
 
 
 Started = tuple[GenerationSession, list[StreamFrame]]
@@ -88,8 +89,8 @@ class PipelineOrchestrator:
         model: AskerModel,
         sessions: Sessions,
         router: ShardRouter,
+        prepared: Prepared,
         *,
-        wire_dtype: WireDtype,
         failover: FailoverSettings = FailoverSettings(),  # noqa: B008 - frozen
         local_model: LocalModel | None = None,
         settings: LoopSettings = LoopSettings(),
@@ -98,18 +99,13 @@ class PipelineOrchestrator:
         self._head = OutputHead(model)
         self._sessions = sessions
         self._router = router
+        self._prepared = prepared
         self._failover = failover
         self._local_model = local_model
         self._settings = settings
-        self.wire_dtype = wire_dtype
 
-    async def chat(
-        self, request: GenerationRequest, prepared: Prepared | None = None
-    ) -> AsyncGenerator[StreamFrame, None]:
+    async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
-
-        `prepared` makes the request what it is here, and is left when the generation has ended;
-        without, its text becomes tokens on this loop.
 
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
@@ -119,11 +115,10 @@ class PipelineOrchestrator:
                 ends there, with a `note` that says so.
         """
         started = time.monotonic()
-        async with (prepared or self._unprepared)(request) as (asked, constraint):
-            prompt = self._model.text.prompt_ids(asked, self._model.max_positions)
-            terms = self._terms(asked, prompt)
-            home = self._local_model if asked.fallback_to_local is not False else None
-            async with aclosing(self._in_turn(asked, prompt, terms, home)) as places:
+        async with self._prepared(request) as (prompt, constraint, wire_dtype):
+            terms = self._terms(request, prompt, wire_dtype)
+            home = self._local_model if request.fallback_to_local is not False else None
+            async with aclosing(self._in_turn(request, prompt, terms, home)) as places:
                 async for place in places:
                     if isinstance(place, Queued):
                         yield place
@@ -131,10 +126,10 @@ class PipelineOrchestrator:
                         session, notices = place
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
             limit = terms.limit - len(prompt)
-            answer = Answer(self._model.text, asked, prompt, limit, started, constraint)
-            finished, reader = False, self._reader(asked, prompt)
+            answer = Answer(self._model.text, request, prompt, limit, started, constraint)
+            finished, reader = False, self._reader(request, prompt)
             try:
-                steps = self._steps(session, home, asked, answer, reader)
+                steps = self._steps(session, home, request, answer, reader)
                 async for said in self._said_before(notices, steps, request):
                     yield said
                 ids: Sequence[int] = prompt[len(session.token_ids) :]
@@ -148,7 +143,7 @@ class PipelineOrchestrator:
                     for frame in await steps.take():
                         yield frame
                     ids = answer.token_ids[-1:]
-                finished = not (answer.note or asked.scores_prompt)  # another text follows that
+                finished = not (answer.note or request.scores_prompt)  # another text follows that
             finally:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, steps)
@@ -163,12 +158,6 @@ class PipelineOrchestrator:
         prompt = steps.answer.prompt
         async for piece in given_back(self._model, steps.feed, request, prompt):
             yield piece
-
-    @asynccontextmanager
-    async def _unprepared(self, request: GenerationRequest) -> AsyncIterator[Asked]:
-        bound = is_bound(request)
-        constrain = self._model.text.constraint
-        yield Asked(request, await asyncio.to_thread(constrain, request) if bound else None)
 
     @property
     def _most_drafted(self) -> int:
@@ -208,7 +197,7 @@ class PipelineOrchestrator:
 
     async def _in_turn(
         self,
-        asked: GenerationRequest,
+        request: GenerationRequest,
         prompt: Sequence[int],
         terms: SessionTerms,
         home: LocalModel | None,
@@ -216,12 +205,12 @@ class PipelineOrchestrator:
         """A session for the request, behind those who wait for one; at home where the mesh does not
         serve the model, or has no room for it as long as one waits."""
         # What a cache holds has no rows any more.
-        known = () if asked.scores_prompt else prompt
+        known = () if request.scores_prompt else prompt
         total_layers = self._model.total_layers
         acquire = partial(
             self._sessions.acquire, known, terms, total_layers, at_home=home is not None
         )
-        line = self._sessions.line.in_turn(asked.request_id, asked.principal, acquire)
+        line = self._sessions.line.in_turn(request.request_id, request.principal, acquire)
         notices: list[StreamFrame] = []
         try:
             async with aclosing(line) as places:
@@ -241,10 +230,12 @@ class PipelineOrchestrator:
             notices.append(
                 PipelineAborted(f"{nobody.message} The answer comes from the local model.")
             )
-        session.request_id = asked.request_id
+        session.request_id = request.request_id
         yield session, notices
 
-    def _terms(self, request: GenerationRequest, prompt: Sequence[int]) -> SessionTerms:
+    def _terms(
+        self, request: GenerationRequest, prompt: Sequence[int], wire_dtype: WireDtype
+    ) -> SessionTerms:
         """What hops are asked for the prompt and at most as many new tokens as it may get."""
         fed, limit = len(prompt), self._token_limit(prompt, request.sampling)
         rows, since = self._most_drafted + 1, fed - 1
@@ -254,7 +245,7 @@ class PipelineOrchestrator:
             self._model.model_id,
             self._model.weights_sha256,
             fed + min(limit, FIRST_ANSWER),
-            request.wire_dtype or (WireDtype.FP32 if request.scores_prompt else self.wire_dtype),
+            request.wire_dtype or (WireDtype.FP32 if request.scores_prompt else wire_dtype),
             request.edits,
             limit=fed + limit,
             principal=request.principal,

@@ -40,6 +40,7 @@ from mesh.types import (
     WireDtype,
 )
 from tests import secure
+from tests.pipeline.toy_mesh import plainly
 
 MODEL = ModelId("spread")
 
@@ -96,7 +97,7 @@ class Spread:
     ) -> AsyncIterator[StreamFrame]:
         """The frames of a request."""
         orchestrator = PipelineOrchestrator(
-            self.model, self._sessions, self._router, wire_dtype=wire,
+            self.model, self._sessions, self._router, plainly(self.model, wire),
             settings=LoopSettings(draft_worth=self.draft_worth),
         )  # fmt: skip
         return orchestrator.chat(replace(request, model=self.model_id))

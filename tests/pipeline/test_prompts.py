@@ -184,3 +184,14 @@ async def test_what_cannot_fit_by_its_bytes_is_refused_without_any_work(
     with pytest.raises(ContextTooLong, match="the prompt has 2049 tokens; " + LIMIT):
         await prompts.ids(GenerationRequest("r", ModelId("m"), prompt_ids=(1,) * 2049), 2048)
     prompts.close()
+
+
+async def test_a_token_that_the_model_has_no_embedding_of_is_refused(
+    accounts: ResourceLedger,
+) -> None:
+    text = CheckpointText(Tokenizer(make_tokenizer(VOCAB, sentencepiece=False), frozenset()), 5)
+    prompts = Prompts(text, accounts)
+    for request in (asked("short"), GenerationRequest("r", ModelId("m"), prompt_ids=(1, 5))):
+        with pytest.raises(BadRequest, match="outside the vocabulary of 5"):
+            await prompts.ids(request, None)
+    prompts.close()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
 import torch
@@ -24,8 +25,9 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.models.constraint import Constraint
+from mesh.models.grammar import is_bound
 from mesh.pipeline.failover import FailoverSettings
-from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
+from mesh.pipeline.generation import Asked, LoopSettings, PipelineOrchestrator, Prepared
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel, Drafting
@@ -430,12 +432,24 @@ def toy_orchestrator(
         model,
         sessions,
         router,
-        wire_dtype=WireDtype.FP32,
+        plainly(model, WireDtype.FP32),
         failover=FailoverSettings(retry_delays_s=(0.01, 0.02)),
         local_model=None if home is None else go_home,
         settings=LoopSettings(noise=noise),
     )
     return orchestrator, sessions
+
+
+def plainly(model: AskerModel, wire_dtype: WireDtype) -> Prepared:
+    """Requests become tokens on the loop, and activations travel so."""
+
+    @asynccontextmanager
+    async def prepared(request: GenerationRequest) -> AsyncIterator[Asked]:
+        ids = model.text.prompt_ids(request, model.max_positions)
+        constraint = model.text.constraint(request) if is_bound(request) else None
+        yield Asked(ids, constraint, wire_dtype)
+
+    return prepared
 
 
 def toy_request(
