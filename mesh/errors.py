@@ -14,6 +14,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+SAME_VERSION = "Run the same hearthnet version on both machines."
+"""The fix where one node does not understand another."""
+
 _BY_CODE: dict[str, type[MeshError]] = {}
 """The class an error comes back as: of two that share a code, the first."""
 

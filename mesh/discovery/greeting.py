@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault, Text
-from mesh.errors import PeerRefused
+from mesh.errors import SAME_VERSION, PeerRefused
 from mesh.identity.keys import NodeIdText, short_id
 from mesh.wire.messages import Hello
 
@@ -78,6 +78,6 @@ def label(peer: PeerHello) -> str:
 def _unusable(fault: Fault) -> PeerRefused:
     return PeerRefused(
         f"The hello's field {fault.field!r} cannot be used: {fault.why}.",
-        fix="Run the same hearthnet version on both machines.",
+        fix=SAME_VERSION,
         param=fault.field,
     )

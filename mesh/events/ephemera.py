@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from mesh.codec import Canonical, Fault, Int63, SignedForm
-from mesh.errors import BadEvent
+from mesh.errors import SAME_VERSION, BadEvent
 from mesh.events.types import MAX_DEPTH, SIGNATURE_BYTES, Sign, unusable
 from mesh.types import NodeId
 
@@ -107,5 +107,5 @@ class Ephemera:
 def _unusable(why: str) -> BadEvent:
     return BadEvent(
         f"A signed notice is unusable: {why}.",
-        fix="Run the same hearthnet version on both machines.",
+        fix=SAME_VERSION,
     )

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault, Int63
-from mesh.errors import BadFrame
+from mesh.errors import SAME_VERSION, BadFrame
 from mesh.events.decision import DecisionId
 from mesh.events.docket import Signed
 from mesh.events.intake import Received
@@ -182,7 +182,7 @@ def from_dict(fields: object) -> LogMessage:
         where = f"{fault.field}: " if fault.field else ""
         raise BadFrame(
             f"A message about the event log is unusable: {where}{fault.why}.",
-            fix="Run the same hearthnet version on both machines.",
+            fix=SAME_VERSION,
             param=fault.field or None,
         ) from fault
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mesh.errors import BadFrame
+from mesh.errors import SAME_VERSION, BadFrame
 from mesh.events.chains import Chains
 from mesh.events.decision import DecisionId
 from mesh.events.docket import Docket
@@ -108,7 +108,7 @@ class CatchUp:
                 return self._next()
         raise BadFrame(
             "A peer answered something else than it was asked.",
-            fix="Run the same hearthnet version on both machines.",
+            fix=SAME_VERSION,
         )
 
     def ingested(self, outcome: IntakeOutcome) -> Turn:

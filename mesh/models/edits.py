@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault, finite
-from mesh.errors import BadSteering
+from mesh.errors import SAME_VERSION, BadSteering
 from mesh.types import Edit, Site
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _assembled(described: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[
 def _garbled() -> BadSteering:
     return BadSteering(
         "The edits of a session cannot be read.",
-        fix="Run the same hearthnet version on both machines.",
+        fix=SAME_VERSION,
         param="hearthnet.steer",
     )
 

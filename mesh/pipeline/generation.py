@@ -8,8 +8,8 @@ out), `drafting` (tokens guessed, and fed with the last one), `hop` (a session o
 The way of a token from here to the socket, `*` for each asynchronous generator that it passes:
 
     asker's process   PipelineOrchestrator.chat*  ->  the process' channel
-    daemon            AskerProcess.generate*  ->  Askers.generate*  ->  mesh.api.openai.streaming*
-                      ->  mesh.api.sse.EventStream  ->  socket
+    daemon            AskerSupervisor.generate*  ->  Askers.generate*
+                      ->  mesh.api.openai.streaming*  ->  mesh.api.sse.EventStream  ->  socket
 
 This module knows nothing of sockets, HTTP or processes.
 """

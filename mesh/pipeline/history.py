@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mesh.wire.messages import WireTensor
+from mesh.wire.tensors import ITEMSIZE
 
 CHUNK_ROWS = 128
 """Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
 
 CHUNK_BYTES = 1 << 20
 """A chunk fits one frame, so that it need not be cut and put together again."""
-
-_ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "int8": 1}
 
 
 def chunk_rows(hidden_size: int) -> int:
@@ -34,7 +33,7 @@ def slice_rows(tensor: WireTensor, start: int, stop: int) -> WireTensor:
     if start == 0 and stop == tensor.shape[1]:
         return tensor
     hidden = tensor.shape[2]
-    row_bytes = hidden * _ITEM_BYTES[tensor.dtype]
+    row_bytes = hidden * ITEMSIZE[tensor.dtype]
     data = memoryview(tensor.data)[start * row_bytes : stop * row_bytes]
     return WireTensor(tensor.dtype, (1, stop - start, hidden), data)
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from mesh.clock import Clock, SteadyClock, SystemClock
-from mesh.errors import TokenRejected
+from mesh.errors import SAME_VERSION, TokenRejected
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts
 from mesh.identity.tokens import TokenVerifier, issue
@@ -72,7 +72,7 @@ class Permits:
         if not request.token:
             raise TokenRejected(
                 "The session was asked for without a token.",
-                fix="Run the same hearthnet version on both machines.",
+                fix=SAME_VERSION,
                 param="form",
             )
         purpose, subject = _purpose(request), _subject(request)

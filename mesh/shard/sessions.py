@@ -13,6 +13,7 @@ from mesh.shard.scheduler import Reply, Sequence, Task
 from mesh.shard.session import Session, gone
 from mesh.types import HIDDEN_DTYPES, Principal
 from mesh.wire.messages import Blob, Failure, Open, OpenEnds, Result, Step
+from mesh.wire.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     import torch
@@ -350,8 +351,7 @@ def _require_hidden(step: Step, hidden_size: int) -> None:
             fix="Send hidden states of this model.",
             param="tensor",
         )
-    itemsize = 4 if tensor.dtype == "fp32" else 2
-    whole = tensor.shape[1] * hidden_size * itemsize
+    whole = tensor.shape[1] * hidden_size * ITEMSIZE.get(tensor.dtype, 0)
     if tensor.dtype not in HIDDEN_DTYPES or tensor.gradient or len(tensor.data) != whole:
         raise BadRequest(
             f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mesh.errors import BadSteering
+from mesh.errors import SAME_VERSION, BadSteering
 from mesh.models.edits import PARTS, EditTensors, check_edits, read_edit
 from mesh.shard.hooks import Hook, module_at, unfit
 from mesh.types import Edit, LayerRange, Site
@@ -75,7 +75,7 @@ class SessionEdits:
             if edit.site.layer not in layers:
                 raise BadSteering(
                     f"An edit is for layer {edit.site.layer}, the session for layers {layers}.",
-                    fix="Run the same hearthnet version on both machines.",
+                    fix=SAME_VERSION,
                     param="path",
                 )
             if edit.site.part in PARTS and tensors.hidden_size != hidden_size:

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault, Int63, Sha256
-from mesh.errors import BadCheckpoint
+from mesh.errors import SAME_VERSION, BadCheckpoint
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import weights_sha256
 from mesh.models.header import TensorEntry
@@ -41,7 +41,6 @@ SMALL_FILES = frozenset(
     }
 )  # fmt: skip
 _WEIGHTS_FILE = re.compile(rf"[\w][\w.-]{{0,200}}(\.safetensors|{re.escape(SUFFIX)})")
-_FIX = "Run the same hearthnet version on both machines."
 
 
 def _is_small(name: str) -> None:
@@ -199,7 +198,7 @@ def decode(text: bytes, wanted_sha256: str) -> Document:
     except Fault as fault:
         raise BadCheckpoint(
             f"{fault.field or 'It'} in the description of a checkpoint is unusable: {fault.why}.",
-            fix=_FIX,
+            fix=SAME_VERSION,
         ) from fault
     entries = [
         TensorEntry(each.name, Path(), each.dtype, each.shape, 0, 0, each.sha256)
@@ -208,13 +207,13 @@ def decode(text: bytes, wanted_sha256: str) -> Document:
     names = {each.name for each in document.tensors}
     if len(names) != len(entries) or weights_sha256(entries) != wanted_sha256:
         raise BadCheckpoint(
-            f"What was said to be checkpoint {wanted_sha256[:12]} is another one.", fix=_FIX
+            f"What was said to be checkpoint {wanted_sha256[:12]} is another one.", fix=SAME_VERSION
         )
     kinds = {file.is_gguf for file in document.weights}
     if len(kinds) != 1 or (True in kinds and document.small):
         raise BadCheckpoint(
             "The description of a checkpoint names neither safetensors nor GGUF files alone.",
-            fix=_FIX,
+            fix=SAME_VERSION,
         )
     return document
 

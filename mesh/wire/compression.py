@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zstandard
 
-from mesh.errors import BadFrame, FrameTooLarge
+from mesh.errors import SAME_VERSION, BadFrame, FrameTooLarge
 from mesh.wire.frames import Buffer
 
 COMPRESS_ABOVE_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ def decompress(data: Buffer, max_bytes: int) -> bytes:
     except zstandard.ZstdError as exc:
         raise BadFrame(
             f"A compressed payload cannot be read: {exc}.",
-            fix="Run the same hearthnet version on both machines.",
+            fix=SAME_VERSION,
         ) from exc
     if len(raw) > max_bytes:
         raise FrameTooLarge(

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from websockets.client import ClientProtocol
-from websockets.exceptions import PayloadTooBig
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from mesh.errors import BadFrame, ConnectFailed, FrameTooLarge, LinkLost, MeshError, PipelineStalled
+from mesh.errors import SAME_VERSION, BadFrame, ConnectFailed, LinkLost, MeshError, PipelineStalled
 from mesh.wire.encryption import PlainProtocol
-from mesh.wire.framing import FrameReader, frame_size, write
+from mesh.wire.framing import FrameReader, fault_of, frame_size, write
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Bye, Hello, Message, Ping, Pong
 from mesh.wire.protocol import TensorSession
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 PATH = "/mesh/v1/link"
 _CLOSE_GRACE_S = 1.0
 _RECONNECT = "Connect again, or use another hop."
-_SAME_VERSION = "Run the same hearthnet version on both machines."
 
 
 class WebSocketLink(PlainProtocol):
@@ -213,7 +211,7 @@ class WebSocketLink(PlainProtocol):
             else:
                 self._receive_other(event)
         if websocket.parser_exc is not None:
-            self._finish(_websocket_error(websocket.parser_exc))
+            self._finish(fault_of(websocket.parser_exc))
 
     def _upgrade(self, event: Request | Response) -> None:
         websocket = self._websocket
@@ -257,7 +255,7 @@ class WebSocketLink(PlainProtocol):
             self._finish(LinkLost(f"The peer closed the websocket: {closed}.", fix=_RECONNECT))
             self._hang_up()
         elif frame.opcode is Opcode.TEXT or frame.opcode is Opcode.CONT:
-            self._refuse(BadFrame("A text message on a binary link.", fix=_SAME_VERSION))
+            self._refuse(BadFrame("A text message on a binary link.", fix=SAME_VERSION))
 
     def _receive_ours(self, message: Message) -> None:
         if isinstance(message, Hello):
@@ -388,10 +386,3 @@ class WebSocketLink(PlainProtocol):
 
 
 _OURS = frozenset({Hello, Bye, Pong})
-
-
-def _websocket_error(exc: Exception) -> MeshError:
-    """What went wrong below our own protocol, as one of our errors."""
-    if isinstance(exc, PayloadTooBig):
-        return FrameTooLarge(f"A websocket message is too large: {exc}.", fix=_SAME_VERSION)
-    return BadFrame(f"The peer broke the websocket protocol: {exc}.", fix=_SAME_VERSION)

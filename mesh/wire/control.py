@@ -12,12 +12,10 @@ import msgpack
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.errors import BadFrame, BadRequest
+from mesh.errors import SAME_VERSION, BadFrame, BadRequest
 from mesh.wire import call_back  # noqa: F401 - its messages enter CONTROL_MESSAGES
 from mesh.wire.frames import Buffer, FrameType
 from mesh.wire.messages import CONTROL, CONTROL_MESSAGES, EVERY, TENSORS, WEIGHTS, Message
-
-_FIX = "Run the same hearthnet version on both machines."
 
 _ALWAYS = {FrameType.NACK, FrameType.PING, FrameType.PONG} | {
     kind for kind, message in CONTROL_MESSAGES.items() if message.link == EVERY
@@ -67,7 +65,7 @@ def decode(kind: FrameType, values: dict[str, Any]) -> Message:
     except Fault as fault:
         named = f"{fault.field} in a " if fault.field else "A "
         said = f"{named}{kind.name} body has a wrong type or size: {fault.why}."
-        raise BadFrame(said, fix=_FIX, param=fault.field or None) from fault
+        raise BadFrame(said, fix=SAME_VERSION, param=fault.field or None) from fault
 
 
 def pack_map(values: dict[str, Any]) -> bytes:
@@ -81,4 +79,4 @@ def unpack_map(body: Buffer) -> dict[str, Any]:
     try:
         return codec.unpack_map(body)
     except Fault as fault:
-        raise BadFrame(f"A control body {fault.why}.", fix=_FIX) from fault
+        raise BadFrame(f"A control body {fault.why}.", fix=SAME_VERSION) from fault

@@ -10,7 +10,7 @@ Sends nothing itself.
 
 from __future__ import annotations
 
-from mesh.errors import BadFrame
+from mesh.errors import SAME_VERSION, BadFrame
 from mesh.wire.limits import Limits
 
 
@@ -45,7 +45,7 @@ class Credits:
         if self.outstanding >= self._window:
             raise BadFrame(
                 f"More than {self._window} unacknowledged chunks in flight.",
-                fix="Run the same hearthnet version on both machines.",
+                fix=SAME_VERSION,
             )
         self.outstanding += 1
 

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-from mesh.errors import BadFrame, FrameTooLarge, VersionMismatch
+from mesh.errors import SAME_VERSION, BadFrame, FrameTooLarge, VersionMismatch
 
 FRAME_VERSION = 1
 HEADER = struct.Struct("!BBHIII")
@@ -96,8 +96,6 @@ def _allowed_flags(kind: FrameType) -> int:
 _TYPES = {int(kind): kind for kind in FrameType}
 _FORBIDDEN_FLAGS = {kind: ~_allowed_flags(kind) & 0xFFFFFFFF for kind in FrameType}
 
-_UPDATE_BOTH = "Run the same hearthnet version on both machines."
-
 
 @dataclass(slots=True)
 class Frame:
@@ -116,23 +114,23 @@ class Frame:
         """
         if len(message) < HEADER.size:
             raise BadFrame(
-                f"A frame of {len(message)} bytes is shorter than its header.", fix=_UPDATE_BOTH
+                f"A frame of {len(message)} bytes is shorter than its header.", fix=SAME_VERSION
             )
         version, number, reserved, sequence, length, flags = HEADER.unpack_from(message)
         if version != FRAME_VERSION:
             raise version_mismatch("this node", FRAME_VERSION, "the other side", version)
         kind = _TYPES.get(number)
         if kind is None:
-            raise BadFrame(f"Unknown frame type 0x{number:02x}.", fix=_UPDATE_BOTH)
+            raise BadFrame(f"Unknown frame type 0x{number:02x}.", fix=SAME_VERSION)
         if reserved:
-            raise BadFrame("The reserved field of a frame is not 0.", fix=_UPDATE_BOTH)
+            raise BadFrame("The reserved field of a frame is not 0.", fix=SAME_VERSION)
         if flags & _FORBIDDEN_FLAGS[kind]:
             what = "Unknown" if flags & ~_KNOWN_FLAGS else f"{kind.name} does not take these"
-            raise BadFrame(f"{what} frame flags: 0x{flags:x}.", fix=_UPDATE_BOTH)
+            raise BadFrame(f"{what} frame flags: 0x{flags:x}.", fix=SAME_VERSION)
         if length != len(message) - HEADER.size:
             raise BadFrame(
                 f"A frame says {length} bytes of payload and has {len(message) - HEADER.size}.",
-                fix=_UPDATE_BOTH,
+                fix=SAME_VERSION,
             )
         if length > max_payload:
             raise FrameTooLarge(
@@ -154,7 +152,7 @@ def number(frame: Frame, layout: struct.Struct) -> int:
     """The one number that is the frame's payload. Raises BadFrame."""
     if len(frame.payload) != layout.size:
         raise BadFrame(
-            f"A {frame.type.name} payload of {len(frame.payload)} bytes.", fix=_UPDATE_BOTH
+            f"A {frame.type.name} payload of {len(frame.payload)} bytes.", fix=SAME_VERSION
         )
     value: int = layout.unpack(frame.payload)[0]
     return value

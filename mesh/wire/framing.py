@@ -13,6 +13,10 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
+from websockets.exceptions import PayloadTooBig
+
+from mesh.errors import SAME_VERSION, BadFrame, FrameTooLarge, MeshError
+
 try:
     from websockets.speedups import apply_mask
 except ImportError:  # a build of websockets without its C extension
@@ -52,6 +56,13 @@ def unwrap(data: bytes | memoryview, *, masked: bool) -> bytes | None:
         return None
     payload = bytes(data[start:])
     return apply_mask(payload, bytes(data[4:8])) if masked else payload
+
+
+def fault_of(error: Exception) -> MeshError:
+    """What websockets' own parser refuses, as one of our errors."""
+    if isinstance(error, PayloadTooBig):
+        return FrameTooLarge(f"A websocket message is too large: {error}.", fix=SAME_VERSION)
+    return BadFrame(f"The peer broke the websocket protocol: {error}.", fix=SAME_VERSION)
 
 
 class FrameReader:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from mesh.accounts.ledger import Hold
-from mesh.errors import BadFrame, Busy, FrameTooLarge
+from mesh.errors import SAME_VERSION, BadFrame, Busy, FrameTooLarge
 from mesh.wire import steps
 from mesh.wire.compression import decompress
 from mesh.wire.credits import Credits
@@ -29,8 +29,6 @@ from mesh.wire.outbox import Outbox
 from mesh.wire.tensors import Reassembly, TensorHeader
 
 MAX_ROWS_ASKED = 1024
-
-_FIX = "Run the same hearthnet version on both machines."
 
 
 class TensorInbox:
@@ -134,7 +132,8 @@ class TensorInbox:
             data = decompress(data, min(room, self._limits.chunk_bytes))
         elif len(data) > self._limits.chunk_bytes:
             raise FrameTooLarge(
-                f"A chunk of {len(data)} bytes exceeds {self._limits.chunk_bytes}.", fix=_FIX
+                f"A chunk of {len(data)} bytes exceeds {self._limits.chunk_bytes}.",
+                fix=SAME_VERSION,
             )
         self._credits.arrived()
         final = bool(frame.flags & FINAL)
@@ -166,13 +165,15 @@ class TensorInbox:
     def _ack(self, frame: Frame) -> None:
         count = number(frame, COUNT)
         if count == 0:
-            raise BadFrame("An ACK of nothing.", fix=_FIX)
+            raise BadFrame("An ACK of nothing.", fix=SAME_VERSION)
         self._outbox.credit(count)
 
     def _flow(self, frame: Frame) -> None:
         window = number(frame, COUNT)
         if window > self._limits.window:
-            raise BadFrame(f"A window of {window} chunks; at most {self._limits.window}.", fix=_FIX)
+            raise BadFrame(
+                f"A window of {window} chunks; at most {self._limits.window}.", fix=SAME_VERSION
+            )
         self._outbox.window = window
         self._outbox.flush()
 

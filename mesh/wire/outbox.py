@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from mesh.errors import BadFrame, Busy
+from mesh.errors import SAME_VERSION, BadFrame, Busy
 from mesh.wire.credits import Credits
 from mesh.wire.frames import FINAL, GRADIENT, Buffer, FrameType, pack_frame
 from mesh.wire.limits import Limits
@@ -93,7 +93,7 @@ class Outbox:
         if chunks > self.in_flight:
             raise BadFrame(
                 f"{chunks} chunks acknowledged, {self.in_flight} in flight.",
-                fix="Run the same hearthnet version on both machines.",
+                fix=SAME_VERSION,
             )
         self.in_flight -= chunks
         if self._lanes:

@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from mesh.accounts.ledger import Hold
 from mesh.errors import (
+    SAME_VERSION,
     BadFrame,
     Busy,
     FrameTooLarge,
@@ -61,7 +62,6 @@ from mesh.wire.messages import (
 from mesh.wire.outbox import Outbox
 
 _MAX_PINGS = 8
-_FIX = "Run the same hearthnet version on both machines."
 
 
 class _State(Enum):
@@ -241,7 +241,8 @@ class TensorSession:
             frame = Frame.parse(message, self.limits.message_bytes)
             if frame.sequence != self._expected:
                 raise BadFrame(
-                    f"Frame {frame.sequence} came where {self._expected} was expected.", fix=_FIX
+                    f"Frame {frame.sequence} came where {self._expected} was expected.",
+                    fix=SAME_VERSION,
                 )
             self._expected = (frame.sequence + 1) & 0xFFFFFFFF
             self._check_belongs(frame)
@@ -262,7 +263,7 @@ class TensorSession:
     def _check_belongs(self, frame: Frame) -> None:
         """Before anything of the payload is looked at, or room made for it."""
         if self.peer is None and frame.type not in _BEFORE_HELLO:
-            raise BadFrame(f"{frame.type.name} came before HELLO.", fix=_FIX)
+            raise BadFrame(f"{frame.type.name} came before HELLO.", fix=SAME_VERSION)
         if frame.type not in self._allowed:
             raise BadFrame(
                 f"{frame.type.name} does not belong on a link for {self.hello.purpose}.",
@@ -286,7 +287,7 @@ class TensorSession:
 
     def _receive_hello(self, frame: Frame) -> Message:
         if self.peer is not None:
-            raise BadFrame("A second HELLO.", fix=_FIX)
+            raise BadFrame("A second HELLO.", fix=SAME_VERSION)
         values = control.unpack_map(self._body(frame))
         version = values.get("version")
         if type(version) is int and version != PROTOCOL_VERSION:
@@ -316,7 +317,7 @@ class TensorSession:
     def _receive_pong(self, frame: Frame) -> Message:
         token = number(frame, TOKEN)
         if token not in self._pings:
-            raise BadFrame("A PONG for no PING.", fix=_FIX)
+            raise BadFrame("A PONG for no PING.", fix=SAME_VERSION)
         self._pings.discard(token)
         return Pong(token)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from math import prod
 
-from mesh.errors import BadFrame, BadRequest
+from mesh.errors import SAME_VERSION, BadFrame, BadRequest
 from mesh.wire.frames import FRAME_VERSION, GRADIENT, HEADER, Buffer, FrameType, pack_frame
 from mesh.wire.messages import Bearer, Blob, BlobKind, Result, Step, WireTensor
 from mesh.wire.tensors import CODES, ITEMSIZE, MAX_RANK, NAMES, pack_header
@@ -26,8 +26,6 @@ _RESULT_FIELDS = struct.Struct("!IIII")
 _BLOB_FIELDS = struct.Struct("!IIII")
 _END = struct.Struct("!HBB")
 _UINT32_MAX = 0xFFFFFFFF
-
-_FIX = "Run the same hearthnet version on both machines."
 _SIZES = {
     FrameType.STEP: CREDITS.size + _STEP_FIELDS.size,
     FrameType.RESULT: CREDITS.size + _RESULT_FIELDS.size,
@@ -142,11 +140,11 @@ def pack_end(tensor_id: int, kind: FrameType) -> bytes:
 def unpack_end(payload: memoryview) -> tuple[int, FrameType, memoryview]:
     """Tensor id, kind and the rest of an END payload; raises BadFrame."""
     if len(payload) < _END.size:
-        raise BadFrame("An END frame is cut short.", fix=_FIX)
+        raise BadFrame("An END frame is cut short.", fix=SAME_VERSION)
     tensor_id, number, reserved = _END.unpack_from(payload)
     rest = payload[_END.size :]
     if reserved or number not in _SIZES or len(rest) != _SIZES[FrameType(number)]:
-        raise BadFrame("An END frame names no step, no result and no blob.", fix=_FIX)
+        raise BadFrame("An END frame names no step, no result and no blob.", fix=SAME_VERSION)
     return tensor_id, FrameType(number), rest
 
 
@@ -157,10 +155,10 @@ def unpack_credits(kind: FrameType, payload: memoryview) -> tuple[int, int]:
     """
     size = _SIZES[kind]
     if len(payload) < size:
-        raise BadFrame(f"A {kind.name} frame is cut short.", fix=_FIX)
+        raise BadFrame(f"A {kind.name} frame is cut short.", fix=SAME_VERSION)
     credits, reserved = CREDITS.unpack_from(payload)
     if reserved:
-        raise BadFrame(f"The reserved field of a {kind.name} frame is not 0.", fix=_FIX)
+        raise BadFrame(f"The reserved field of a {kind.name} frame is not 0.", fix=SAME_VERSION)
     return credits, size
 
 
@@ -173,7 +171,7 @@ def build(kind: FrameType, payload: memoryview, tensor: WireTensor) -> Bearer:
         session, way, length, offset = _BLOB_FIELDS.unpack_from(payload, CREDITS.size)
         is_bytes = tensor.dtype == "int8" and len(tensor.shape) == 1 and not tensor.gradient
         if not is_bytes or way not in _BLOB_KINDS or offset + len(tensor.data) > length:
-            raise BadFrame("A blob has bytes or fields that are none of a blob.", fix=_FIX)
+            raise BadFrame("A blob has bytes or fields that are none of a blob.", fix=SAME_VERSION)
         return Blob(session, BlobKind(way), length, offset, tensor.data)
     session, step, compute_us, queue_us = _RESULT_FIELDS.unpack_from(payload, CREDITS.size)
     return Result(session, step, tensor, compute_us, queue_us)

@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from math import prod
 
-from mesh.errors import BadFrame, BadRequest, FrameTooLarge
+from mesh.errors import SAME_VERSION, BadFrame, BadRequest, FrameTooLarge
 from mesh.wire.frames import Buffer
 from mesh.wire.limits import Limits
 from mesh.wire.messages import WireTensor
@@ -25,8 +25,7 @@ _SHAPES = [struct.Struct(f"!{rank}I") for rank in range(MAX_RANK + 1)]
 CODES = {"fp16": 1, "fp32": 2, "bf16": 3, "int8": 4}
 NAMES = {code: name for name, code in CODES.items()}
 ITEMSIZE = {"fp16": 2, "fp32": 4, "bf16": 2, "int8": 1}
-
-_FIX = "Run the same hearthnet version on both machines."
+"""Bytes of one element, by dtype."""
 
 
 class _Partial:
@@ -57,12 +56,14 @@ class Reassembly:
         partial = self._open.get(header.tensor_id)
         if partial is None:
             if len(self._open) >= MAX_OPEN_TENSORS:
-                raise BadFrame(f"More than {MAX_OPEN_TENSORS} tensors are open at once.", fix=_FIX)
+                raise BadFrame(
+                    f"More than {MAX_OPEN_TENSORS} tensors are open at once.", fix=SAME_VERSION
+                )
             return header.size_bytes
         if partial.header.encoded != header.encoded:
-            raise BadFrame("A tensor changed its shape or dtype between chunks.", fix=_FIX)
+            raise BadFrame("A tensor changed its shape or dtype between chunks.", fix=SAME_VERSION)
         if partial.final:
-            raise BadFrame("A chunk follows the final chunk of its tensor.", fix=_FIX)
+            raise BadFrame("A chunk follows the final chunk of its tensor.", fix=SAME_VERSION)
         return header.size_bytes - len(partial.data)
 
     def add(
@@ -77,11 +78,11 @@ class Reassembly:
         if partial is None:
             partial = self._open[header.tensor_id] = _Partial(header, gradient)
         if partial.gradient != gradient:
-            raise BadFrame("A tensor changed its gradient flag between chunks.", fix=_FIX)
+            raise BadFrame("A tensor changed its gradient flag between chunks.", fix=SAME_VERSION)
         if not data:
-            raise BadFrame("A data frame bears no bytes.", fix=_FIX)
+            raise BadFrame("A data frame bears no bytes.", fix=SAME_VERSION)
         if len(partial.data) + len(data) > header.size_bytes:
-            raise BadFrame("A tensor has more bytes than its shape says.", fix=_FIX)
+            raise BadFrame("A tensor has more bytes than its shape says.", fix=SAME_VERSION)
         if self.size_bytes + len(data) > self._limit:
             raise FrameTooLarge(
                 f"Incomplete tensors exceed {self._limit} bytes.",
@@ -95,10 +96,10 @@ class Reassembly:
         """The finished tensor. Raises BadFrame when it is unknown or incomplete."""
         partial = self._open.pop(tensor_id, None)
         if partial is None:
-            raise BadFrame(f"END for tensor {tensor_id}, which nobody started.", fix=_FIX)
+            raise BadFrame(f"END for tensor {tensor_id}, which nobody started.", fix=SAME_VERSION)
         self.size_bytes -= len(partial.data)
         if not partial.final:
-            raise BadFrame(f"END for tensor {tensor_id} before its final chunk.", fix=_FIX)
+            raise BadFrame(f"END for tensor {tensor_id} before its final chunk.", fix=SAME_VERSION)
         return partial.header.tensor(partial.data, gradient=partial.gradient)
 
 
@@ -120,16 +121,16 @@ class TensorHeader:
         FrameTooLarge when product(shape) * itemsize exceeds `max_bytes`.
         """
         if len(payload) < _FIXED.size:
-            raise BadFrame("A tensor header is cut short.", fix=_FIX)
+            raise BadFrame("A tensor header is cut short.", fix=SAME_VERSION)
         tensor_id, code, rank = _FIXED.unpack_from(payload)
         dtype = NAMES.get(code)
         if dtype is None:
-            raise BadFrame(f"Unknown tensor dtype {code}.", fix=_FIX)
+            raise BadFrame(f"Unknown tensor dtype {code}.", fix=SAME_VERSION)
         if rank > MAX_RANK:
-            raise BadFrame(f"A tensor of rank {rank}; at most {MAX_RANK}.", fix=_FIX)
+            raise BadFrame(f"A tensor of rank {rank}; at most {MAX_RANK}.", fix=SAME_VERSION)
         end = _FIXED.size + 4 * rank
         if len(payload) < end:
-            raise BadFrame("A tensor header is cut short.", fix=_FIX)
+            raise BadFrame("A tensor header is cut short.", fix=SAME_VERSION)
         shape = _SHAPES[rank].unpack_from(payload, _FIXED.size)
         size = prod(shape) * ITEMSIZE[dtype]
         if size > max_bytes:
@@ -145,7 +146,7 @@ class TensorHeader:
             raise BadFrame(
                 f"A {self.dtype} tensor of shape {self.shape} needs {self.size_bytes} bytes, "
                 f"{len(data)} came.",
-                fix=_FIX,
+                fix=SAME_VERSION,
             )
         return WireTensor(self.dtype, self.shape, data, gradient)
 

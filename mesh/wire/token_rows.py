@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh.errors import BadRequest
+from mesh.errors import SAME_VERSION, BadRequest
 from mesh.wire.messages import WireTensor
 
 ID_BYTES = 4
-
-_FIX = "Run the same hearthnet version on both machines."
 
 
 def ids_to_wire(ids: Sequence[int]) -> WireTensor:
@@ -35,7 +33,7 @@ def ids_from_wire(tensor: WireTensor, vocab: int) -> NDArray[np.int64]:
     if tensor.dtype != "int8" or tensor.gradient or len(tensor.data) != size:
         raise BadRequest(
             f"A {tensor.dtype} tensor of shape {tuple(shape)} is no row of token ids.",
-            fix=_FIX,
+            fix=SAME_VERSION,
             param="tensor",
         )
     ids = np.frombuffer(tensor.data, "<i4").astype(np.int64)

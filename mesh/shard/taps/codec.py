@@ -24,7 +24,7 @@ from transformers import modeling_outputs
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
-from mesh.errors import BadRequest
+from mesh.errors import SAME_VERSION, BadRequest
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 
 _MAX_HEADER_BYTES = 4 << 20
@@ -32,8 +32,6 @@ _MAX_ITEMS = 1 << 17
 _MAX_DEPTH = 32
 _MAX_RANK = 16
 _LENGTH = struct.Struct("!I")
-_FIX = "Run the same hearthnet version on both machines."
-
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64,
     "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
@@ -89,7 +87,7 @@ Path = tuple[int | str, ...]
 
 def malformed(why: str) -> BadRequest:
     """The error for a message that is not what it should be."""
-    return BadRequest(f"An intervention message is malformed: {why}.", fix=_FIX)
+    return BadRequest(f"An intervention message is malformed: {why}.", fix=SAME_VERSION)
 
 
 # Messages

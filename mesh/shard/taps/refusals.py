@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
-from mesh.errors import BadRequest, DeviceFailed, MeshError
+from mesh.errors import SAME_VERSION, BadRequest, DeviceFailed, MeshError
 from mesh.shard.device import is_lost
 from mesh.shard.taps.codec import Path
 from mesh.shard.taps.messages import Growth, TapRefusal, to_bytes
 
-FIX = "Run the same hearthnet version on both machines."
 MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading a message that is not what it should be raises."""
 
 
 def nothing_else(value: Any, _path: Path) -> Any:
     """For readers and writers of messages with nothing but plain values. Raises BadRequest."""
-    raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=FIX)
+    raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=SAME_VERSION)
 
 
 def refusal(error: MeshError, grad: bool | None = None, kv: Sequence[Growth] = ()) -> bytes:
@@ -29,7 +28,7 @@ def refusal(error: MeshError, grad: bool | None = None, kv: Sequence[Growth] = (
 
 def malformed(error: Exception) -> MeshError:
     """What a message that raised `error` as it was read is answered with."""
-    return BadRequest(f"An intervention message is malformed: {error!r:.200}.", fix=FIX)
+    return BadRequest(f"An intervention message is malformed: {error!r:.200}.", fix=SAME_VERSION)
 
 
 def raised(error: Exception, place: str = "") -> MeshError:

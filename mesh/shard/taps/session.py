@@ -20,7 +20,7 @@ import torch
 from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
-from mesh.errors import BadRequest, LimitReached, MeshError
+from mesh.errors import SAME_VERSION, BadRequest, LimitReached, MeshError
 from mesh.shard.compiled.formats import BlockLinear
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
@@ -48,7 +48,7 @@ from mesh.shard.taps.messages import (
 )
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
 from mesh.shard.taps.ordinary import OrdinaryForwards
-from mesh.shard.taps.refusals import FIX, MALFORMED, malformed, nothing_else, raised, refusal
+from mesh.shard.taps.refusals import MALFORMED, malformed, nothing_else, raised, refusal
 from mesh.shard.taps.run import NAME_BYTES, Asked, PassPatterns, Run
 from mesh.shard.taps.shared_tensors import Loose, ShardTensors
 from mesh.shard.taps.tree import SpanTree
@@ -211,7 +211,7 @@ class TapSession:
 
     def _top(self) -> Run:
         if not self._runs:
-            raise BadRequest("No forward is under way.", fix=FIX)
+            raise BadRequest("No forward is under way.", fix=SAME_VERSION)
         return self._runs[-1]
 
     def _drive(self, run: Run, asked: Asked | None) -> bytes | None:
@@ -284,7 +284,7 @@ class TapSession:
         if isinstance(module, BlockLinear) and name == "weight":
             weight = module.weight
         if weight is None:
-            raise BadRequest(f"{request.path} has no weight {name[:100]}.", fix=FIX)
+            raise BadRequest(f"{request.path} has no weight {name[:100]}.", fix=SAME_VERSION)
         return self._weights.seen(weight).detach()
 
     def _cache_operation(self, request: TapCacheOperation, reader: Reader) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mesh.errors import BadRequest
+from mesh.errors import SAME_VERSION, BadRequest
 from mesh.shard.taps.codec import (
     Buffers,
     EncodedKind,
@@ -23,8 +23,6 @@ from mesh.shard.taps.codec import (
     write_tensor,
 )
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
-
-_FIX = "Run the same hearthnet version on both machines."
 
 
 class Origins(Protocol):
@@ -147,11 +145,11 @@ class SharedTensors:
         """The tensor of an entry that came in. Raises BadRequest, LimitReached."""
         _, tag, joint, description = entry
         if type(tag) is not int or type(joint) is not int:
-            raise BadRequest("A tensor without a number.", fix=_FIX)
+            raise BadRequest("A tensor without a number.", fix=SAME_VERSION)
         known = self._tensors.get(tag)
         if description is None:
             if known is None:
-                raise BadRequest(f"Tensor {tag} is not known here.", fix=_FIX)
+                raise BadRequest(f"Tensor {tag} is not known here.", fix=SAME_VERSION)
             if joint:
                 self._origins.asked(joint, known)
                 self._settle(tag, known)
@@ -164,7 +162,9 @@ class SharedTensors:
             fresh = self._origins.arriving(joint, fresh)
         if known is None:
             if tag % 2 == self._next % 2:
-                raise BadRequest(f"Tensor {tag} is not for the other end to number.", fix=_FIX)
+                raise BadRequest(
+                    f"Tensor {tag} is not for the other end to number.", fix=SAME_VERSION
+                )
             self._keep(tag, fresh)
             self._origins.settled(tag, fresh)
             return fresh
@@ -183,7 +183,7 @@ class SharedTensors:
         return None
 
     def _read_alias(self, tag: int, joint: int, description: list[Any]) -> torch.Tensor:
-        raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
+        raise BadRequest("A tensor lies in one that is not known here.", fix=SAME_VERSION)
 
     def _keep(self, tag: int, tensor: torch.Tensor) -> None:
         self._in_storage.setdefault(storage_of(tensor).data_ptr(), []).append(tag)
