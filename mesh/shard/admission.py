@@ -138,7 +138,7 @@ class SessionTable:
         stream.resize(1)
         positions.resize(session.max_tokens)
         self._active[session] = _Held(stream, positions)
-        session.active_at = now
+        session.goes_on(now)
         return going
 
     def grow(self, session: ChatSession, positions: int, now: float) -> list[Ended]:
@@ -153,15 +153,14 @@ class SessionTable:
         self._require_budget(wanted)
         going = self._remove(self._for_positions(session, wanted, (), now))
         self._active[session].positions.resize(wanted)
-        session.max_tokens, session.has_grown = wanted, True
+        session.grows_to(wanted)
         return going
 
     def park(self, session: ChatSession, now: float) -> None:
         """Give the session's stream back."""
         held = self._parked[session] = self._active.pop(session)
         held.stream.resize(0)
-        session.parked = True
-        session.active_at = now
+        session.rests(now)
 
     def resume(self, session: ChatSession, max_tokens: int, now: float) -> list[Ended]:
         """Take a stream again, with room for `max_tokens`. Returns and raises as `admit` does."""
@@ -171,9 +170,8 @@ class SessionTable:
         held = self._active[session] = self._parked.pop(session)
         held.stream.resize(1)
         held.positions.resize(max_tokens)
-        session.parked = False
-        session.max_tokens = max_tokens
-        session.active_at = now
+        session.has_room(max_tokens)
+        session.goes_on(now)
         return going
 
     def remove(self, session: ChatSession) -> None:

@@ -104,6 +104,27 @@ class ChatSession(Session):
         """By how many positions it will grow next, as far as that is known: what it once did."""
         return max(GROWTH, self.max_tokens // 4) if self.has_grown else 0
 
+    # What it has been given
+
+    def has_room(self, positions: int) -> None:
+        """It may cache so many in all from now on."""
+        self.max_tokens = positions
+        if self.sequence is not None:
+            self.sequence.cache.max_tokens = positions
+
+    def grows_to(self, positions: int) -> None:
+        """`has_room`, as it came to the end of what it had."""
+        self.has_room(positions)
+        self.has_grown = True
+
+    def rests(self, now: float) -> None:
+        """Its stream is somebody else's at the loop's time `now`."""
+        self.parked, self.active_at = True, now
+
+    def goes_on(self, now: float) -> None:
+        """It has a stream from the loop's time `now` on."""
+        self.parked, self.active_at = False, now
+
     # Opening
 
     def use(
@@ -174,7 +195,6 @@ class ChatSession(Session):
         end = message.position + message.tensor.shape[1]
         if end > self.max_tokens:
             self._server.grow(self, end)
-            self.sequence.cache.max_tokens = self.max_tokens
         self.active_at = loop_time()
         self._last_step, self.end = message.step, end
         self._server.scheduler.submit(self.sequence, message, reply)
@@ -275,7 +295,6 @@ class ChatSession(Session):
         if not self.parked or max_tokens < 1:
             raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
         self._server.resume(self, max_tokens)
-        self.sequence.cache.max_tokens = self.max_tokens
 
     async def copy_prefix(self, source: Session, positions: int) -> int:
         """See `Session`. None are copied where the weights of `source` were freed meanwhile, or its
