@@ -162,7 +162,7 @@ class Engine:
                         round(timing.compute_p50_ms, 3),
                     )
                     for hop in session.route.hops
-                    for timing in (hop.timing(),)
+                    for timing in (hop.times.of(hop.hop),)
                 ),
                 session.failovers,
             )
@@ -175,7 +175,7 @@ class Engine:
         taken = []
         for session in self.sessions.known():
             for hop in session.route.hops:
-                if steps := hop.take_steps():
+                if steps := hop.times.take():
                     shard = hop.hop.shard
                     taken.append(HopSteps(shard.shard_id, shard.node_name, steps))
         return taken

@@ -297,7 +297,7 @@ def _done(session: GenerationSession, opened: _Opened, steps: DecodeSteps) -> Do
         fallback=session.fallback,
         first_token_ms=answer.first_token_ms,
         tokens_per_second=answer.tokens_per_second,
-        hops=tuple(hop.timing() for hop in session.route.hops),
+        hops=tuple(hop.times.of(hop.hop) for hop in session.route.hops),
         widened=session.route.widened - opened.widened,
         note=answer.note,
         drafted_tokens=steps.drafter.drafted,

@@ -24,14 +24,13 @@ from mesh.errors import (
     SessionGone,
     from_dict,
 )
-from mesh.health.percentiles import percentile
-from mesh.health.series import StepTimes
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, rows_of, slice_rows
 from mesh.pipeline.links import HopLink
+from mesh.pipeline.step_times import TimedSteps
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import key_of
-from mesh.types import HopTiming, LayerRange, RouteHop
+from mesh.types import LayerRange, RouteHop
 from mesh.wire.messages import (
     Close,
     CopyPrefix,
@@ -55,12 +54,6 @@ if TYPE_CHECKING:
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
-
-TIMED_STEPS = 512
-"""How many of the latest steps percentiles are taken over; those count that waited for no other."""
-
-_LARGE_BYTES = 128 << 10
-"""There and back: by what such a step takes longer than others, the way's speed is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +103,8 @@ class HopSession:
 
     It sends no more than `STEPS_UNDER_WAY` steps before an answer, and none before it has a stream
     that it gave back again. `error` is why it is of no use any more, None while it is; `on_lost` is
-    called once when it fails by itself, not when what opens it is refused.
+    called once when it fails by itself, not when what opens it is refused. `times` has what its
+    answered steps took.
     """
 
     def __init__(
@@ -119,6 +113,7 @@ class HopSession:
         self.hop = hop
         self.error: MeshError | None = None
         self.on_lost: Callable[[], None] = lambda: None
+        self.times = TimedSteps()
         self._terms = terms
         self._link = link
         self._claim = claim
@@ -135,11 +130,6 @@ class HopSession:
         self._active_at = 0.0
         self._sent: dict[int, _Sent] = {}
         self._backlog: deque[tuple[int, WireTensor, asyncio.Future[WireTensor] | None]] = deque()
-        self._answered_at = 0.0
-        self._answers = 0
-        self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
-        self._large: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)
-        self._unreported: deque[StepTimes] = deque(maxlen=TIMED_STEPS)
 
     # Life
 
@@ -254,7 +244,7 @@ class HopSession:
         """The loop's time since which an answer is owed: when the oldest unanswered step was sent,
         or the last answer came if that was later. None when nothing is owed."""
         oldest = next(iter(self._sent.values()), None)
-        return self._woken_at if oldest is None else max(oldest.sent_at, self._answered_at)
+        return self._woken_at if oldest is None else max(oldest.sent_at, self.times.last_at)
 
     @property
     def waiting_rows(self) -> int:
@@ -263,37 +253,9 @@ class HopSession:
         return 1 if oldest is None else oldest.rows
 
     @property
-    def answers(self) -> int:
-        """How many steps the hop has answered in this session."""
-        return self._answers
-
-    @property
     def is_draining(self) -> bool:
         """Whether the host is about to stop and the session should move."""
         return self._link.is_draining and self.error is None
-
-    def timing(self) -> HopTiming:
-        """Percentiles over the latest steps, in milliseconds."""
-        totals = sorted(total for total, _ in self._timed)
-        computes = sorted(compute for _, compute in self._timed)
-        way_ms = percentile(totals, 0.50) - percentile(computes, 0.50)
-        rates = sorted(size / 1e3 / (ms - way_ms) for size, ms in self._large if ms > way_ms)
-        return HopTiming(
-            shard_id=self.hop.shard.shard_id,
-            node=self.hop.shard.node_name,
-            layers=str(self.hop.layers),
-            steps=self._answers,
-            p50_ms=percentile(totals, 0.50),
-            p95_ms=percentile(totals, 0.95),
-            compute_p50_ms=percentile(computes, 0.50),
-            mb_s=percentile(rates, 0.50),
-        )
-
-    def take_steps(self) -> list[StepTimes]:
-        """The times of the steps since the last call, at most `TIMED_STEPS` of them."""
-        steps = list(self._unreported)
-        self._unreported.clear()
-        return steps
 
     def fail(self, error: MeshError) -> None:
         """Take the hop as lost from now on; reported once."""
@@ -460,26 +422,18 @@ class HopSession:
         if sent is None or self.error is not None:
             return  # the answer to a step of before a cut, or of a hop already given up
         now = asyncio.get_running_loop().time()
-        elapsed_s = now - max(sent.sent_at, self._answered_at)
+        elapsed_s = now - max(sent.sent_at, self.times.last_at)
         tensor, fault = self._read(sent, result.tensor, elapsed_s)
         if fault is not None:
             self.fail(fault)
             if sent.waiter is not None and not sent.waiter.done():
                 sent.waiter.set_exception(fault)
             return
-        self._answered_at = self._active_at = now
+        self._active_at = now
+        self.times.answered(result, sent.sent_at, now, nbytes=sent.nbytes, is_behind=sent.is_behind)
         self._claim.owes(len(self._sent) + len(self._backlog))
         if self._backlog:
             self._send(*self._backlog.popleft())
-        self._answers += 1
-        total_ms = (now - sent.sent_at) * 1e3
-        compute_ms = result.compute_us / 1e3
-        if not sent.is_behind:
-            self._timed.append((total_ms, compute_ms))
-            moved = sent.nbytes + len(result.tensor.data)
-            if sent.nbytes and moved >= _LARGE_BYTES:
-                self._large.append((moved, total_ms - compute_ms))
-        self._unreported.append((total_ms, compute_ms, result.queue_us / 1e3))
         if sent.waiter is None:
             self._take(sent, tensor)
         elif not sent.waiter.done():

@@ -66,7 +66,7 @@ async def timed(bytes_per_s: float, *prompt: int) -> HopTiming:
     for _ in range(12):
         await hop.exchange(place, _rows(1))
         place += 1
-    found = hop.timing()
+    found = hop.times.of(hop.hop)
     hop.close()
     return found
 
@@ -102,7 +102,7 @@ def test_steps_that_wait_for_others_tell_nothing_of_the_way() -> None:
         await hop.open()
         for place in range(0, 3 * 12, 3):
             await asyncio.gather(*(hop.exchange(place + n, _rows(1)) for n in range(3)))
-        found = hop.timing()
+        found = hop.times.of(hop.hop)
         hop.close()
         assert found.steps == 36
         assert found.p50_ms - found.compute_p50_ms == pytest.approx(WAY_S * 1e3, rel=0.02)

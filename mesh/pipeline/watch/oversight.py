@@ -103,7 +103,7 @@ class Oversight:
         self.reputations.served(key)
         latency = self.latency(key)
         latency.answered_at = asyncio.get_running_loop().time()
-        if hop.answers:  # the first of a session may have had to wait for the weights
+        if hop.times.count:  # the first of a session may have had to wait for the weights
             latency.answered(tensor.shape[1], elapsed_s)
         if self.spot_checks is not None:
             self.spot_checks.answered(hop, position, tensor)
@@ -166,7 +166,7 @@ class Oversight:
     def limit_s(self, hop: GenerationHop) -> float:
         """After how long without an answer the hop should be replaced if it can be."""
         since = hop.waiting_since
-        if not hop.answers or since is None:
+        if not hop.times.count or since is None:
             return self._ceiling_s
         return self.latency(key_of(hop.hop.shard)).limit_s(hop.waiting_rows, since)
 
