@@ -66,7 +66,6 @@ class Failover:
         self._local_model = local_model
         self._excluded: set[ShardKey] = set()
         self._stays: set[ShardKey] = set()
-        session.may_go_home = local_model is not None and not session.fallback
 
     async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible, or CacheFull

@@ -231,6 +231,7 @@ class PipelineOrchestrator:
                 PipelineAborted(f"{nobody.message} The answer comes from the local model.")
             )
         session.request_id = request.request_id
+        session.may_go_home = home is not None and not session.fallback
         yield session, notices
 
     def _terms(

@@ -102,3 +102,14 @@ def test_the_paces_of_shards_that_come_and_go_are_bounded() -> None:
         oversight.latency(host) is one for host, one in zip(hosts[::-1], first[::-1], strict=True)
     ]
     assert known == [True] * (MAX_PACES - 1) + [False] * (MAX_PACES + 1)
+
+
+def test_telling_what_is_known_keeps_no_pace_alive() -> None:
+    oversight = Oversight(SystemClock(), ceiling_s=30.0)
+    key = ("told", "toy:0-7")
+    oversight.reputations.failed(key, "lost")
+    told = oversight.latency(key)
+    for number in range(MAX_PACES):
+        assert [row["host"] for row in oversight.rows()] == ["told"]
+        oversight.latency((f"host-{number}", "toy:0-7"))
+    assert oversight.latency(key) is not told

@@ -174,7 +174,8 @@ class Oversight:
         """Reputations and paces in JSON-able form."""
         rows = self.reputations.rows()
         for row in rows:
-            latency = self.latency((row["host"], row["shard_id"]))
+            key = (row["host"], row["shard_id"])
+            latency = self._latencies.get(key) or HopLatency(self._ceiling_s)
             row["p50_ms"] = round(latency.percentile_ms(0.50), 3)
             row["p95_ms"] = round(latency.percentile_ms(0.95), 3)
         return rows
