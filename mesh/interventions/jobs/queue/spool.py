@@ -105,6 +105,10 @@ class Spool:
                 _sync_directory(path.parent)
         return size_bytes
 
+    def keep_result(self, size_bytes: int) -> None:
+        """Count a settled result, whether there was room for it or not."""
+        self.used_bytes += size_bytes
+
     def remove(self, *files: Path) -> None:
         """Delete files that may be gone already, or not be whole. Blocks. Raises OSError."""
         for file in files:

@@ -50,6 +50,20 @@ class WorkSettings(Protocol):
         """How long jobs wait for a model that nobody serves or has room for."""
 
 
+class Finish(Protocol):
+    """The end of a job: written down, tidied up, told."""
+
+    async def __call__(
+        self,
+        ticket: JobTicket,
+        status: Status,
+        description: str,
+        meta: dict[str, Any] | None = None,
+        result_bytes: int = 0,
+    ) -> None:
+        """`result_bytes` of a result stay; where that is 0, none does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a worker uses of the queue: `record` writes a job down, `finish` ends it, `make_room`
@@ -63,7 +77,7 @@ class Work:
     spool: Spool
     make_room: Callable[[Principal, int], Awaitable[bool]]
     record: Callable[[Job], Awaitable[None]]
-    finish: Callable[..., Awaitable[None]]
+    finish: Finish
     tell: Callable[[str, dict[str, Any]], None]
 
 
@@ -259,7 +273,7 @@ class RunLoop:
             await self._work.finish(ticket, Status.ERROR, f"{said} are allowed.")
             return
         self._lane.is_warm = True
-        self._work.spool.used_bytes += size_bytes
+        self._work.spool.keep_result(size_bytes)
         meta = {**_used(asdict(report)), "result_bytes": size_bytes}
         await self._work.finish(ticket, Status.COMPLETED, "The job is done.", meta, size_bytes)
 
