@@ -15,10 +15,9 @@ from mesh.shard.ends import in_checked_sizes
 
 
 class OutputHead:
-    """One model's head on the event loop; `calls` counts how often it was run."""
+    """One model's head on the event loop."""
 
     def __init__(self, model: AskerModel) -> None:
-        self.calls = 0
         self._model = model
         self._most = model.head_rows
         self._waiting: list[tuple[torch.Tensor, asyncio.Future[torch.Tensor]]] = []
@@ -54,5 +53,4 @@ class OutputHead:
         return in_checked_sizes(self._call, rows, self._most)
 
     def _call(self, rows: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         return self._model.own_ends.logits(rows)[0]

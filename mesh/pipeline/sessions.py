@@ -73,10 +73,9 @@ class Sessions:
         patience: Patience,
         observer: Oversight,
         *,
-        max_parked_bytes: int = MAX_PARKED_BYTES,
         line: RoomLine | None = None,
     ) -> None:
-        self.max_parked_bytes = max_parked_bytes
+        self.max_parked_bytes = MAX_PARKED_BYTES
         self.line = line or RoomLine()
         self._links = links
         self._router = router
