@@ -515,6 +515,7 @@ class GenerationHop(HopSession):
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, also for whoever observes the hop."""
+        self._observer.cut(self, position)
         self.history.cut(position)
         self.delivered = min(self.delivered, position)
         for step, sent in self._sent.items():  # of a replay that nobody had to wait for
@@ -525,7 +526,6 @@ class GenerationHop(HopSession):
             for start, tensor, waiter in self._backlog
             if start < position
         )
-        self._observer.cut(self, position)
 
     async def _ask(
         self, question: Sequence[Message], limit_s: float | None = None
@@ -555,7 +555,7 @@ class GenerationHop(HopSession):
             return tensor, self._observer.gave_row(self.hop, self._said(sent.position), tensor)
         tensor = self.terms.aligned(layers, sent.rows, tensor)
         self._latest = sent.position, tensor
-        return tensor, self._observer.answered(self, sent.position, tensor, elapsed_s)
+        return tensor, self._observer.answered(self, sent.position, tensor, sent.kept, elapsed_s)
 
     def _said(self, position: int) -> WireTensor:
         """What was last answered of one row."""

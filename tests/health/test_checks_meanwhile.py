@@ -24,7 +24,15 @@ from tests.health.watched import (
     told,
     watched,
 )
-from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, ToyShard, encode, expected_tokens
+from tests.pipeline.toy_mesh import (
+    MODEL,
+    TOTAL_LAYERS,
+    WEIGHTS,
+    ToyNetwork,
+    ToyShard,
+    encode,
+    expected_tokens,
+)
 from tests.simulation.virtual_loop import run_virtually
 
 LOAD_S = 5.0
@@ -90,19 +98,49 @@ def test_a_cut_while_the_judges_session_is_resumed_makes_it_go_back_too() -> Non
     judged_by("b", body=body)
 
 
-def test_a_check_of_what_was_taken_back_altogether_ends() -> None:
+@pytest.mark.parametrize("lies", [False, True], ids=["honest", "lying"])
+def test_a_check_of_one_text_is_finished_while_the_session_is_about_the_next(lies: bool) -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
+        if lies:
+            shards[0].answer = lie
         async with live(mesh) as route:
             await pass_through(route, 0, 6, value=10)
             route.cut(0)
+            shards[0].answer = lambda step, computed: computed
+            await pass_through(route, 0, 8, value=40)
             await mesh.idle()
-            assert mesh.checks(shards[0]) == {"unchecked": 1}
+            assert mesh.checks(shards[0]) == {"lied" if lies else "agreed": 1}
+            assert [event["type"] for event in told(mesh)] == ["shard_lied"] * lies
             assert not shards[1].sessions
-            await pass_through(route, 0, 6, value=20)
-            await mesh.idle()
-            assert mesh.checks(shards[0])["agreed"] == 1
+            if not lies:
+                route.cut(0)
+                await pass_through(route, 0, 6, value=20)
+                await mesh.idle()
+                assert mesh.checks(shards[0]) == {"agreed": 2}
 
-    judged_by("b", body=body)
+    judged_by(ASKER, body=body)
+
+
+def test_an_answer_to_what_was_taken_back_accuses_nobody() -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        front, judge = (network.add("0-3", name=name) for name in ("front", "judge"))
+        network.add("4-7", name="back")
+        with watched(network, probability=1.0) as mesh:
+            async with live(mesh) as route:
+                front.delay_s = 1.0
+                route.feed(encode([[10 + row, 2, 3, 4] for row in range(6)]))
+                await asyncio.sleep(0.5)
+                route.cut(0)
+                front.delay_s = 10.0
+                await pass_through(route, 0, 6, value=40)
+                await mesh.idle()
+                assert told(mesh) == []
+                assert mesh.checks(front) == {"agreed": 1}
+                assert judge.steps
+            await mesh.engine.close()
+
+    run_virtually(main)
 
 
 def test_a_third_one_judges_by_what_was_asked_before_a_cut() -> None:

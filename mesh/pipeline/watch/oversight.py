@@ -24,6 +24,7 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.pipeline.claims import Claim, Claims
+from mesh.pipeline.history import slice_rows
 from mesh.pipeline.hop import GenerationHop
 from mesh.pipeline.watch.latency import HopLatency, StepOverdue
 from mesh.pipeline.watch.reputation import Reputations
@@ -77,9 +78,10 @@ class Oversight:
         return self.claims.claim(key_of(hop.shard))
 
     def answered(
-        self, hop: GenerationHop, position: int, tensor: WireTensor, elapsed_s: float
+        self, hop: GenerationHop, position: int, tensor: WireTensor, kept: int, elapsed_s: float
     ) -> MeshError | None:
-        """Check an answer of the right shape before anybody uses it; an error refuses it."""
+        """Check an answer of the right shape before anybody uses it; an error refuses it. Of its
+        rows, those behind the first `kept` are about what was taken back meanwhile."""
         shard = hop.hop.shard
         key = key_of(shard)
         ends = hop.terms.remote_ends
@@ -105,8 +107,8 @@ class Oversight:
         latency.answered_at = asyncio.get_running_loop().time()
         if hop.times.count:  # the first of a session may have had to wait for the weights
             latency.answered(tensor.shape[1], elapsed_s)
-        if self.spot_checks is not None:
-            self.spot_checks.answered(hop, position, tensor)
+        if self.spot_checks is not None and kept:
+            self.spot_checks.answered(hop, position, slice_rows(tensor, 0, kept))
         return None
 
     def gave_row(self, hop: RouteHop, said: WireTensor, row: WireTensor) -> MeshError | None:
@@ -142,7 +144,7 @@ class Oversight:
         return self.spot_checks is not None and await self.spot_checks.yield_to(hop.shard.host)
 
     def cut(self, hop: GenerationHop, position: int) -> None:
-        """Forget what was seen of a hop from `position` on."""
+        """Forget what was seen of a hop from `position` on; what went into it is still there."""
         if self.spot_checks is not None:
             self.spot_checks.cut(hop, position)
 

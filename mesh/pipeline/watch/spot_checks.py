@@ -145,13 +145,15 @@ class SpotChecks:
             self._start(record)
 
     def cut(self, hop: GenerationHop, position: int) -> None:
-        """The session went back to `position`."""
-        record = self._records.get(hop)
-        if record is not None:
+        """The session goes back to `position`. At 0 another text begins: a check of the one before
+        is finished, as at the end of a session."""
+        if position == 0:
+            self.closed(hop)
+        elif (record := self._records.get(hop)) is not None:
             record.cut(position)
 
     def closed(self, hop: GenerationHop) -> None:
-        """The session ended or rests; a check under way is finished."""
+        """The session's text ended, or it rests; a check under way is finished."""
         record = self._records.pop(hop, None)
         if record is not None:
             record.end_session()
