@@ -74,27 +74,27 @@ async def _logits(
     model: AskerModel, sessions: Sessions, router: ShardRouter, dtype: WireDtype
 ) -> tuple[torch.Tensor, int]:
     """(prompts, vocab) last-row logits in fp32, and how many tensors overflowed."""
+    prompts = _prompts(model)
+    terms = SessionTerms(
+        model.model_id,
+        model.weights_sha256,
+        max(map(len, prompts)),
+        dtype,
+        remote_ends=model.remote_ends(),
+    )
     rows: list[torch.Tensor] = []
-    widened = 0
-    for ids in _prompts(model):
-        terms = SessionTerms(
-            model.model_id,
-            model.weights_sha256,
-            len(ids),
-            dtype,
-            remote_ends=model.remote_ends(),
-        )
-        session = await sessions.open_fresh(terms, model.total_layers)
-        try:
-            failover = Failover(session, router, model.hidden_size, FailoverSettings(), None)
-            feed = TokenFeed(model, session, failover)
+    session = await sessions.open_fresh(terms, model.total_layers)
+    try:
+        failover = Failover(session, router, model.hidden_size, FailoverSettings(), None)
+        feed = TokenFeed(model, session, failover)
+        for ids in prompts:
+            session.cut(0)
             async for _ in feed.advance(ids):
                 pass  # a hop that is lost here is replaced as in any generation
             rows.append((await feed.logits()).float())
-            widened += session.route.widened
-        finally:
-            sessions.release(session, keep=False)
-    return torch.stack(rows), widened
+    finally:
+        sessions.release(session, keep=False)
+    return torch.stack(rows), session.route.widened
 
 
 def _prompts(model: AskerModel) -> list[list[int]]:
