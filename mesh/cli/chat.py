@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from mesh.cli.conversation import Conversation
     from mesh.cli.slash import SlashCommands
-    from mesh.client import Client
     from mesh.paths import StatePaths
 
 
@@ -65,17 +64,13 @@ def converse(
     from mesh.cli.kept import SavedChats
     from mesh.cli.slash import SlashCommands
 
-    client = daemon.client()
     paths = state_paths(daemon.state_dir)
-    commands = SlashCommands(client, conversation, SavedChats(paths.chats_dir))
+    commands = SlashCommands(daemon, conversation, SavedChats(paths.chats_dir))
     with asyncio.Runner() as runner:
-        try:
-            if warning := runner.run(commands.choose(model)):
-                note(warning)
-            loop = _Loop(runner, client, conversation, commands, shown)
-            loop.run(_reader(paths, commands, shown, keeps=keeps))
-        finally:
-            runner.run(client.close())
+        if warning := runner.run(commands.choose(model)):
+            note(warning)
+        loop = _Loop(runner, daemon, conversation, commands, shown)
+        loop.run(_reader(paths, commands, shown, keeps=keeps))
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ class _Loop:
     """Reads, and does what was said, until the end."""
 
     runner: asyncio.Runner
-    client: Client
+    daemon: AskedDaemon
     conversation: Conversation
     commands: SlashCommands
     shown: ShownAnswers
@@ -136,7 +131,7 @@ class _Loop:
 
     async def _turn(self, text: str) -> None:
         shown = Hidden() if self.shown.as_json else display(markdown=self.shown.markdown)
-        answer = await self.conversation.turn(self.client, text, shown)
+        answer = await self.conversation.turn(self.daemon, text, shown)
         if self.shown.as_json:
             print_json_line(answer.to_dict())
         if self.shown.verbose:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from mesh.cli.answers import Display, ReceivedAnswer, receive
 from mesh.cli.output import one_line
 
 if TYPE_CHECKING:
-    from mesh.client import Client
+    from mesh.cli.options import AskedDaemon
 
 ALTERNATIVES = 5
 """How many tokens are asked for beside each of an answer's, for `/why`."""
@@ -37,13 +39,13 @@ class Conversation:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, *self.turns]
 
-    async def turn(self, client: Client, text: str, shown: Display) -> ReceivedAnswer:
+    async def turn(self, daemon: AskedDaemon, text: str, shown: Display) -> ReceivedAnswer:
         """Ask and show. A stopped answer stays in the conversation as far as it came."""
         self.turns.append({"role": "user", "content": text})
         answer, asked = ReceivedAnswer(), self.messages()
         options = {**self.options, "logprobs": True, "top_logprobs": ALTERNATIVES}
         try:
-            await receive(client.chat(self.model, asked, **options), answer, shown)
+            await receive(_said(daemon, self.model, asked, options), answer, shown)
         finally:
             self.unanswered = None if answer.text else text
             if answer.text:
@@ -91,6 +93,16 @@ class Conversation:
             hint = f"did you mean {near[0]}?" if near else ", ".join(["system", *SETTINGS])
             return f"There is no setting {one_line(name)}; {hint}"
         return f"{name} = {one_line(value)}"
+
+
+async def _said(
+    daemon: AskedDaemon, model: str, asked: list[dict[str, str]], options: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The stream of an answer. The daemon is found anew for each: one that was started again has
+    another key, and may have another port."""
+    async with daemon.client() as client, aclosing(client.chat(model, asked, **options)) as chunks:
+        async for chunk in chunks:
+            yield chunk
 
 
 def _stop(text: str) -> str:

@@ -15,7 +15,7 @@ from mesh.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mesh.cli.kept import SavedChats
-    from mesh.client import Client
+    from mesh.cli.options import AskedDaemon
 
 _COMMAND = re.compile(r"/[a-z?]*")
 
@@ -39,8 +39,8 @@ class _Command:
 class SlashCommands:
     """The commands of one chat."""
 
-    def __init__(self, client: Client, chat: Conversation, saved: SavedChats) -> None:
-        self._client = client
+    def __init__(self, daemon: AskedDaemon, chat: Conversation, saved: SavedChats) -> None:
+        self._daemon = daemon
         self._chat = chat
         self._saved = saved
         self._models: list[str] = []
@@ -92,7 +92,7 @@ class SlashCommands:
 
         Raises ModelNotFound.
         """
-        models = await self._client.models()
+        models = await self._known()
         self._models = [str(model["id"]) for model in models]
         for model in models:
             if model["id"] == wanted or (wanted is None and model["runnable"]):
@@ -108,6 +108,10 @@ class SlashCommands:
             f"{what}; known: {names}.", fix="See `hearthnet models` for what keeps each."
         )
 
+    async def _known(self) -> list[dict[str, Any]]:
+        async with self._daemon.client() as client:
+            return await client.models()
+
     async def _system(self, text: str) -> CommandResult:
         if text:
             self._chat.system = "" if text == "-" else text
@@ -119,7 +123,7 @@ class SlashCommands:
             warning = await self.choose(name)
             return CommandResult("\n".join(filter(None, [warning, f"model = {one_line(name)}"])))
         lines = []
-        for model in await self._client.models():
+        for model in await self._known():
             mark = "*" if model["id"] == self._chat.model else " "
             lines.append(f"{mark} {one_line(model['id'])}  {one_line(model['reason'] or '')}")
         return CommandResult("\n".join(line.rstrip() for line in lines) or "There are no models.")
@@ -148,9 +152,9 @@ class SlashCommands:
                 )
             at = int(number) if number else None
             asked = self._chat.asked
-            return CommandResult(
-                lens.table(await lens.look(self._client, self._chat.model, asked, tokens, at))
-            )
+            async with self._daemon.client() as client:
+                seen = await lens.look(client, self._chat.model, asked, tokens, at)
+            return CommandResult(lens.table(seen))
         return CommandResult(why.table(tokens, everything=text == "all") or "No answer yet.")
 
     async def _retry(self, _: str) -> CommandResult:

@@ -6,12 +6,15 @@ import asyncio
 import json
 import stat
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.api.conftest import SHARED_LOOP, Served, serving
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord
+from tests.api.conftest import SHARED_LOOP, Served, serving, with_key
 from tests.cli.conftest import Run
 from tests.cli.terminal import ROWS, Terminal
 
@@ -200,6 +203,46 @@ async def test_a_question_that_got_no_answer_is_the_last_one(
         {"role": "assistant", "content": "alpha"},
         {"role": "user", "content": "beta"},
     )
+
+
+def record(file: Path, url: str, key: str) -> None:
+    file.parent.mkdir(exist_ok=True)
+    DaemonRecord.for_this_process(api_url=url, api_port=1, port=2, api_key=key).write(file)
+
+
+@asynccontextmanager
+async def recorded(file: Path, key: str) -> AsyncIterator[Served]:
+    """A daemon with this key, on a port of its own, which can be found while it runs."""
+    async with serving(with_key(key)) as api:
+        await asyncio.to_thread(record, file, api.url, key)
+        yield api
+        await asyncio.to_thread(file.unlink)
+
+
+async def test_a_chat_goes_on_with_a_daemon_that_was_started_again(
+    screen: dict[str, str], tmp_path: Path
+) -> None:
+    flags = ("--state-dir", str(tmp_path))
+    file = StatePaths(tmp_path).runtime_file
+    async with AsyncExitStack() as stack:
+        async with recorded(file, "first" * 4):
+            terminal = await stack.enter_async_context(Terminal(screen, "chat", "echo", *flags))
+            await terminal.prompt()
+            terminal.type("alpha\r")
+            await terminal.until_screen("\nalpha\n")
+            await terminal.prompt()
+        terminal.type("beta\r")
+        await terminal.until("No hearthnet daemon runs")
+        await terminal.prompt()
+        async with recorded(file, "second" * 4) as api:
+            terminal.type("/retry\r")
+            await terminal.until_screen("\nbeta\n")
+            await terminal.prompt()
+            terminal.type("/model\r")
+            await terminal.until("* echo")
+            await leave(terminal)
+    (asked,) = api.generations.requests
+    assert [turn["content"] for turn in asked.messages or ()] == ["alpha", "alpha", "beta"]
 
 
 async def test_run_without_a_prompt_is_a_chat_with_what_its_flags_say(
