@@ -173,6 +173,17 @@ def happened(event: Mapping[str, Any]) -> str:
             return f"the distributed run ended: {event.get('reason', kind)}"
 
 
+_FULL = "it has as many tokens as it may have (max_tokens, or the model's context)"
+
+
+def cut_off(finish_reason: str | None, extension: Mapping[str, Any]) -> str | None:
+    """That an answer ends before it is over, and why, from its ``hearthnet`` object; None of one
+    that is over."""
+    if finish_reason != "length":
+        return None
+    return f"cut off: {extension.get('note') or _FULL}"
+
+
 def _left(node: str, layers: str, event: Mapping[str, Any]) -> str:
     """Why an answer goes on without what a node has."""
     if event["status"] == "full":

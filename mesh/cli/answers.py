@@ -167,6 +167,8 @@ async def receive(
     On cancellation and errors `answer` keeps what came before, and the line on the screen is
     ended.
     """
+    from tui.words import cut_off
+
     started = time.monotonic()
     try:
         async with aclosing(chunks):
@@ -175,6 +177,8 @@ async def receive(
     finally:
         answer.seconds = time.monotonic() - started
         shown.end()
+    if cut := cut_off(answer.finish_reason, answer.extension):
+        note(f"[{cut}]")
 
 
 def _take(chunk: dict[str, Any], answer: ReceivedAnswer, shown: Display) -> None:

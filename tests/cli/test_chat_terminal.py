@@ -245,6 +245,19 @@ async def test_a_chat_goes_on_with_a_daemon_that_was_started_again(
     assert [turn["content"] for turn in asked.messages or ()] == ["alpha", "alpha", "beta"]
 
 
+async def test_an_answer_that_is_cut_off_says_so(screen: dict[str, str], served: Served) -> None:
+    served.generations.scripts["echo"] = "narrow"
+    try:
+        async with Terminal(screen, "chat", "echo") as terminal:
+            await terminal.prompt()
+            terminal.type("more\r")
+            await terminal.until("one")
+            await terminal.until("[cut off: attic has no room")
+            await leave(terminal)
+    finally:
+        del served.generations.scripts["echo"]
+
+
 async def test_run_without_a_prompt_is_a_chat_with_what_its_flags_say(
     screen: dict[str, str], served: Served
 ) -> None:

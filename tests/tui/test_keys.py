@@ -108,7 +108,6 @@ async def test_putting_a_node_out_asks_first(daemon: Daemon) -> None:
         await top.until("It is out.")
         assert daemon.hearth.out == [ATTIC]
 
-
 async def test_a_job_is_killed_by_mouse_and_only_after_a_yes(daemon: Daemon) -> None:
     async with running(daemon.connect) as top:
         await top.until("working")
@@ -389,6 +388,34 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         assert chat.turns == []
 
 
+async def test_an_answer_that_is_cut_off_says_so_and_what_got_none_can_be_asked_again(
+    daemon: Daemon,
+) -> None:
+    models = [{**whole()["models"][0], "id": name} for name in ("narrow", "busy")]
+    daemon.house.change(models=models)
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask narrow")
+        await top.press(*"more", "enter")
+        await top.until("⚠ cut off: attic has no room")
+        await top.press("ctrl+t")
+        await top.until("Ask busy")
+        await top.press(*"why", "enter")
+        await top.until("✖ 4 generations run already.")
+        field = top.app.screen.query_one(Input)
+        await top.until(lambda: field.value == "why")
+        asked = len(daemon.generations.requests)
+        await daemon.stop()
+        await top.until("not connected")
+        await top.press("enter")
+        await top.until("no daemon can be asked now")
+        assert field.value == "why"
+        await top.press(*("backspace" for _ in "why"))
+        await top.until(lambda: field.placeholder == "no daemon can be asked now")
+    assert len(daemon.generations.requests) == asked
+
+
 async def test_who_was_chosen_stays_chosen_while_it_cannot_be_asked(daemon: Daemon) -> None:
     echo, other = ({**whole()["models"][0], "id": name} for name in ("echo", "other"))
     daemon.house.change(models=[other, echo])
@@ -523,7 +550,7 @@ async def test_a_lost_daemon_is_a_banner_over_the_last_picture(daemon: Daemon) -
     async with running(daemon.connect) as top:
         await top.until("working")
         await daemon.stop()
-        text = await top.until("✖ no daemon · trying again in")
+        text = await top.until("✖ not connected · trying again in")
         assert "kitchen 16-23" in text
         assert top.app.screen.has_class("stale")
         people = top.app.screen.query_one(People)
@@ -532,7 +559,7 @@ async def test_a_lost_daemon_is_a_banner_over_the_last_picture(daemon: Daemon) -
         await top.until("No daemon answers.")
         await daemon.start()  # on another port
         daemon.house.stream.emit("peer_up", name="again")
-        await top.until(lambda: "no daemon" not in top.text())
+        await top.until(lambda: "not connected" not in top.text())
         await top.press("6")
         await top.until("name=again")
 

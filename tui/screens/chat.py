@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from textual import events, work
@@ -19,7 +20,7 @@ from mesh.errors import MeshError
 from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.beside import Beside
-from tui.words import clean, happened, printable
+from tui.words import clean, cut_off, happened, printable
 
 
 class ChatScreen(TopScreen):
@@ -94,6 +95,8 @@ class ChatScreen(TopScreen):
 
     def _why_not(self) -> str | None:
         """Why nobody can be asked now: who was chosen stays chosen while it is away."""
+        if self.picture.lost is not None:
+            return "no daemon can be asked now"
         if self._is_at_rest:
             return None
         for row in self.picture.rows("models"):
@@ -109,57 +112,78 @@ class ChatScreen(TopScreen):
     @work(exclusive=True, group="answer", exit_on_error=False)
     async def _answer(self, text: str) -> None:
         said = self.query_one("#said", VerticalScroll)
-        question = Static(f"▸ {text}", classes="question", markup=False)
         thought = Static("", classes="thought", markup=False)
         answer = Markdown("", open_links=False)
-        await said.mount(question, thought, answer)
+        await said.mount(Static(f"▸ {text}", classes="question", markup=False), thought, answer)
         said.anchor()
         turns = self.turns  # a new conversation has others, whatever still comes of this answer
         turns.append({"role": "user", "content": text})
         beside = self.query_one(Beside)
         beside.happened, beside.shown, beside.ended = (), "", {}
         stream = Markdown.get_stream(answer)
-        told: list[str] = []
-        thinking = ""
+        told = _Told()
         try:
             chunks = self.daemon().chat(self.model, list(turns))
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    thinks, piece = self._take(chunk, beside)
-                    if thinks:
-                        thinking += printable(thinks)
-                        thought.update(thinking.strip())
+                    _show_route(chunk, beside)
+                    piece = told.take(chunk)
+                    if told.thinking:
+                        thought.update(told.thinking.strip())
                         thought.display = True
-                    told.append(piece)
                     await stream.write(printable(piece))
+            if cut := cut_off(told.finish_reason, beside.ended):
+                await said.mount(Static(f"⚠ {cut}", classes="cut", markup=False))
         except MeshError as error:
             words = clean(f"✖ {error.message} {error.fix or ''}")
             await said.mount(Static(words, classes="failed", markup=False))
+            if not told.text:
+                self._give_back(text)
         finally:
             beside.shown = ""
             await stream.stop()
-            if "".join(told):
-                turns.append({"role": "assistant", "content": "".join(told)})
+            if told.text:
+                turns.append({"role": "assistant", "content": told.text})
             else:
                 turns.pop()
 
-    def _take(self, chunk: Mapping[str, Any], beside: Beside) -> tuple[str, str]:
-        """What a chunk adds to the reasoning, and its text; what it says of the route goes beside
-        the answer."""
-        if not beside.shown:
-            # How the status names it: see `mesh.types.shown_id`.
-            beside.shown = hashlib.sha256(chunk["id"].encode()).hexdigest()[:16]
-        extension = clean(chunk.get("hearthnet", {}))
-        if "event" in extension:
-            beside.happened = (*beside.happened[-4:], happened(extension["event"]))
-        elif extension:
-            beside.ended = extension
-        deltas = [choice["delta"] for choice in chunk["choices"]]
-        thinks, texts = (
-            "".join(delta.get(part) or "" for delta in deltas)
-            for part in ("reasoning_content", "content")
-        )
-        return thinks, texts
+    def _give_back(self, text: str) -> None:
+        """What got no answer can be asked again."""
+        field = self.query_one("#ask", Input)
+        if not field.value:
+            field.value = text
+            field.action_end()
+
+
+@dataclass
+class _Told:
+    """What has come of an answer."""
+
+    text: str = ""
+    thinking: str = ""
+    finish_reason: str | None = None
+
+    def take(self, chunk: Mapping[str, Any]) -> str:
+        """What a chunk adds to the text."""
+        piece = ""
+        for choice in chunk["choices"]:
+            piece += choice["delta"].get("content") or ""
+            self.thinking += printable(choice["delta"].get("reasoning_content") or "")
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+        self.text += piece
+        return piece
+
+
+def _show_route(chunk: Mapping[str, Any], beside: Beside) -> None:
+    """What a chunk says of the route goes beside the answer."""
+    if not beside.shown:
+        # How the status names it: see `mesh.types.shown_id`.
+        beside.shown = hashlib.sha256(chunk["id"].encode()).hexdigest()[:16]
+    extension = clean(chunk.get("hearthnet", {}))
+    if "event" in extension:
+        beside.happened = (*beside.happened[-4:], happened(extension["event"]))
+    elif extension:
+        beside.ended = extension
 
 
 class QuestionField(Input):

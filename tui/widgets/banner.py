@@ -46,6 +46,6 @@ class Banner(Static):
     def _draw(self) -> None:
         if self.lost is None:
             return
-        text = Text(f"✖ no daemon · trying again in {self.left_s} s · ")
+        text = Text(f"✖ not connected · trying again in {self.left_s} s · ")
         text.append(f"{self.lost.why} {self.lost.fix}")
         self.update(text)
