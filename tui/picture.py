@@ -115,8 +115,9 @@ def readiness(picture: Picture) -> Readiness:
     if not models:
         return Readiness("bad", "not working · no model is held by anybody: hearthnet run MODEL")
     why = "; ".join(f"{model['id']}: {model['reason']}" for model in models)
-    state = "wait" if any(model["reason"] == "loading" for model in models) else "bad"
-    return Readiness(state, f"{'starting' if state == 'wait' else 'not working'} · {why}")
+    states = {_silence(model["reason"]) for model in models}
+    state = next(each for each in _VERDICTS if each in states)
+    return Readiness(state, f"{_VERDICTS[state]} · {why}")
 
 
 def nodes(picture: Picture) -> list[ShownNode]:
@@ -190,13 +191,24 @@ def _coverage(model: Mapping[str, Any], seen: Sequence[ShownNode]) -> Coverage:
     if model["runnable"]:
         state, words = "ok", "ready"
     else:
-        state = "wait" if model["reason"] == "loading" else "bad"
+        state = _silence(model["reason"])
         words = model["reason"] or "cannot be asked"
     if missing and not words.startswith("missing"):
         words += f" · missing layers {', '.join(missing)}"
     if spare:
         words += f" · {count(spare, 'layer')} held more than once"
     return Coverage(model["id"], tuple(holders), missing, state, words)
+
+
+_VERDICTS = {"wait": "starting", "other": "at rest", "bad": "not working"}
+"""What is said where no model answers; of several that are silent, the first of these counts."""
+
+
+def _silence(reason: str | None) -> str:
+    """The state of a model that cannot be asked at once, for this reason."""
+    if reason == "loading":
+        return "wait"
+    return "other" if (reason or "").startswith("at rest") else "bad"
 
 
 def _health(peer: Mapping[str, Any]) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import sys
 from typing import cast
 
 import pytest
+from rich.cells import cell_len
 from textual._compositor import LayoutUpdate
 from textual.binding import Binding
 from textual.events import Paste
@@ -107,6 +108,12 @@ async def test_putting_a_node_out_asks_first(daemon: Daemon) -> None:
         await top.press("y")
         await top.until("It is out.")
         assert daemon.hearth.out == [ATTIC]
+        attic, *others = whole()["peers"]
+        daemon.house.change(peers=[*others, {**attic, "state": "other hearth"}])
+        await top.until("attic · other hearth")
+        await top.press("x")
+        await top.until("attic is in another hearth.")
+
 
 async def test_a_job_is_killed_by_mouse_and_only_after_a_yes(daemon: Daemon) -> None:
     async with running(daemon.connect) as top:
@@ -511,6 +518,24 @@ async def test_names_with_brackets_are_shown_as_they_are(daemon: Daemon) -> None
         await top.until("working")
         await top.press("2")
         await top.until(f"B  attic    ● up           0.7 ms  {odd} 0-3")
+
+
+async def test_long_names_leave_room_for_what_is_said_of_them(daemon: Daemon) -> None:
+    attic, *others = whole()["peers"]
+    peers = [{**attic, "name": "屋根裏部屋"}, *({**each, "name": "x" * 64} for each in others)]
+    rows = [{**row, "model_id": "org/" + "y" * 64} for row in whole()["deployments"]]
+    daemon.house.change(peers=peers, deployments=rows)
+    async with running(daemon.connect) as top:
+        lines = (await top.until("working")).splitlines()
+        ends = [cell_len(line.partition(" ms  llama")[0]) for line in lines if " ms  llama" in line]
+        assert len(ends) == 2
+        assert len(set(ends)) == 1
+        await top.press("2")
+        await top.until(f"…  ✖ unreachable  -                               {STUDY[:6]}")
+        await top.press("3")
+        await top.until("…  0 of 2    ◌ fetching  WARM, in memory")
+        await top.pilot.resize_terminal(120, 30)
+        await top.until("y" * 64 + "  0 of 2")
 
 
 async def test_the_palette_has_every_verb(daemon: Daemon) -> None:

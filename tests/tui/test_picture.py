@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mesh.api.services import RESTING
 from tests.tui.house import hop, peer, shard, whole
 from tui.picture import GAP, Picture, bottleneck, coverages, nodes, readiness
 from tui.words import happened, loading
@@ -26,6 +27,7 @@ def model(runnable: bool, reason: str | None, *missing: str) -> dict[str, Any]:
         ([], "bad", "no model is held by anybody: hearthnet run MODEL"),
         ([model(False, "loading")], "wait", "starting · m: loading"),
         ([model(False, "missing layers 4-7", "4-7")], "bad", "not working · m: missing layers 4-7"),
+        ([model(False, RESTING)], "other", f"at rest · m: {RESTING}"),
         ([model(True, None)], "ok", "working · m · 3 nodes · 1 answer at 18.5 tok/s"),
     ],
 )
@@ -33,6 +35,11 @@ def test_the_verdict_is_one_line(models: list[Any], state: str, words: str) -> N
     found = readiness(picture(models=models))
     assert found.state == state
     assert words in found.words
+
+
+def test_a_model_at_rest_is_no_trouble() -> None:
+    (found,) = coverages(picture(models=[model(False, RESTING, "0-7")]))
+    assert found.state == "other"
 
 
 def test_before_the_first_update_nothing_is_claimed() -> None:

@@ -38,7 +38,7 @@ class ModelsScreen(TopScreen):
     ]
 
     def body(self) -> ComposeResult:
-        yield Table("deployed", "replicas", "state", "level")
+        yield Table("deployed", "replicas", "state", "level", shortens="deployed")
         with VerticalScroll(can_focus=True):
             yield Spans()
             yield Downloads()

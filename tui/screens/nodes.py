@@ -28,7 +28,7 @@ class NodesScreen(TopScreen):
     ]
 
     def body(self) -> ComposeResult:
-        yield Table("", "node", "state", "rtt", "layers", "id")
+        yield Table("", "node", "state", "rtt", "layers", "id", shortens="node")
         with VerticalScroll(classes="detail", can_focus=False):
             yield Static(id="chosen", markup=False)
 
@@ -49,6 +49,9 @@ class NodesScreen(TopScreen):
         chosen = self._chosen()
         if chosen is None or chosen.letter == "A":
             self.notify("Choose another node first; this one cannot put itself out.")
+            return
+        if chosen.state == "other":
+            self.notify(f"{chosen.name} is in another hearth.", markup=False)
             return
         question = (
             f"Put {chosen.name} ({short(chosen.key)}) out of the hearth? Its key never comes back."

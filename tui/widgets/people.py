@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from tui.picture import Picture, nodes
@@ -16,7 +17,7 @@ class People(Drawn):
 
     def text(self, picture: Picture, width: int) -> Text:
         seen = nodes(picture)
-        wide = min(16, max((len(node.name) for node in seen), default=0))
+        wide = min(max(16, width // 4), max((cell_len(node.name) for node in seen), default=0))
         words = [node.word.partition(":")[0] for node in seen]
         said = max(map(len, words), default=0)
         lines = []
@@ -25,7 +26,9 @@ class People(Drawn):
             away = ms(node.rtt_ms) if node.word == "up" else ""
             line.append(f"{node.letter} ", node_style(node.letter))
             line.append(f"{GLYPHS[node.state]} ", COLOURS[node.state])
-            line.append(f"{node.name[:wide]:<{wide}}  ")
+            name = Text(node.name)
+            name.truncate(wide, overflow="ellipsis", pad=True)
+            line.append_text(name).append("  ")
             line.append(f"{word:<{said}} {away:>8}  ", "dim")
             line.append(
                 ", ".join(f"{model} {layers}" for model, layers in node.shards) or "no layers"
