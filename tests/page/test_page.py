@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 
 import httpx
 import pytest
 
 from mesh.api.page import PATHS
-from tests.api.conftest import serving, with_key
+from mesh.api.services import RESTING
+from tests.api.conftest import SETTINGS, serving, with_key
 from tests.page.browser import CHROMIUM, Page, browsing
 from tests.tui.house import whole
 
 KEY = "k" * 20
 in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
+
+
+HASTY = """(() => {
+  const patient = window.setTimeout;
+  window.setTimeout = (act, ms) => patient(act, Math.min(ms, 2000));
+})()"""
+"""What makes a page wait for less."""
+
+
+def asks(page: Page, text: str) -> None:
+    page.eval(f"document.querySelector('#text').value = {json.dumps(text)}")
+    page.eval("document.querySelector('#chat').requestSubmit()")
 
 
 async def browse(url: str, look: Callable[[Page], None]) -> None:
@@ -95,6 +110,96 @@ async def test_the_chat_keeps_who_was_chosen_and_says_what_to_do_where_an_answer
             page.eval("document.querySelector('#text').value = 'hello'")
             page.eval("document.querySelector('#chat').requestSubmit()")
             page.says("#turns", "✖ No progress for 30 s. Try again.")
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_who_clears_begins_anew_whatever_still_comes_of_the_answer() -> None:
+    async with serving() as api:
+        said, loop = api.generations, asyncio.get_running_loop()
+        said.scripts["echo"] = "stuck"
+
+        def look(page: Page) -> None:
+            page.until("document.querySelector('#model')?.value === 'echo'")
+            asks(page, "old")
+            page.says("#turns", "one")
+            page.click("#clear")
+            loop.call_soon_threadsafe(said.proceed.set)
+            page.until("document.querySelector('#stop').hidden")
+            assert page.text("#turns") == ""
+            said.scripts["echo"] = "narrow"
+            asks(page, "new")
+            page.says("#turns", "⚠ cut off: attic has no room for more of this text")
+            page.says("#turns", "attic 0-5")
+            page.until("document.querySelector('#stop').hidden")
+            said.scripts["echo"] = "busy"
+            asks(page, "more")
+            page.says("#turns", "✖ 4 generations run already.")
+            page.until("document.querySelector('#text').value === 'more'")
+
+        await browse(f"{api.url}/", look)
+    new = {"role": "user", "content": "new"}
+    _, first, second = (each.messages for each in said.requests)
+    assert first == (new,)
+    assert second == (new, {"role": "assistant", "content": "one"}, {**new, "content": "more"})
+
+
+@in_a_browser
+async def test_a_daemon_that_is_silent_is_missed() -> None:
+    async with serving(replace(SETTINGS, ping_s=3600.0)) as api:
+        api.generations.scripts["echo"] = "silent"
+
+        def look(page: Page) -> None:
+            page.do("Page.addScriptToEvaluateOnNewDocument", source=HASTY)
+            page.do("Page.reload")
+            page.until("document.querySelector('#model')?.value === 'echo'")
+            asks(page, "hello")
+            page.says("#headline", "does not answer: it is silent")
+            page.says("#turns", "✖ the daemon does not answer: it is silent")
+            page.says("#headline", "working")  # it asks again
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
+    async with serving() as api:
+        attic, *_ = api.view.peers()
+        echo, _ = api.view.models()
+        stranger = {**attic, "id": "0" * 52, "name": "next door", "state": "other hearth",
+                    "shards": []}  # fmt: skip
+        doubted = {**attic, "id": "z" * 52, "name": "shed", "verdict": "suspect"}
+        peers, models = [stranger, attic, doubted], [echo]
+        api.view.peers = lambda: peers  # type: ignore[method-assign]
+        api.view.models = lambda: list(models)  # type: ignore[method-assign]
+        api.view.happen("peer_up")
+
+        def look(page: Page) -> None:
+            page.do("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
+            page.do("Emulation.setLocaleOverride", locale="de")
+            page.do("Page.reload")
+            page.says("#headline", "working · echo · 3 nodes")
+            rows = page.eval("[...document.querySelector('#nodes').children].map(e => e.innerText)")
+            letters, names, states = zip(*(row.split("\n")[:3] for row in rows), strict=True)
+            assert letters == ("A", "B", "C", "D")
+            assert names == ("here", "attic\x1b[2J", "shed", "next door")
+            assert states == ("● here", "● up", "◌ suspect", "○ other hearth")
+            page.says("#events", "09:00:00 peer_up")
+            for reason, said in (
+                ("loading", "◌ starting"), (RESTING, "○ at rest"), ("missing 0-5", "✖ not working"),
+            ):  # fmt: skip
+                models[:] = [{**echo, "runnable": False, "reason": reason, "missing": ["0-5"]}]
+                page.says("#headline", f"{said} · echo: {reason}")
+                page.says("#models", f"{said[0]} {reason}")
+            layers = "document.querySelector('#models .bar')"
+            assert page.eval(f"{layers}.offsetHeight") > 10
+            peers.clear()
+            models.clear()
+            page.until("document.querySelector('#model').options.length === 0")
+            asks(page, "hello")
+            page.says("#chat-said", "no model can be asked now")
+            assert page.eval("document.querySelector('#text').value") == "hello"
 
         await browse(f"{api.url}/", look)
 

@@ -2,6 +2,10 @@
 // Asking the daemon. The key is kept here and nowhere else: it is gone with the tab.
 
 export const GONE = "the daemon does not answer";
+const RUNS = "`hearthnet status` says whether it runs";
+// A stream without news has a comment every 10 s. Who is silent for longer is gone, whatever the
+// network says: a machine that sleeps, or a cable that was pulled, closes no connection.
+const SILENT_MS = 30000;
 
 let key = "";
 
@@ -17,7 +21,31 @@ export async function ask(path, options = {}) {
     return await fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error(`${GONE}; \`hearthnet status\` says whether it runs`);
+    throw new Error(`${GONE}; ${RUNS}`);
+  }
+}
+
+// As `ask`, for a stream of `events`; `signal` ends both.
+export async function listen(path, options) {
+  const cutting = new AbortController();
+  const signal = AbortSignal.any([options.signal, cutting.signal]);
+  try {
+    return await unlessSilent(ask(path, { ...options, signal }));
+  } catch (error) {
+    cutting.abort();  // browsers have few connections to a daemon
+    throw error;
+  }
+}
+
+async function unlessSilent(coming) {
+  let timer = 0;
+  const silence = new Promise((_, reject) => {
+    timer = setTimeout(() => reject(new Error(`${GONE}: it is silent; ${RUNS}`)), SILENT_MS);
+  });
+  try {
+    return await Promise.race([coming, silence]);
+  } finally {
+    clearTimeout(timer);
   }
 }
 
@@ -46,13 +74,22 @@ export async function refusal(response) {
   }
 }
 
+async function heard(reader) {
+  try {
+    return await unlessSilent(reader.read());
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error;
+    throw new Error(`the connection to the daemon broke; ${RUNS}`);  // browsers say no more
+  }
+}
+
 // One object for each event of a stream, as it comes.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await heard(reader);
       if (done) return;
       text += value;
       const parts = text.split("\n\n");

@@ -2,7 +2,7 @@
 // What is deployed; for whoever may change it, the verbs, each after its estimate or a question.
 
 import { send } from "./daemon.js";
-import { at, button, bytes, come, dim, line, made, memory, ms, pace, row } from "./elements.js";
+import { at, button, bytes, clock, come, dim, line, made, memory, ms, pace, row } from "./elements.js";
 
 const PATH = "mesh/v1/deployments";
 const SETTINGS = ["quant", "context", "dedicated", "nodes", "layers"];
@@ -79,8 +79,6 @@ function factsOf(wish) {
   ...(wish.missing.length
     ? [row(made("span", "bad", `nobody serves layers ${wish.missing.join(", ")}`))] : [])];
 }
-
-const clock = (at) => new Date(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 function phase(name, more = "") {
   const [state, glyph, words] = PHASES[name] || ["wait", "◌", String(name).toLowerCase()];

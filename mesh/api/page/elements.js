@@ -14,6 +14,11 @@ export function made(tag, classes, ...inside) {
 export const row = (...inside) => made("div", "row", ...inside);
 export const dim = (text) => made("span", "dim", text);
 export const line = (state, text) => made("div", state, text);
+
+// Of an ISO time, as the clock on this wall says it.
+export const clock = (time, withSeconds = false) => new Date(time).toLocaleTimeString([],
+  { hour: "2-digit", minute: "2-digit", ...(withSeconds ? { second: "2-digit" } : {}) });
+
 export const ms = (value) => (value >= 10 ? `${value.toFixed(0)} ms` : `${value.toFixed(1)} ms`);
 
 // A button; its long name says to whoever hears the page what it acts on.

@@ -1,14 +1,14 @@
 "use strict";
 // The mesh at a glance, who asks, the chat and the jobs.
 
-import { GONE, administers, ask, events, hasKey, refusal, send, useKey, worded } from "./daemon.js";
+import { GONE, administers, events, hasKey, listen, refusal, send, useKey, worded } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
 import { allowStopping, drawDownloads } from "./downloads.js";
-import { at, button, dim, made, ms, row } from "./elements.js";
+import { at, button, clock, dim, made, ms, row } from "./elements.js";
 
 const status = {};
 const happened = [];
-let lastId = null;
+let lastId = 0;
 let following = new AbortController();
 const ABOUT_KEYS = "`hearthnet keys create --scope admin` makes one that may deploy, scale and evict."
   + " It is kept in this tab only.";
@@ -19,8 +19,8 @@ async function follow(signal) {
   for (let wait = 1; !signal.aborted; wait = Math.min(2 * wait, 15)) {
     let why = "it ended the connection";
     try {
-      const headers = lastId === null ? {} : { "Last-Event-ID": String(lastId) };
-      const response = await ask("mesh/v1/events?with=status", { headers, signal });
+      const headers = { "Last-Event-ID": String(lastId) };
+      const response = await listen("mesh/v1/events?with=status", { headers, signal });
       if (response.status === 401 || response.status === 403) {
         const said = await refusal(response);
         if (!signal.aborted) needKey(said);
@@ -41,10 +41,12 @@ async function follow(signal) {
     }
     if (signal.aborted) return;
     document.body.classList.add("stale");
+    headline("bad", `✖ ${why.startsWith(GONE) ? why : `${GONE} (${why})`}`);
     for (let left = wait; left > 0 && !signal.aborted; left -= 1) {
-      headline("bad", `✖ ${why.startsWith(GONE) ? why : `${GONE} (${why})`}; trying again in ${left} s`);
+      at("again").textContent = `Trying again in ${left} s.`;
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
+    if (!signal.aborted) at("again").textContent = "Trying again.";
   }
 }
 
@@ -72,6 +74,7 @@ function allow(may) {
 
 function needKey(said) {
   headline("wait", "◌ this daemon wants a key");
+  at("again").textContent = "";
   allowChanges(false);
   allowStopping(false);
   showKeyForm(true, `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`);
@@ -99,6 +102,7 @@ at("key-form").addEventListener("submit", (event) => {
 
 function take(update) {
   document.body.classList.remove("stale");
+  at("again").textContent = "";
   Object.assign(status, update.status);
   lastId = update.last_id;
   happened.push(...update.events);
@@ -110,20 +114,43 @@ function take(update) {
 
 // Drawing
 
+const GLYPHS = { ok: "●", wait: "◌", bad: "✖", dim: "○" };
+// What is said where no model answers; of several that are silent, the first of these counts.
+const VERDICTS = { wait: "starting", dim: "at rest", bad: "not working" };
+
+// Written when it is another: whoever hears the page hears it each time it is written.
 function headline(state, text) {
   at("headline").className = state;
-  at("headline").textContent = text;
+  if (at("headline").textContent !== text) at("headline").textContent = text;
 }
 
 function people() {
-  const own = { key: status.node.id, name: status.node.name, state: "ok",
+  const own = { key: status.node.id, name: status.node.name,
+    state: status.node.paused ? "wait" : "ok",
     word: status.node.paused ? "paused" : "here", rtt: null, shards: status.shards };
+  // By ids, so that nobody's letter changes with a name; strangers behind all others.
   const peers = status.peers.filter((peer) => peer.state !== "this node")
-    .sort((a, b) => (a.id || "~").localeCompare(b.id || "~"))
+    .sort((a, b) => (a.state === STRANGER) - (b.state === STRANGER)
+      || (a.id || "~").localeCompare(b.id || "~"))
     .map((peer) => ({ key: peer.id, name: peer.name || peer.address, rtt: peer.rtt_ms,
-      state: peer.state === "up" ? "ok" : "bad", word: peer.state, shards: peer.shards }));
+      ...health(peer), shards: peer.shards }));
   return [own, ...peers].map((node, number) => ({ ...node, number,
-    letter: String.fromCharCode(65 + Math.min(number, 25)) }));
+    letter: number < 26 ? String.fromCharCode(65 + number) : "*" }));
+}
+
+const STRANGER = "other hearth";
+
+function health(peer) {
+  if (peer.state === STRANGER) return { state: "dim", word: STRANGER };
+  if (peer.state !== "up") return { state: "bad", word: peer.state };
+  const isWell = !peer.verdict || peer.verdict === "healthy";
+  return isWell ? { state: "ok", word: "up" } : { state: "wait", word: peer.verdict };
+}
+
+// How a model that cannot be asked at once is, by the reason.
+function silence(reason) {
+  if (reason === "loading") return "wait";
+  return (reason || "").startsWith("at rest") ? "dim" : "bad";
 }
 
 function draw() {
@@ -131,20 +158,24 @@ function draw() {
   drawHeadline(nodes);
   at("nodes").replaceChildren(...nodes.map((node) => row(
     made("span", `badge n${node.number % 8}`, node.letter), made("strong", "", node.name),
-    made("span", node.state, `${node.state === "ok" ? "●" : "✖"} ${node.word}`),
+    made("span", node.state, `${GLYPHS[node.state]} ${node.word}`),
     node.rtt === null ? null : dim(ms(node.rtt)),
     dim(node.shards.map((shard) => `${shard.model_id} ${shard.layers}`).join(", ") || "no layers"))));
   at("models").replaceChildren(...status.models.flatMap((model) => [row(
     made("strong", "", model.id), dim(`${model.total_layers} layers`),
-    made("span", model.runnable ? "ok" : "bad",
-      model.runnable ? "● ready" : `✖ ${model.reason || "cannot be asked"}`)), bar(model, nodes)]));
+    model.runnable ? made("span", "ok", "● ready") : unready(model)), bar(model, nodes)]));
   at("answers").replaceChildren(...(status.generations.length
     ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
   drawDeployed(status);
   drawDownloads(status.weights);
   drawChoice();
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
-    made("li", "dim", `${String(event.at || "").slice(11, 19)} ${event.type}`)) : [dim("none yet")]));
+    made("li", "dim", `${clock(event.at, true)} ${event.type}`)) : [dim("none yet")]));
+}
+
+function unready(model) {
+  const state = silence(model.reason);
+  return made("span", state, `${GLYPHS[state]} ${model.reason || "cannot be asked"}`);
 }
 
 function loading(load) {
@@ -154,12 +185,14 @@ function loading(load) {
 
 function drawHeadline(nodes) {
   const ready = status.models.filter((model) => model.runnable).map((model) => model.id);
-  const up = nodes.filter((node) => node.state === "ok").length;
+  const up = nodes.filter((node) => node.state === "ok" || node.state === "wait").length;
   if (ready.length) {
     headline("ok", `● working · ${ready.join(", ")} · ${up} node${up === 1 ? "" : "s"}`);
   } else {
     const why = status.models.map((model) => `${model.id}: ${model.reason}`).join("; ");
-    headline("bad", `✖ not working · ${why || "nobody holds a model"}`);
+    const states = status.models.map((model) => silence(model.reason));
+    const state = Object.keys(VERDICTS).find((each) => states.includes(each)) || "bad";
+    headline(state, `${GLYPHS[state]} ${VERDICTS[state]} · ${why || "nobody holds a model"}`);
   }
 }
 
@@ -168,7 +201,7 @@ function bar(model, nodes) {
   line.setAttribute("role", "img");
   const said = [];
   for (let layer = 0; layer < model.total_layers; layer += 1) {
-    const holders = nodes.filter((node) => node.state === "ok" && node.shards.some((shard) => {
+    const holders = nodes.filter((node) => node.state !== "bad" && node.shards.some((shard) => {
       const [first, last] = shard.layers.split("-").map(Number);
       return shard.model_id === model.id && layer >= first && layer <= (last ?? first);
     }));
@@ -244,7 +277,8 @@ function jobRow(job, isLive) {
 
 // Chat
 
-const turns = [];
+const CUT = "it has as many tokens as it may have (max_tokens, or the model's context)";
+let turns = [];
 let stopping = null;
 
 function shown(turn) {
@@ -253,10 +287,23 @@ function shown(turn) {
   return element;
 }
 
+// The end of the conversation stays in sight for whoever has not scrolled away from it.
+function scrolled(change) {
+  const place = at("turns");
+  const isAtEnd = place.scrollHeight - place.scrollTop - place.clientHeight < 20;
+  change();
+  if (isAtEnd) place.scrollTop = place.scrollHeight;
+}
+
 at("chat").addEventListener("submit", async (event) => {
   event.preventDefault();
   const text = at("text").value.trim();
   if (!text || stopping) return;
+  if (!at("model").value) {
+    at("chat-said").textContent = "✖ no model can be asked now";
+    return;
+  }
+  at("chat-said").textContent = "";
   at("text").value = "";
   const asked = { role: "user", content: text };
   turns.push(asked);
@@ -267,47 +314,76 @@ at("chat").addEventListener("submit", async (event) => {
   const words = made("span", "");
   const about = made("div", "dim");
   element.append(thought, words, about);
+  at("turns").scrollTop = at("turns").scrollHeight;
+  at("turns").ariaBusy = "true";  // heard once it is whole
+  swap("send", "stop");
   stopping = new AbortController();
-  at("send").hidden = true;
-  at("stop").hidden = false;
+  const told = turns;  // who clears has other turns, whatever still comes of this answer
   try {
-    const response = await ask("v1/chat/completions", { method: "POST", signal: stopping.signal,
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({ model: at("model").value, messages: turns, stream: true, temperature: 0 }) });
-    if (!response.ok) throw new Error(await refusal(response));
-    for await (const chunk of events(response)) {
-      if (chunk.error) throw new Error(worded(chunk.error));
+    const cut = await receive(stopping.signal, told, (chunk) => scrolled(() => {
       const delta = chunk.choices?.[0]?.delta || {};
-      thought.textContent += delta.reasoning_content || "";
+      thought.append(delta.reasoning_content || "");
       said.content += delta.content || "";
-      words.textContent = said.content;
-      const extension = chunk.hearthnet;
-      if (extension?.event) about.textContent = String(extension.event.type).replaceAll("_", " ");
-      if (extension?.route) {
-        const route = extension.route.map((hop) => `${hop.node} ${hop.layers}`).join(" ▸ ") || "here";
-        const speed = extension.timings?.tokens_per_second;
-        about.textContent = route + (speed ? ` · ${speed.toFixed(1)} tok/s` : "")
-          + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "");
-      }
-      at("turns").scrollTop = at("turns").scrollHeight;
-    }
+      words.append(delta.content || "");
+      about.textContent = happening(chunk.hearthnet) || about.textContent;
+    }));
+    if (cut) scrolled(() => element.append(made("div", "wait", `⚠ cut off: ${cut}`)));
   } catch (error) {
     const isStopped = error.name === "AbortError";
     about.className = isStopped ? "dim" : "bad";
-    about.textContent = isStopped ? "stopped" : `✖ ${error.message}`;
+    scrolled(() => { about.textContent = isStopped ? "stopped" : `✖ ${error.message}`; });
+    if (!isStopped && !said.content && !at("text").value) at("text").value = text;
   } finally {
-    if (said.content) turns.push(said);
-    else turns.splice(turns.indexOf(asked), 1);
+    if (said.content) told.push(said);
+    else told.splice(told.indexOf(asked), 1);
     stopping = null;
-    at("send").hidden = false;
-    at("stop").hidden = true;
+    at("turns").ariaBusy = "false";
+    swap("stop", "send");
   }
 });
 
+// Give each chunk of the answer to `take`. Why it is cut off, where it is; an Error where it breaks.
+async function receive(signal, messages, take) {
+  const response = await listen("v1/chat/completions", { method: "POST", signal,
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model: at("model").value, messages, stream: true, temperature: 0 }) });
+  if (!response.ok) throw new Error(await refusal(response));
+  let ending = "";
+  let note = "";
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new Error(worded(chunk.error));
+    ending = chunk.choices?.[0]?.finish_reason || ending;
+    note = chunk.hearthnet?.note || note;
+    take(chunk);
+  }
+  if (!ending) throw new Error("the daemon ended the answer too early; try again");
+  return ending === "length" ? note || CUT : "";
+}
+
+// What a chunk says of the route.
+function happening(extension) {
+  if (extension?.event) return String(extension.event.type).replaceAll("_", " ");
+  if (!extension?.route) return "";
+  const route = extension.route.map((hop) => `${hop.node} ${hop.layers}`).join(" ▸ ") || "here";
+  const speed = extension.timings?.tokens_per_second;
+  return route + (speed ? ` · ${speed.toFixed(1)} tok/s` : "")
+    + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "");
+}
+
+// One button in the place of another, with the focus where that had it.
+function swap(before, after) {
+  const hadFocus = document.activeElement === at(before);
+  at(before).hidden = true;
+  at(after).hidden = false;
+  if (hadFocus) at(after).focus();
+}
+
 at("stop").addEventListener("click", () => stopping?.abort());
 at("clear").addEventListener("click", () => {
-  turns.length = 0;
+  stopping?.abort();
+  turns = [];
   at("turns").replaceChildren();
+  at("chat-said").textContent = "";
 });
 at("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
