@@ -291,6 +291,12 @@ class ScriptedGenerations:
         raise ContextTooLong("9000 tokens, the limit is 8192.", fix="Shorten the prompt.")
         yield
 
+    async def _poem(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Two lines, HTML and a link."""
+        yield TokenDelta("Roses are <b>red</b>,\nviolets", (1,))
+        yield TokenDelta(" are [blue](https://example.org/sky).", (2,))
+        yield done((1, 2))
+
     async def _stuck(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         """Says one word, then nothing until `proceed`."""
         self.started.set()

@@ -15,17 +15,15 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.markdown import Markdown
 
 from mesh.cli.answers import Display, Thinking
 from mesh.cli.output import note, printable
+from tui.markdown import parser
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from markdown_it.token import Token
 
 _PAUSE_S = 1 / 15
 """Between two drawings."""
@@ -37,8 +35,7 @@ class LiveMarkdown(Display):
 
     def __init__(self) -> None:
         self._thinking = Thinking()
-        # HTML is shown as it stands: drawn as HTML it would be left out.
-        self._parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+        self._parser = parser()
         self._tail = Tail(sys.stdout)
         self._source = ""
         self._is_first = True
@@ -102,7 +99,7 @@ class LiveMarkdown(Display):
         # One column less: a cursor behind the last one is in a different line on some terminals.
         console = Console(width=max(width - 1, 1), file=sys.stdout, highlight=False)
         shown = Markdown("", hyperlinks=False)
-        shown.parsed = _with_line_ends(self._parser.parse(block))
+        shown.parsed = self._parser.parse(block)
         with console.capture() as captured:
             console.print(shown)
         lines = [_PADDING.sub("", line) for line in captured.get().split("\n")]
@@ -165,15 +162,6 @@ def _change(old: list[str], rest: list[str], first: int) -> str:
 def _up(lines: int) -> str:
     """To the beginning of the line so many further up."""
     return "\r" + (f"\x1b[{lines}A" if lines > 0 else "")
-
-
-def _with_line_ends(tokens: list[Token]) -> list[Token]:
-    """Models mean the line ends that they write, which Markdown makes spaces of."""
-    for token in tokens:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type = "hardbreak"
-    return tokens
 
 
 @contextmanager

@@ -395,6 +395,19 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         assert chat.turns == []
 
 
+async def test_nothing_of_an_answer_is_lost_for_being_markdown(daemon: Daemon) -> None:
+    daemon.house.change(models=[{**whole()["models"][0], "id": "poem"}])
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask poem")
+        await top.press(*"say", "enter")
+        text = await top.until("(https://example.org/sky).")
+    first, second = (line.split("│")[0].strip() for line in text.splitlines() if " are " in line)
+    assert first == "Roses are <b>red</b>,"
+    assert second == "violets are blue (https://example.org/sky)."
+
+
 async def test_an_answer_that_is_cut_off_says_so_and_what_got_none_can_be_asked_again(
     daemon: Daemon,
 ) -> None:

@@ -17,6 +17,7 @@ from textual.widgets import Input, Markdown, Static
 from textual.worker import Worker
 
 from mesh.errors import MeshError
+from tui.markdown import spelled
 from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.beside import Beside
@@ -113,7 +114,7 @@ class ChatScreen(TopScreen):
     async def _answer(self, text: str) -> None:
         said = self.query_one("#said", VerticalScroll)
         thought = Static("", classes="thought", markup=False)
-        answer = Markdown("", open_links=False)
+        answer = Markdown("", open_links=False, parser_factory=spelled)
         await said.mount(Static(f"▸ {text}", classes="question", markup=False), thought, answer)
         said.anchor()
         turns = self.turns  # a new conversation has others, whatever still comes of this answer
