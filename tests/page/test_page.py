@@ -82,6 +82,11 @@ async def test_it_shows_the_mesh_and_chats() -> None:
             page.until("document.querySelector('#stop').hidden")
             assert page.text("#turns .turn:last-child span:nth-child(2)").strip()
             assert "attic" in page.text("#turns")
+            heard = page.do("Accessibility.getFullAXTree")["nodes"]
+            names = {(each["role"]["value"], each["name"]["value"]) for each in heard
+                     if "name" in each}  # fmt: skip
+            assert {("group", "Question"), ("group", "Answer"), ("log", "Conversation")} <= names
+            assert any(role == "heading" and "working" in name for role, name in names)
             page.size(390, 844)
             assert page.eval("document.documentElement.scrollWidth") <= 390
             assert page.complaints == []

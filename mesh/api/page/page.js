@@ -282,7 +282,10 @@ let turns = [];
 let stopping = null;
 
 function shown(turn) {
-  const element = made("div", turn.role === "user" ? "turn mine" : "turn");
+  const isAsked = turn.role === "user";
+  const element = made("div", isAsked ? "turn mine" : "turn");
+  element.role = "group";
+  element.ariaLabel = isAsked ? "Question" : "Answer";
   at("turns").append(element);
   return element;
 }
