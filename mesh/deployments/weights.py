@@ -8,6 +8,7 @@ hub's cache. Reading a manifest blocks (the first time by every byte), so that h
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,10 @@ class WeightsSource(Protocol):
         """
 
 
+_NO_PLACES = {errno.ENAMETOOLONG, errno.EACCES}
+"""What is answered to names that no file can have, and of places that this user may not see."""
+
+
 class LocalWeights:
     """What lies on this machine's disks, for a `WeightsSource`."""
 
@@ -118,6 +123,15 @@ class LocalWeights:
     # Private: these block.
 
     def _manifest(self, model: str) -> Manifest:
+        try:
+            return self._meant(model)
+        except OSError as error:
+            if error.errno not in _NO_PLACES:
+                raise
+            said = f"{model.partition('=')[0][:80]!r} cannot be looked for: {error.strerror}."
+            raise ModelNotFound(said, fix="Check the name or path.", param="model") from error
+
+    def _meant(self, model: str) -> Manifest:
         path, _, name = model.partition("=")
         directory = expanded(path)
         if looks_like_checkpoint(directory):

@@ -64,3 +64,10 @@ async def test_what_is_wrong_with_a_path_is_said(tmp_path: Path, name: str, why:
     await asyncio.to_thread((tmp_path / "empty").mkdir)
     with pytest.raises(MeshError, match=why):
         await LocalWeights({}, (), None).manifest(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, f"house/{'x' * 300}", f"/{'x' * 300}"])
+async def test_a_name_that_no_file_can_have_is_no_bug(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelNotFound, match=r"cannot be looked for: File name too long\.") as told:
+        await LocalWeights({}, [tmp_path], None).manifest(name)
+    assert len(str(told.value)) < 200
