@@ -151,6 +151,36 @@ async def test_who_clears_begins_anew_whatever_still_comes_of_the_answer() -> No
 
 
 @in_a_browser
+async def test_a_long_answer_is_followed_until_somebody_scrolls_away() -> None:
+    async with serving() as api:
+        said, loop = api.generations, asyncio.get_running_loop()
+        said.repeated = 500
+        left = (
+            "(e => e.scrollHeight - e.scrollTop - e.clientHeight)(document.querySelector('#turns'))"
+        )
+
+        def look(page: Page) -> None:
+            page.until("document.querySelector('#model')?.value === 'echo'")
+            asks(page, "this is long")
+            page.says("#turns", "attic 0-5")
+            page.until(f"{left} < 20")
+            assert page.eval("document.querySelector('#turns').scrollTop") > 100
+            said.scripts["echo"] = "stuck"
+            asks(page, "more")
+            page.says(".turn:last-child", "one")
+            page.until(f"{left} < 20")
+            page.eval("document.querySelector('#turns').scrollTop = 20")
+            page.until(f"{left} > 100")
+            page.eval("new Promise(requestAnimationFrame)")
+            loop.call_soon_threadsafe(said.proceed.set)
+            page.says(".turn:last-child", "one two")
+            page.until("document.querySelector('#stop').hidden")
+            assert page.eval("document.querySelector('#turns').scrollTop") == 20
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
 async def test_a_daemon_that_is_silent_is_missed() -> None:
     async with serving(replace(SETTINGS, ping_s=3600.0)) as api:
         api.generations.scripts["echo"] = "silent"

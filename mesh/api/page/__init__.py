@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_SCRIPTS = ("page.js", "deployed.js", "downloads.js", "daemon.js", "elements.js")
+_SCRIPTS = ("page.js", "chat.js", "deployed.js", "downloads.js", "daemon.js", "elements.js")
 PATHS = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),

@@ -1,6 +1,7 @@
 "use strict";
-// The mesh at a glance, who asks, the chat and the jobs.
+// The mesh at a glance, who asks, and the jobs.
 
+import { drawChoice } from "./chat.js";
 import { GONE, administers, events, hasKey, listen, refusal, send, useKey, worded } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
 import { allowStopping, drawDownloads } from "./downloads.js";
@@ -168,7 +169,7 @@ function draw() {
     ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
   drawDeployed(status);
   drawDownloads(status.weights);
-  drawChoice();
+  drawChoice(status.models);
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
     made("li", "dim", `${clock(event.at, true)} ${event.type}`)) : [dim("none yet")]));
 }
@@ -231,17 +232,6 @@ function answer(running) {
     total ? dim(`all hops ${ms(total)} a token`) : null);
 }
 
-function drawChoice() {
-  const choice = at("model");
-  // Whoever was chosen stays chosen while it cannot be asked.
-  const names = status.models.filter((model) => model.runnable || model.local
-    || model.id === choice.value).map((model) => model.id);
-  if (names.join("\n") === [...choice.options].map((option) => option.value).join("\n")) return;
-  const before = choice.value;
-  choice.replaceChildren(...names.map((name) => new Option(name, name)));
-  if (names.includes(before)) choice.value = before;
-}
-
 function drawJobs() {
   const jobs = status.jobs;
   if (!jobs) {
@@ -274,125 +264,5 @@ function jobRow(job, isLive) {
   }
   return line;
 }
-
-// Chat
-
-const CUT = "it has as many tokens as it may have (max_tokens, or the model's context)";
-let turns = [];
-let stopping = null;
-
-function shown(turn) {
-  const isAsked = turn.role === "user";
-  const element = made("div", isAsked ? "turn mine" : "turn");
-  element.role = "group";
-  element.ariaLabel = isAsked ? "Question" : "Answer";
-  at("turns").append(element);
-  return element;
-}
-
-// The end of the conversation stays in sight for whoever has not scrolled away from it.
-function scrolled(change) {
-  const place = at("turns");
-  const isAtEnd = place.scrollHeight - place.scrollTop - place.clientHeight < 20;
-  change();
-  if (isAtEnd) place.scrollTop = place.scrollHeight;
-}
-
-at("chat").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const text = at("text").value.trim();
-  if (!text || stopping) return;
-  if (!at("model").value) {
-    at("chat-said").textContent = "✖ no model can be asked now";
-    return;
-  }
-  at("chat-said").textContent = "";
-  at("text").value = "";
-  const asked = { role: "user", content: text };
-  turns.push(asked);
-  shown(asked).textContent = text;
-  const said = { role: "assistant", content: "" };
-  const element = shown(said);
-  const thought = made("span", "thought");
-  const words = made("span", "");
-  const about = made("div", "dim");
-  element.append(thought, words, about);
-  at("turns").scrollTop = at("turns").scrollHeight;
-  at("turns").ariaBusy = "true";  // heard once it is whole
-  swap("send", "stop");
-  stopping = new AbortController();
-  const told = turns;  // who clears has other turns, whatever still comes of this answer
-  try {
-    const cut = await receive(stopping.signal, told, (chunk) => scrolled(() => {
-      const delta = chunk.choices?.[0]?.delta || {};
-      thought.append(delta.reasoning_content || "");
-      said.content += delta.content || "";
-      words.append(delta.content || "");
-      about.textContent = happening(chunk.hearthnet) || about.textContent;
-    }));
-    if (cut) scrolled(() => element.append(made("div", "wait", `⚠ cut off: ${cut}`)));
-  } catch (error) {
-    const isStopped = error.name === "AbortError";
-    about.className = isStopped ? "dim" : "bad";
-    scrolled(() => { about.textContent = isStopped ? "stopped" : `✖ ${error.message}`; });
-    if (!isStopped && !said.content && !at("text").value) at("text").value = text;
-  } finally {
-    if (said.content) told.push(said);
-    else told.splice(told.indexOf(asked), 1);
-    stopping = null;
-    at("turns").ariaBusy = "false";
-    swap("stop", "send");
-  }
-});
-
-// Give each chunk of the answer to `take`. Why it is cut off, where it is; an Error where it breaks.
-async function receive(signal, messages, take) {
-  const response = await listen("v1/chat/completions", { method: "POST", signal,
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model: at("model").value, messages, stream: true, temperature: 0 }) });
-  if (!response.ok) throw new Error(await refusal(response));
-  let ending = "";
-  let note = "";
-  for await (const chunk of events(response)) {
-    if (chunk.error) throw new Error(worded(chunk.error));
-    ending = chunk.choices?.[0]?.finish_reason || ending;
-    note = chunk.hearthnet?.note || note;
-    take(chunk);
-  }
-  if (!ending) throw new Error("the daemon ended the answer too early; try again");
-  return ending === "length" ? note || CUT : "";
-}
-
-// What a chunk says of the route.
-function happening(extension) {
-  if (extension?.event) return String(extension.event.type).replaceAll("_", " ");
-  if (!extension?.route) return "";
-  const route = extension.route.map((hop) => `${hop.node} ${hop.layers}`).join(" ▸ ") || "here";
-  const speed = extension.timings?.tokens_per_second;
-  return route + (speed ? ` · ${speed.toFixed(1)} tok/s` : "")
-    + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "");
-}
-
-// One button in the place of another, with the focus where that had it.
-function swap(before, after) {
-  const hadFocus = document.activeElement === at(before);
-  at(before).hidden = true;
-  at(after).hidden = false;
-  if (hadFocus) at(after).focus();
-}
-
-at("stop").addEventListener("click", () => stopping?.abort());
-at("clear").addEventListener("click", () => {
-  stopping?.abort();
-  turns = [];
-  at("turns").replaceChildren();
-  at("chat-said").textContent = "";
-});
-at("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    at("chat").requestSubmit();
-  }
-});
 
 begin("");
