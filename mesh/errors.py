@@ -67,6 +67,10 @@ class InternalError(MeshError, code="internal"):
     """A bug, or a child process that died; details are in the log."""
 
 
+class ProcessLost(InternalError):
+    """A child process ended, or was not there, before it answered what it was asked."""
+
+
 class RemoteError(MeshError):
     """An error of another process or node whose code has no class here."""
 

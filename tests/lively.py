@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 from mesh.errors import DeviceLost
 from mesh.models.progress import Progress
 from mesh.processes.lifecycle import LoadNeed
-from mesh.processes.messages import Handlers, ProcessMessage, Start
+from mesh.processes.messages import Handlers, ProcessMessage, Request, Start
 from mesh.processes.worker import Worker
-
-
-class Ready(ProcessMessage, frozen=True):
-    """It has started."""
 
 
 class Work(ProcessMessage, frozen=True):
     """Work beside the loop for so long."""
 
     seconds: float
+
+
+class Repeat(Request[str], frozen=True):
+    """Answer with this text, after so long; none fails in a way nobody foresaw."""
+
+    text: str
+    pause_s: float = 0.0
 
 
 class FailForGood(ProcessMessage, frozen=True):
@@ -44,7 +48,8 @@ class Lively(Worker):
     def commands(self) -> Handlers:
         """See `Worker`."""
         return {
-            Start: lambda _: self.say(Ready()),
+            Start: self._start,
+            Repeat: self._repeat,
             Work: self._work,
             FailForGood: lambda _: self.end_failed(
                 DeviceLost("The device fell off the bus.", fix="Look.")
@@ -52,6 +57,16 @@ class Lively(Worker):
             Garble: self.say,
             Count: self._count,
         }
+
+    async def _start(self, _: Start[Any]) -> None:
+        """It has started."""
+
+    async def _repeat(self, request: Repeat) -> str:
+        if request.pause_s:
+            await asyncio.sleep(request.pause_s)
+        if not request.text:
+            raise ValueError("there is nothing to repeat")
+        return request.text
 
     async def close(self) -> None:
         """There is nothing to close."""

@@ -67,7 +67,7 @@ class Overview:
             "models": self.models(),
             "shards": self._local_shards(),
             "memory": _memory(parts.host),
-            "processes": [process.row() for process in parts.processes()],
+            "processes": [process.standing.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
                 {**codec.plain(live), **counted}
@@ -147,7 +147,7 @@ class Overview:
         lacking += [
             Lack(LackKind.LOADING, f"the ends of {model_id} are loading")
             for model_id, asker in parts.askers.items()
-            if asker.error is None and not asker.is_ready and asker.trouble is None
+            if asker.error is None and not asker.is_ready and asker.standing.trouble is None
         ]
         lacking += [
             Lack(LackKind.LOADING, f"{name} is loading")
@@ -283,7 +283,7 @@ class Overview:
 
     def _troubles(self) -> list[str]:
         """The processes of this node that are out of order, in words."""
-        troubles = [process.trouble for process in self._parts.processes()]
+        troubles = [process.standing.trouble for process in self._parts.processes()]
         return [trouble for trouble in troubles if trouble is not None]
 
     def _not_loaded(self) -> list[Lack]:

@@ -99,7 +99,9 @@ class SlashCommands:
                 self._chat.model = str(model["id"])
                 if model["runnable"]:
                     return ""
-                if await is_deployed(self._client, model["id"]):
+                async with self._daemon.client() as client:
+                    is_coming = await is_deployed(client, model["id"])
+                if is_coming:
                     return f"{wanted} is not all up yet: an answer waits while it comes up"
                 return f"warning: {wanted} cannot answer now: {model['reason']}"
         names = ", ".join(map(one_line, self._models)) or "none"

@@ -148,7 +148,7 @@ class House(World):
         loaded, or did not load."""
         host = self._held.host
         names = [each.shard_id for each in host.requests if each.model_id == model_id]
-        if host.trouble is not None or all(map(host.knows, names)):
+        if host.standing.trouble is not None or all(map(host.knows, names)):
             return None
         load = host.load() or {}
         total = load.get("total_bytes") if load.get("name") in names else None

@@ -28,17 +28,18 @@ import mesh
 from mesh import codec
 from mesh.capacity import Capacity, Device, Measurement
 from mesh.discovery.advertisement import Advertisement
-from mesh.errors import Busy, DeviceFailed, LinkLost, MeshError
+from mesh.errors import Busy, DeviceFailed, MeshError
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.partial_writer import lock_directory
 from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.child import Child
+from mesh.processes.exchange import Exchange
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import CappedMemory
-from mesh.processes.messages import Alive, Handlers, Inbox, LastWords
+from mesh.processes.messages import Alive, LastWords
 from mesh.processes.processor import OthersLoad, cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
-from mesh.shard.commands import Measure, Measured, NotMeasured
+from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
 
 logger = logging.getLogger(__name__)
@@ -104,39 +105,22 @@ class OwnHooks:
 
 async def measured(order: Measure) -> Measurement:
     """What a process of its own finds. Raises MeshError, TimeoutError."""
-    found: asyncio.Future[Measurement] = asyncio.get_running_loop().create_future()
-
-    def settle(answer: Measured) -> None:
-        if not found.done():
-            found.set_result(answer.found)
-
-    def fail(error: MeshError) -> None:
-        if not found.done():
-            found.set_exception(error)
-
-    inbox = Inbox(_answers(settle, fail))
+    exchange = Exchange(
+        {Alive: lambda _: None, LastWords: lambda words: exchange.end(words.error)},
+        lambda message: child.channel.send(message),  # noqa: PLW0108 - it is started below
+    )
     gone = DeviceFailed("The measuring process ended early.", fix="See the log.")
     child = await Child.start(
-        _MODULE, name="measuring", on_message=inbox.read, on_closed=lambda: fail(gone)
+        _MODULE,
+        name="measuring",
+        on_message=exchange.read,
+        on_closed=lambda: exchange.end(gone),
     )
     try:
-        with contextlib.suppress(LinkLost):  # then `on_closed` says so
-            child.channel.send(order)
         async with asyncio.timeout(_LIMIT_S):
-            return await found
+            return await exchange.ask(order)
     finally:
-        if not found.done():
-            found.cancel()
         await child.stop(_STOP_S)
-
-
-def _answers(settle: Callable[[Measured], None], fail: Callable[[MeshError], None]) -> Handlers:
-    return {
-        Measured: settle,
-        NotMeasured: lambda answer: fail(answer.error),
-        LastWords: lambda answer: fail(answer.error),
-        Alive: lambda _: None,
-    }
 
 
 async def is_quiet() -> bool:

@@ -1,4 +1,5 @@
-"""What the process of a model's asker is told and what it answers (see `mesh.processes.messages`).
+"""What the process of a model's asker is told, what it answers and what it says (see
+`mesh.processes.messages`).
 
 Plain data: the daemon, which reads and writes these, loads no torch.
 """
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mesh.discovery.advertisement import Advertisement
-from mesh.errors import MeshError
 from mesh.health.detector import Verdict
 from mesh.health.series import HopSteps
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.memory_budget import MemoryCaps
-from mesh.processes.messages import ProcessMessage, Start
+from mesh.processes.messages import ProcessMessage, Request, Start
 from mesh.routing.cover import LAN_HOP_WEIGHT, Candidate, CoverRules, Policy, home_layers
 from mesh.types import (
     Done,
@@ -174,10 +174,20 @@ class LiveGeneration:
     queued: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AskerReady:
+    """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
+    are none here, hops run them. `abilities` as `mesh.pipeline.model.abilities` has them."""
+
+    reasons: tuple[str, ...] = ()
+    is_thin: bool = False
+    abilities: tuple[str, ...] = ()
+
+
 # Commands
 
 
-class StartAsker(Start, frozen=True):
+class StartAsker(Start[AskerReady], frozen=True):
     """Load the ends of the model in `directory`; route to `shards` until there are other
     `RoutableShards`. At niceness `nice`."""
 
@@ -195,31 +205,29 @@ class RoutableShards(ProcessMessage, frozen=True):
     shards: tuple[Offer, ...]
 
 
-class Generate(ProcessMessage, frozen=True):
-    """Begin a generation, whose `GenerationFrame`s and `Ended` carry the request's id."""
+class Generate(Request[None], frozen=True):
+    """Run a generation; its `GenerationFrame`s come before the answer and carry the id that the
+    request has."""
 
     request: GenerationRequest
 
 
-class Harvest(ProcessMessage, frozen=True):
-    """Begin a batch of a harvest; `Completed` or `Ended` answers."""
+class Harvest(Request[dict[str, Any]], frozen=True):
+    """Run a batch of a harvest; answered as the HTTP API gives it."""
 
-    id: str
     order: HarvestOrder
 
 
-class ReadLens(ProcessMessage, frozen=True):
-    """Read each layer's `top` next tokens; `Completed` or `Ended` answers."""
+class ReadLens(Request[dict[str, Any]], frozen=True):
+    """Read each layer's `top` next tokens; answered as the HTTP API gives it."""
 
-    id: str
     request: GenerationRequest
     top: int
 
 
-class CountTokens(ProcessMessage, frozen=True):
-    """Count the tokens of the request's prompt; `Completed` or `Ended` answers."""
+class CountTokens(Request[int], frozen=True):
+    """Count the tokens of the request's prompt."""
 
-    id: str
     request: GenerationRequest
 
 
@@ -230,24 +238,7 @@ class Credit(ProcessMessage, frozen=True):
     frames: int
 
 
-class LoadedLocally(ProcessMessage, frozen=True):
-    """What came of `LoadLocally`: hops over these layers of this machine, or why there are none."""
-
-    layers: LayerRange | None
-    hops: tuple[RouteHop, ...] = ()
-    error: MeshError | None = None
-
-
-# Answers
-
-
-class AskerReady(ProcessMessage, frozen=True):
-    """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
-    are none here, hops run them. `abilities` as `mesh.pipeline.model.abilities` has them."""
-
-    reasons: tuple[str, ...]
-    is_thin: bool = False
-    abilities: tuple[str, ...] = ()
+# What it says, and what it asks
 
 
 class GenerationFrame(ProcessMessage, frozen=True):
@@ -282,22 +273,8 @@ class GenerationFrame(ProcessMessage, frozen=True):
         )
 
 
-class Ended(ProcessMessage, frozen=True):
-    """A generation is over; with an error it has failed, or a batch of a harvest or a lens has."""
-
-    id: str
-    error: MeshError | None = None
-
-
-class Completed(ProcessMessage, frozen=True):
-    """A harvest's batch, a lens or a count is done: `result` as the HTTP API gives it."""
-
-    id: str
-    result: dict[str, Any]
-
-
-class LoadLocally(ProcessMessage, frozen=True):
-    """Have the daemon load these layers on this machine, None: all; `LoadedLocally` answers."""
+class LoadLocally(Request[tuple[RouteHop, ...]], frozen=True):
+    """Have the daemon load these layers on this machine, None: all; hops over them."""
 
     layers: LayerRange | None
 

@@ -113,10 +113,9 @@ class Engine:
         """One batch's token ids and files. Raises as `mesh.pipeline.harvest.harvest`."""
         return await harvest(self.model, self.sessions, self._prompts, order)
 
-    async def count(self, request: GenerationRequest) -> dict[str, Any]:
-        """``{"tokens": how many the request's prompt has}``. Raises BadRequest, and LimitReached as
-        `mesh.pipeline.prompts.Prompts.ids`."""
-        return {"tokens": len(await self._prompts.ids(request, None))}
+    async def count(self, request: GenerationRequest) -> int:
+        """How many tokens the request's prompt has. Raises as `Prompts.ids`."""
+        return len(await self._prompts.ids(request, None))
 
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         """The `top` next tokens after each layer. Raises as `mesh.pipeline.lens.LogitLens.read`."""

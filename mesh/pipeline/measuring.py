@@ -10,7 +10,7 @@ import asyncio
 import os
 
 from mesh.capacity import Device, Measurement
-from mesh.errors import MeshError, as_mesh_error
+from mesh.errors import MeshError
 from mesh.models.builtin import checkpoint_dir
 from mesh.paths import cache_dir
 from mesh.pipeline.asker_speed import asker_ms
@@ -21,7 +21,7 @@ from mesh.processes.headroom import ram
 from mesh.processes.messages import Handlers
 from mesh.processes.processor import OthersLoad
 from mesh.processes.worker import Worker
-from mesh.shard.commands import Measure, Measured, NotMeasured
+from mesh.shard.commands import Measure
 from mesh.shard.device import choose_device, headroom
 from mesh.shard.failures import device_failed
 from mesh.shard.speed import measure
@@ -35,21 +35,13 @@ class MeasuringProcess(Worker):
     """Measures when it is told to."""
 
     def commands(self) -> Handlers:
-        return {Measure: self._start}
+        return {Measure: _measured}
+
+    def unforeseen(self, error: Exception) -> MeshError:
+        return device_failed(error)
 
     async def close(self) -> None:
         """See `Worker`."""
-
-    def _start(self, command: Measure) -> None:
-        self.spawn(self._measure(command), "measure")
-
-    async def _measure(self, command: Measure) -> None:
-        try:
-            found = await as_mesh_error(_measured(command), "measuring", device_failed)
-        except MeshError as error:
-            self.say(NotMeasured(error))
-        else:
-            self.say(Measured(found))
 
 
 async def _measured(command: Measure) -> Measurement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,18 @@ from msgspec import structs
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock, tick
-from mesh.errors import BadValue, InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.errors import BadValue, InternalError, MeshError, PipelineStalled
 from mesh.logs import REQUEST
 from mesh.models.progress import Progress
 from mesh.pipeline.commands import (
     AskerOptions,
     AskerReady,
     AskerReport,
-    Completed,
     CountTokens,
     Credit,
-    Ended,
     Generate,
     GenerationFrame,
     Harvest,
-    LoadedLocally,
     LoadLocally,
     Offer,
     ReadLens,
@@ -46,20 +43,12 @@ from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel, abilities
 from mesh.pipeline.sessions import expire_regularly
 from mesh.processes.lifecycle import LoadNeed
-from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.messages import Handlers
 from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
 from mesh.shard.memory import shed
-from mesh.types import (
-    GenerationRequest,
-    LayerRange,
-    ModelId,
-    NodeId,
-    RouteHop,
-    ShardFailover,
-    StreamFrame,
-)
+from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +69,10 @@ LoadAsker = Callable[
 
 @dataclass(slots=True)
 class _Reader:
-    """How many frames a generation may still send, and the task that runs it."""
+    """How many frames a generation may still send."""
 
     credits: int = FRAME_CREDITS
     refilled: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
 
     async def take(self) -> None:
         """One frame's credit. Raises PipelineStalled when the reader takes nothing for long."""
@@ -124,16 +112,19 @@ class AskerProcess(Worker):
     def commands(self) -> Handlers:
         """What an asker is told beside `Trust` and `Stop`."""
         return {
-            StartAsker: lambda command: self.spawn(self._start(command), "start"),
+            StartAsker: self._start,
             RoutableShards: self._take_shards,
             Generate: self._generate,
             Harvest: self._harvest,
             ReadLens: self._read_lens,
             CountTokens: self._count,
             Credit: self._credit,
-            Cancel: self._cancel,
-            LoadedLocally: self._loaded_locally,
         }
+
+    def unforeseen(self, error: Exception) -> MeshError:
+        if (gone := lost(error)) is not None:
+            self.end_failed(gone)  # embedding and head are on that device, too
+        return super().unforeseen(error)
 
     async def close(self) -> None:
         """Let go of the engine, its sessions and its links."""
@@ -146,9 +137,8 @@ class AskerProcess(Worker):
         Raises what loading raises, or PipelineStalled when nobody answers.
         """
         asked = self._local.get(layers)
-        if asked is None:
-            asked = self._local[layers] = asyncio.get_running_loop().create_future()
-            self.say(LoadLocally(layers))
+        if asked is None or asked.done():
+            asked = self._local[layers] = self.exchange.ask(LoadLocally(layers))
         try:
             async with asyncio.timeout(self._local_load_s):
                 return await asyncio.shield(asked)
@@ -159,20 +149,9 @@ class AskerProcess(Worker):
 
     # Commands
 
-    async def _start(self, command: StartAsker) -> None:
+    async def _start(self, command: StartAsker) -> AskerReady:
+        """Load the ends and begin to follow the mesh."""
         yield_to_others(command.nice)  # before there are threads that compute
-        try:
-            loading = self._load(command)
-            reasons = await as_mesh_error(loading, "loading the ends", self._unforeseen)
-        except MeshError as error:
-            self.say(Failed(error))
-        else:
-            model = self._started().model
-            able = await asyncio.to_thread(abilities, model.text)
-            self.say(AskerReady(tuple(reasons), is_thin=model.ends is None, abilities=able))
-
-    async def _load(self, command: StartAsker) -> list[str]:
-        """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
         tell_loop = asyncio.get_running_loop().call_soon_threadsafe
         model, reasons = await asyncio.to_thread(
             self._load_asker,
@@ -197,35 +176,42 @@ class AskerProcess(Worker):
         self.keep(expire_regularly(engine.sessions, EXPIRY_TICK_S), "expire parked")
         self.keep(self._report_regularly(), "report")
         await asyncio.to_thread(shed)
-        return reasons
+        able = await asyncio.to_thread(abilities, model.text)
+        return AskerReady(tuple(reasons), is_thin=model.ends is None, abilities=able)
 
     def _take_shards(self, command: RoutableShards) -> None:
         self._shards = command.shards
         if self._engine is not None:
             self._engine.shards.replace(command.shards)
 
-    def _generate(self, command: Generate) -> None:
+    async def _generate(self, command: Generate) -> None:
+        REQUEST.set(command.request.trace_id)
         key, reader = command.request.request_id, _Reader()
+        frames = self._started().chat(command.request)
+        self._readers[key] = reader
         try:
-            frames = self._started().chat(command.request)
-        except MeshError as error:
-            self.say(Ended(key, error))
-            return
-        run = self._run(command.request, frames, reader)
-        self._begin(key, reader, run, "generate")
+            async with contextlib.aclosing(frames):
+                is_first = True
+                async for frame in frames:
+                    if is_first or isinstance(frame, ShardFailover):
+                        self._report()
+                        is_first = False
+                    await reader.take()
+                    # The next token's way to the first hop is begun before this one's to its
+                    # reader.
+                    self.say(GenerationFrame.of(key, frame), soon=True)
+        finally:
+            del self._readers[key]
+            self._report()
 
-    def _harvest(self, command: Harvest) -> None:
-        work = self._complete(command.id, lambda engine: engine.harvest(command.order), "harvest")
-        self._begin(command.id, _Reader(), work, "harvest")
+    async def _harvest(self, command: Harvest) -> dict[str, Any]:
+        return await self._started().harvest(command.order)
 
-    def _read_lens(self, command: ReadLens) -> None:
-        request, top = command.request, command.top
-        work = self._complete(command.id, lambda engine: engine.lens(request, top), "lens")
-        self._begin(command.id, _Reader(), work, "lens")
+    async def _read_lens(self, command: ReadLens) -> dict[str, Any]:
+        return await self._started().lens(command.request, command.top)
 
-    def _count(self, command: CountTokens) -> None:
-        work = self._complete(command.id, lambda engine: engine.count(command.request), "count")
-        self._begin(command.id, _Reader(), work, "count")
+    async def _count(self, command: CountTokens) -> int:
+        return await self._started().count(command.request)
 
     def _credit(self, command: Credit) -> None:
         reader = self._readers.get(command.id)
@@ -233,71 +219,7 @@ class AskerProcess(Worker):
             reader.credits += command.frames
             reader.refilled.set()
 
-    def _cancel(self, command: Cancel) -> None:
-        reader = self._readers.get(command.id)
-        if reader is not None and reader.task is not None:
-            reader.task.cancel()
-
-    def _loaded_locally(self, command: LoadedLocally) -> None:
-        asked = self._local.pop(command.layers, None)
-        if asked is None or asked.done():
-            return
-        if command.error is None:
-            asked.set_result(command.hops)
-        else:
-            asked.set_exception(command.error)
-            asked.exception()  # whoever asked may be gone; that is no error of its own
-
-    # Work
-
-    def _begin(self, key: str, reader: _Reader, work: Coroutine[Any, Any, None], kind: str) -> None:
-        self._readers[key] = reader
-        reader.task = self.spawn(work, f"{kind} {key}")
-        # Not at the end of the work: a task that is cancelled before its first step has none.
-        reader.task.add_done_callback(lambda _: self._readers.pop(key, None))
-
-    async def _complete(
-        self, key: str, work: Callable[[Engine], Awaitable[dict[str, Any]]], kind: str
-    ) -> None:
-        try:
-            working = work(self._started())
-            result = await as_mesh_error(working, f"{kind}={key}", self._unforeseen)
-        except MeshError as error:
-            self.say(Ended(key, error))
-        else:
-            self.say(Completed(key, result))
-
-    async def _run(
-        self,
-        request: GenerationRequest,
-        frames: AsyncGenerator[StreamFrame, None],
-        reader: _Reader,
-    ) -> None:
-        REQUEST.set(request.trace_id)
-        key = request.request_id
-        ended = Ended(key)
-        try:
-            await as_mesh_error(
-                self._stream(key, frames, reader), f"request={key}", self._unforeseen
-            )
-        except MeshError as error:
-            ended = Ended(key, error)
-        finally:
-            self.say(ended)
-            self._report()
-
-    async def _stream(
-        self, key: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
-    ) -> None:
-        async with contextlib.aclosing(frames):
-            is_first = True
-            async for frame in frames:
-                if is_first or isinstance(frame, ShardFailover):
-                    self._report()
-                    is_first = False
-                await reader.take()
-                # The next token's way to the first hop is begun before this one's to its reader.
-                self.say(GenerationFrame.of(key, frame), soon=True)
+    # Here
 
     async def _local_model(self) -> tuple[RouteHop, ...]:
         return await self.load_locally(None)
@@ -330,11 +252,6 @@ class AskerProcess(Worker):
         if report != self._reported:
             self.say(report)
             self._reported = structs.replace(report, steps=[], events=[])
-
-    def _unforeseen(self, error: Exception) -> MeshError:
-        if (gone := lost(error)) is not None:
-            self.end_failed(gone)  # embedding and head are on that device, too
-        return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
 def _no_noise(model_id: ModelId) -> BadValue:

@@ -1,6 +1,6 @@
 """The private channel between the daemon and a process of its own: messages over a socket pair.
 
-Each stands behind a four-byte length. What arrives is handed on unread (`messages.Inbox` reads it).
+Each stands behind a four-byte length. What arrives is handed on unread (`exchange` reads it).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The life of a supervised process as plain data: limits of silence, states, loads, endings."""
+"""The life of a supervised process as plain data: limits of silence, states, loads, endings,
+standings."""
 
 from __future__ import annotations
 
@@ -46,30 +47,6 @@ class LoadNeed:
     free_mb: int
 
 
-@dataclass(slots=True)
-class LoadUnderWay:
-    """The load that a process told of last, None once it is done, and how far it is."""
-
-    loading: LoadNeed | None = None
-    since_s: float = 0.0
-    phase: str = ""
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-    def row(self, now_s: float) -> dict[str, Any] | None:
-        """For `status`, JSON-able."""
-        if self.loading is None:
-            return None
-        return {
-            "name": self.loading.name,
-            "need_mb": self.loading.need_mb,
-            "age_s": round(now_s - self.since_s, 1),
-            "phase": self.phase,
-            "done_bytes": self.done_bytes,
-            "total_bytes": self.total_bytes,
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class ChildEnding:
     """How a child ended: its exit status, negative for a signal, and what is known of the reason.
@@ -104,3 +81,51 @@ class ChildEnding:
             with contextlib.suppress(ValueError):
                 return f"it was ended by {signal.Signals(-self.status).name}"
         return f"it ended with status {self.status}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How it is with a supervised process. `held` is why none is started; `wait_s` how long until a
+    silent one is replaced, or one that ended followed by another."""
+
+    name: str
+    state: ProcessState
+    pid: int | None
+    silent_s: float
+    starts: int
+    why_alone: str | None
+    ending: ChildEnding | None
+    held: MeshError | None
+    wait_s: float
+
+    @property
+    def trouble(self) -> str | None:
+        """What people have to be told of it: None when it is up, starting for the first time, or
+        not to run."""
+        match self.state:
+            case ProcessState.SILENT:
+                return (
+                    f"{self.name} said nothing for {int(self.silent_s)} s;"
+                    f" it is replaced in {self.wait_s:.0f} s"
+                )
+            case ProcessState.ENDED | ProcessState.STARTING if self.held is not None:
+                return f"{self.name} is not started: {self.held.message}"
+            case ProcessState.ENDED:
+                return f"{self.name}: {self.ending}; it starts again in {self.wait_s:g} s"
+            case ProcessState.STARTING if self.ending is not None:
+                return f"{self.name}: {self.ending}; it is starting again"
+            case _:
+                return None
+
+    def row(self) -> dict[str, Any]:
+        """For `status`, JSON-able."""
+        return {
+            "name": self.name,
+            "state": self.state.value,
+            "pid": self.pid,
+            "silent_s": round(self.silent_s, 1),
+            "starts": self.starts,
+            "why_alone": self.why_alone,
+            "ending": None if self.ending is None else str(self.ending),
+            "held": None if self.held is None else self.held.message,
+        }

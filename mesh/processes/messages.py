@@ -1,16 +1,19 @@
 """The messages between the daemon and its processes: one frozen class each, and their codec.
 
-On the channel a message is a msgpack map with its class's name as ``type``. Reading is strict: a
-message that is not among those asked for, a field that nobody knows, is missing or has another type
-refuses it. Here stands what all processes have in common; what one of them is told and says stands
-beside it (`mesh.shard.commands`, `mesh.pipeline.commands`, `mesh.interventions.jobs.commands`).
+Some are notices; a `Request` is answered, and its class says with what, as in ``class
+Load(Request[Loaded])`` (`exchange` does the rest). On the channel a message is a msgpack map with
+its class's name as ``type``. Reading is strict: a message that is not among those understood, a
+field that nobody knows, is missing or has another type refuses it. Here stands what all processes
+have in common; what one of them is told and says stands beside it (`mesh.shard.commands`,
+`mesh.pipeline.commands`, `mesh.interventions.jobs.commands`, `mesh.transfers.commands`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Generic, Self, TypeVar, Union, get_args
 
 import msgspec
 
@@ -20,6 +23,8 @@ from mesh.identity.tls import TlsMaterial
 from mesh.processes.lifecycle import LoadNeed
 from mesh.wire.messages import Hello
 
+A = TypeVar("A")
+
 
 class ProcessMessage(
     msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True
@@ -27,8 +32,41 @@ class ProcessMessage(
     """One message. Fields are plain data, dataclasses of it, paths and `MeshError`."""
 
 
-class Start(ProcessMessage, frozen=True):
-    """The first command of a process, which each kind of process extends.
+class Request(ProcessMessage, Generic[A], frozen=True, kw_only=True):
+    """What the other side answers, with an `A` or with a `MeshError`. Its number is given to it
+    when it is asked."""
+
+    number: int = 0
+
+
+class Answer(ProcessMessage, frozen=True):
+    """To the request of this number: its result, encoded, or why there is none."""
+
+    number: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: MeshError | None = None
+
+    @classmethod
+    def to(cls, request: Request[A], result: A) -> Self:
+        """This result."""
+        return cls(request.number, msgspec.Raw(_ENCODER.encode(result)))
+
+    def result_of(self, request: Request[A]) -> A:
+        """What `to` was given. Raises BadRequest for what is no answer to that."""
+        with _understood():
+            result: A = _decoder([_answer_type(type(request))]).decode(self.result)
+        return result
+
+
+class Cancel(ProcessMessage, frozen=True):
+    """The request of this number is to be given up."""
+
+    number: int
+
+
+class Start(Request[A], Generic[A], frozen=True):
+    """The first command of a process, which each kind of process extends; it is answered once the
+    process is ready for work.
 
     Its links say `hello` and prove it with `tls`, whose members are trusted until a `Trust` comes.
     """
@@ -38,55 +76,53 @@ class Start(ProcessMessage, frozen=True):
 
 
 class Trust(ProcessMessage, frozen=True):
-    """Command: these members (certificates, DER) are trusted from now on, and nobody else."""
+    """These members (certificates, DER) are trusted from now on, and nobody else."""
 
     members: tuple[bytes, ...]
 
 
 class Stop(ProcessMessage, frozen=True):
-    """Command: take nothing new, give what runs `grace_s` to end, then end the process."""
+    """Take nothing new, give what runs `grace_s` to end, then end the process."""
 
     grace_s: float = 0.0
 
 
-class Cancel(ProcessMessage, frozen=True):
-    """Command: end what was begun under this id; nobody waits for it."""
-
-    id: str
-
-
-class Failed(ProcessMessage, frozen=True):
-    """Answer: the start failed."""
-
-    error: MeshError
-
-
 class Alive(ProcessMessage, frozen=True):
-    """Answer: the event loop of the process turns."""
+    """The event loop of the process turns."""
 
 
 class Loads(ProcessMessage, frozen=True):
-    """Answer: what the process begins to load, which may cost it its life; None: it is done."""
+    """What the process loads, which may cost it its life, None once it is done; how far that is:
+    what is done now, and bytes of it."""
 
-    loading: LoadNeed | None
+    loading: LoadNeed | None = None
+    phase: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
 
-
-class LoadProgress(ProcessMessage, frozen=True):
-    """Answer: how far the load under way is; what is done now, and bytes of it."""
-
-    phase: str
-    done_bytes: int
-    total_bytes: int
+    def row(self, age_s: float) -> dict[str, Any] | None:
+        """For `status`, JSON-able; it began `age_s` ago."""
+        if self.loading is None:
+            return None
+        return {
+            "name": self.loading.name,
+            "need_mb": self.loading.need_mb,
+            "age_s": round(age_s, 1),
+            "phase": self.phase,
+            "done_bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+        }
 
 
 class LastWords(ProcessMessage, frozen=True):
-    """Answer: why the process can do nothing any more, before it ends itself."""
+    """Why the process can do nothing any more, before it ends itself."""
 
     error: MeshError
 
 
-Handlers = dict[type[ProcessMessage], Callable[[Any], object]]
-"""What a side understands: by the class of a message what is done with it, on the event loop."""
+Handlers = dict[type[ProcessMessage], Callable[[Any], Any]]
+"""What a side understands: by the class of a message what is done with it, on the event loop. For a
+request that is a coroutine, which returns the result."""
 
 
 def encode(message: ProcessMessage) -> bytes:
@@ -103,13 +139,8 @@ class Inbox:
 
     def read(self, body: bytes) -> None:
         """Decode one message and handle it. Raises BadRequest for one that is not understood."""
-        try:
+        with _understood():
             message = self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
-            raise BadRequest(
-                f"A message between the daemon and its process is not understood: {error}.",
-                fix="Start the daemon anew: hearthnet may have been updated while it ran.",
-            ) from error
         self.take(message)
 
     def take(self, message: ProcessMessage) -> None:
@@ -126,7 +157,24 @@ def rehearse() -> None:
         _decoder([kind])
 
 
-def _decoder(kinds: Iterable[type[ProcessMessage]]) -> msgspec.msgpack.Decoder[Any]:
+@contextmanager
+def _understood() -> Iterator[None]:
+    try:
+        yield
+    except msgspec.MsgspecError as error:
+        raise BadRequest(
+            f"A message between the daemon and its process is not understood: {error}.",
+            fix="Start the daemon anew: hearthnet may have been updated while it ran.",
+        ) from error
+
+
+def _answer_type(kind: type[Request[Any]]) -> Any:
+    """The `A` of ``class Kind(Request[A])``."""
+    (answer,) = get_args(kind.__orig_bases__[0])  # type: ignore[attr-defined]
+    return answer
+
+
+def _decoder(kinds: Iterable[Any]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Union[tuple(kinds)], dec_hook=_from_plain)  # noqa: UP007
 
 

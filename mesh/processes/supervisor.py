@@ -1,6 +1,6 @@
 """The daemon's side of a child process: starts it, hears that it lives, puts another in its place.
 
-One rule for all: a child says twice a second that its event loop turns (`channel`). One that says
+One rule for all: a child says every second that its event loop turns (`channel`). One that says
 nothing for `suspect_s` is not up any more, and whatever it serves is not to be offered; after
 `replace_s` it is killed. The next is started later each time one ends soon. A kind of process is a
 subclass: the answers that it understands, and what it does when one has ended.
@@ -19,12 +19,13 @@ from typing import Any
 
 from msgspec import structs
 
-from mesh.clock import next_tick
-from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
+from mesh.clock import loop_time, next_tick
+from mesh.errors import BadRequest, Busy, LinkLost, MeshError, ProcessLost
 from mesh.processes import messages
 from mesh.processes.child import Child
+from mesh.processes.exchange import Exchange
 from mesh.processes.headroom import oom_kills, ram
-from mesh.processes.lifecycle import ChildEnding, LoadUnderWay, ProcessState, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, ProcessState, SilenceLimits, Standing
 from mesh.processes.messages import Handlers, ProcessMessage, Start
 from mesh.processes.tasks import spawn
 
@@ -46,7 +47,7 @@ class Supervisor(ABC):
         self,
         name: str,
         module: str,
-        first_command: Start | None,
+        first_command: Start[Any] | None,
         limits: SilenceLimits | None = None,
     ) -> None:
         """`name` is what people call the process, ``the shards' process``; `module` is what it
@@ -59,14 +60,14 @@ class Supervisor(ABC):
         """Of the latest that ended unasked."""
         self.listener: socket.socket | None = None  # for each process, open all the time
         self._module = module
-        self._inbox = messages.Inbox(
+        self.exchange = Exchange(  # ask it through this; ProcessLost when it ends before it answers
             {
                 messages.Alive: lambda alive: None,  # that it was heard is all
                 messages.LastWords: self._heard_last_words,
                 messages.Loads: self._heard_loads,
-                messages.LoadProgress: self._heard_progress,
                 **self.answers(),
-            }
+            },
+            self.send,
         )
         self._limits = limits or SilenceLimits()
         self._child: Child | None = None
@@ -77,7 +78,7 @@ class Supervisor(ABC):
         self._is_ready = False
         self._silent_s = self._counted_until_s = 0.0
         self._said: MeshError | None = None
-        self._burden = LoadUnderWay()
+        self._loads, self._loads_since_s = messages.Loads(), 0.0
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -86,12 +87,19 @@ class Supervisor(ABC):
 
     @abstractmethod
     def answers(self) -> Handlers:
-        """What the process says beside what all do. It is `ready` once one of these says so."""
+        """What the process says and asks of itself, beside what all do."""
 
     def on_started(self) -> None:
         """A new one runs and waits to be told what to do."""
         if self.first_command is not None:
-            self.tell(self.first_command)
+            self.begin(self.first_command)
+
+    def on_ready(self, answer: Any) -> None:  # noqa: B027 - some have nothing to say then
+        """It is ready for work: the answer to its first command."""
+
+    def on_failed(self, error: MeshError) -> None:
+        """It runs, but could not do its first command."""
+        logger.error("%s did not start: %s", self.name, error)
 
     @abstractmethod
     def on_ended(self, ending: ChildEnding) -> None:
@@ -146,41 +154,19 @@ class Supervisor(ABC):
         return self._stopping.is_set()
 
     @property
-    def trouble(self) -> str | None:
-        """What people have to be told of it: None when it is up, starting for the first time, or
-        not to run."""
-        match self.state:
-            case ProcessState.SILENT:
-                left_s = max(0.0, self._limits.replace_s - self._silent_s)
-                return (
-                    f"{self.name} said nothing for {int(self._silent_s)} s;"
-                    f" it is replaced in {left_s:.0f} s"
-                )
-            case ProcessState.ENDED | ProcessState.STARTING if self._held is not None:
-                return f"{self.name} is not started: {self._held.message}"
-            case ProcessState.ENDED:
-                return f"{self.name}: {self.ending}; it starts again in {self._delay_s:g} s"
-            case ProcessState.STARTING if self.ending is not None:
-                return f"{self.name}: {self.ending}; it is starting again"
-            case _:
-                return None
-
-    def row(self) -> dict[str, Any]:
-        """For `status`, JSON-able."""
-        return {
-            "name": self.name,
-            "state": self.state.value,
-            "pid": self.pid,
-            "silent_s": round(self._silent_s, 1),
-            "starts": self.starts,
-            "why_alone": None if self._child is None else self._child.why_alone,
-            "ending": None if self.ending is None else str(self.ending),
-            "held": None if self._held is None else self._held.message,
-        }
+    def standing(self) -> Standing:
+        """How it is with it, for `status` and for people."""
+        left_s = max(0.0, self._limits.replace_s - self._silent_s)
+        wait_s = left_s if self.state is ProcessState.SILENT else self._delay_s
+        alone = None if self._child is None else self._child.why_alone
+        return Standing(
+            self.name, self.state, self.pid, self._silent_s, self.starts, alone, self.ending,
+            self._held, wait_s,
+        )  # fmt: skip
 
     def load(self) -> dict[str, Any] | None:
         """The load under way, for `status`: of what, what it takes, since when, and how far."""
-        return None if self._child is None else self._burden.row(asyncio.get_running_loop().time())
+        return None if self._child is None else self._loads.row(loop_time() - self._loads_since_s)
 
     # What others do
 
@@ -196,19 +182,30 @@ class Supervisor(ABC):
             self._up.set()
 
     async def wait_up(self) -> None:
-        """Until there is one that is up, however long that takes; it is when this returns."""
+        """Until there is one that is up, however long that takes; it is when this returns. Raises
+        Busy when there will be none."""
         while not self.is_up:
+            if self.is_stopping:
+                raise Busy("this node is stopping.", fix="Start it again.")
             await self._up.wait()
+
+    def begin(self, first: Start[Any]) -> None:
+        """Give a new one its first command."""
+        self.exchange.ask(first, self._has_begun)
 
     def tell(self, command: ProcessMessage) -> bool:
         """Send it a command; False when there is nobody to hear it: whoever is next starts anew."""
-        if self._child is None:
-            return False
         try:
-            self._child.channel.send(command)
+            self.send(command)
         except LinkLost:
             return False
         return True
+
+    def send(self, message: ProcessMessage) -> None:
+        """Send it a message. Raises LinkLost when there is nobody to hear it."""
+        if self._child is None:
+            raise LinkLost(f"{self.name} is gone.", fix="Ask again; it starts anew.")
+        self._child.channel.send(message)
 
     def trust(self, members: Sequence[bytes]) -> None:
         """The certificates of those whose links are trusted from now on; all others are cut."""
@@ -232,10 +229,6 @@ class Supervisor(ABC):
                     await self._gone.wait()
         await self._end()
 
-    def error_of(self, ending: ChildEnding) -> InternalError:
-        """The error of whoever waited for a process that has ended."""
-        return InternalError(f"{self.name}: {ending}.", fix="It is started anew; try again.")
-
     async def stop(self) -> None:
         """End it and wait until it is gone."""
         await self._end()
@@ -244,17 +237,17 @@ class Supervisor(ABC):
 
     async def _end(self) -> None:
         self._stopping.set()
+        self._up.set()  # who waits for one hears that there will be none
         self._lose()
         if self._task is not None:
             await asyncio.wait([self._task])  # not cancelled: a child has to be waited for
 
     async def _keep_running(self) -> None:
-        loop = asyncio.get_running_loop()
         failures = 0
         while True:
             if not await self._gets_leave():
                 return
-            started = loop.time()
+            started = loop_time()
             try:
                 await self._run_one()
             except Exception as error:  # no descriptors, no memory: giving up helps nobody
@@ -265,7 +258,7 @@ class Supervisor(ABC):
             if self.ended_at_will:
                 failures, self.ending = 0, None
                 continue
-            if loop.time() - started > STEADY_S:
+            if loop_time() - started > STEADY_S:
                 failures = 0
             delays_s = self.restart_delays_s
             self._delay_s = delays_s[min(failures, len(delays_s) - 1)]
@@ -295,7 +288,7 @@ class Supervisor(ABC):
         self.starts = run = self.starts + 1
         self._gone.clear()
         self._silent_s = 0.0
-        self._said, self._burden = None, LoadUnderWay()
+        self._said, self._loads = None, messages.Loads()
         self._oom_kills = await asyncio.to_thread(oom_kills)
         hung = False
         child: Child | None = None
@@ -320,16 +313,15 @@ class Supervisor(ABC):
         A tick counts for no more than `TICK_S`: a daemon that stood still itself has heard nobody,
         and blames nobody.
         """
-        loop = asyncio.get_running_loop()
-        self._counted_until_s = loop.time()
-        while self._silent_s < self._patience_s:
+        self._counted_until_s, limits = loop_time(), self._limits
+        while self._silent_s < (limits.replace_s if self._is_ready else limits.start_s):
             was_up = self.is_up
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_tick(TICK_S)):
                     await self._gone.wait()
             if self._gone.is_set():  # also where it went at the very tick
                 return False
-            now = loop.time()
+            now = loop_time()
             self._silent_s += min(TICK_S, now - self._counted_until_s)
             self._counted_until_s = now
             if was_up and not self.is_up:
@@ -338,10 +330,6 @@ class Supervisor(ABC):
                 self.on_changed()
         logger.error("%s said nothing for %d s; it is replaced", self.name, self._silent_s)
         return True
-
-    @property
-    def _patience_s(self) -> float:
-        return self._limits.replace_s if self._is_ready else self._limits.start_s
 
     def _closed(self, run: int) -> None:
         if run == self.starts:  # one that could not be ended may close its end when it likes
@@ -368,33 +356,42 @@ class Supervisor(ABC):
                 status,
                 hung=hung,
                 said=self._said,
-                loading=self._burden.loading,
+                loading=self._loads.loading,
                 of_memory=None not in (before, now) and before != now,
             )
             self.on_ended(self.ending)
+            lost = f"{self.name}: {self.ending}."
+            self.exchange.end(ProcessLost(lost, fix="It is started anew; try again."))
 
     def _heard(self, run: int, body: bytes) -> None:
         if run != self.starts:
             return
         was_up = self.is_up
         self._silent_s = 0.0
-        self._counted_until_s = asyncio.get_running_loop().time()
+        self._counted_until_s = loop_time()
         if self.is_up and not was_up:
             self._up.set()
             logger.warning("%s is heard again", self.name)
             self.on_changed()
         try:
-            self._inbox.read(body)
+            self.exchange.read(body)
         except BadRequest as error:
             logger.exception("%s is replaced", self.name)
             self._said = error
             self._lose()
 
+    def _has_begun(self, first: asyncio.Future[Any]) -> None:
+        error = first.exception()
+        if error is None:
+            self.ready()
+            self.on_ready(first.result())
+        elif isinstance(error, MeshError) and not isinstance(error, ProcessLost):
+            self.on_failed(error)
+
     def _heard_last_words(self, words: messages.LastWords) -> None:
         self._said = words.error
 
     def _heard_loads(self, loads: messages.Loads) -> None:
-        self._burden = LoadUnderWay(loads.loading, asyncio.get_running_loop().time())
-
-    def _heard_progress(self, progress: messages.LoadProgress) -> None:
-        self._burden = replace(self._burden, **structs.asdict(progress))
+        if loads.loading != self._loads.loading:
+            self._loads_since_s = loop_time()
+        self._loads = loads

@@ -1,7 +1,8 @@
 """The process's side of a child process of the daemon: what all of them do alike.
 
-Takes commands, hands each to its handler, owns the tasks that come of them, follows the members,
-stops. A kind of process is a subclass: the commands that it understands, and what it does then.
+Takes commands, hands each to its handler, answers requests, owns the tasks that come of them,
+follows the members, stops. A kind of process is a subclass: the commands that it understands, and
+what it does then.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from mesh.errors import BadRequest, LinkLost, MeshError
+from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
 from mesh.models.progress import Progress
 from mesh.processes.child import attach_to_parent, end_failed
+from mesh.processes.exchange import MAX_AT_ONCE, Exchange
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.members import KeepOnly, MemberFeed
 from mesh.processes.messages import (
     Handlers,
-    Inbox,
-    LoadProgress,
     Loads,
     ProcessMessage,
     Stop,
@@ -42,11 +42,15 @@ class Daemon(Protocol):
 class Worker(ABC):
     """One child process; `run` is its life."""
 
+    most_at_once = MAX_AT_ONCE
+    """So many requests are worked on at the same time; more are refused."""
+
     def __init__(self, daemon: Daemon | None = None) -> None:
         """`daemon` is who answers go to before `run` attaches to the parent."""
         self.members = MemberFeed()
         self._daemon = daemon
-        self._inbox = Inbox({Trust: self._trust, Stop: self._stop, **self.commands()})
+        understood: Handlers = {Trust: self._trust, Stop: self._stop, **self.commands()}
+        self.exchange = Exchange(understood, self._send, self.unforeseen, self.most_at_once)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
@@ -55,7 +59,12 @@ class Worker(ABC):
 
     @abstractmethod
     def commands(self) -> Handlers:
-        """The commands this process understands beside `Trust` and `Stop`."""
+        """The commands this process understands beside `Trust` and `Stop`: each kind of request
+        with the coroutine whose result is the answer, each other with what is done at once."""
+
+    def unforeseen(self, error: Exception) -> MeshError:
+        """The answer to a request whose work ended with what is no MeshError; it is logged."""
+        return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
     async def drain(self, grace_s: float) -> None:  # noqa: B027 - most end what runs at once
         """Take nothing new, and give what runs `grace_s` to end. Its tasks end afterwards."""
@@ -74,12 +83,12 @@ class Worker(ABC):
         if self._failure is not None:
             raise self._failure
         await self.drain(self._grace_s)
-        await end(self._tasks)
+        await end([*self._tasks, *self.exchange.tasks])
         await self.close()
 
     def take(self, command: ProcessMessage) -> None:
         """Obey one command."""
-        self._inbox.take(command)
+        self.exchange.take(command)
 
     # For subclasses
 
@@ -93,9 +102,8 @@ class Worker(ABC):
 
         Without a daemon there is nobody left to tell: the process is about to end.
         """
-        if self._daemon is not None:
-            with contextlib.suppress(LinkLost):
-                self._daemon.send(answer, soon=soon)
+        with contextlib.suppress(LinkLost):
+            self._send(answer, soon=soon)
 
     def say_loading(self, loading: LoadNeed | None, progress: Progress | None = None) -> None:
         """What begins to load and where that is counted, and None once that is done."""
@@ -104,7 +112,7 @@ class Worker(ABC):
             self._telling.cancel()
             self._telling = None
         if loading is not None and progress is not None:
-            self._telling = self.spawn(self._tell(progress), f"progress of {loading.name}")
+            self._telling = self.spawn(self._tell(loading, progress), f"progress of {loading.name}")
 
     def end_failed(self, error: MeshError) -> None:
         """End this process at once, as it can do nothing any more; does not return then."""
@@ -132,10 +140,14 @@ class Worker(ABC):
 
     # Private
 
-    async def _tell(self, progress: Progress) -> None:
-        told: LoadProgress | None = None
+    def _send(self, message: ProcessMessage, *, soon: bool = False) -> None:
+        if self._daemon is not None:
+            self._daemon.send(message, soon=soon)
+
+    async def _tell(self, loading: LoadNeed, progress: Progress) -> None:
+        told: Loads | None = None
         while True:
-            news = LoadProgress(*progress.now)
+            news = Loads(loading, *progress.now)
             if news != told and news.phase:
                 self.say(news)
                 told = news
@@ -143,7 +155,7 @@ class Worker(ABC):
 
     def _read(self, body: bytes) -> None:
         try:
-            self._inbox.read(body)
+            self.exchange.read(body)
         except BadRequest as error:
             self.end_failed(error)
 

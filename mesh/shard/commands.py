@@ -1,4 +1,4 @@
-"""What the shard process is told and what it answers (see `mesh.processes.messages`).
+"""What the shard process is told, what it answers and what it says (see `mesh.processes.messages`).
 
 Plain data: the daemon, which reads and writes these, loads no torch.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from mesh.capacity import Measurement
 from mesh.errors import MeshError
 from mesh.processes.memory_budget import MemoryCaps
-from mesh.processes.messages import ProcessMessage, Start
+from mesh.processes.messages import ProcessMessage, Request, Start
 from mesh.shard.room import Memory
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, ModelId, ShardDescriptor, ShardHealth, ShardId, shard_id
@@ -67,10 +67,29 @@ class ShardReport:
     load: ShardLoad
 
 
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the process listens; `reasons` say how the device was chosen."""
+
+    port: int
+    device: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A shard that is served, and what loading it took."""
+
+    descriptor: ShardDescriptor
+    bytes_read: int
+    load_ms: float
+    reasons: tuple[str, ...]
+
+
 # Commands
 
 
-class StartShards(Start, frozen=True):
+class StartShards(Start[Listening], frozen=True):
     """Listen, at `listen_port` or, if it is 0, at a free one; choose the device.
 
     Harvests are written to `harvest_dir`, those of other members to `harvest_mb` at most; with no
@@ -90,16 +109,17 @@ class StartShards(Start, frozen=True):
     nice: int = 0
 
 
-class Load(ProcessMessage, frozen=True):
+class Load(Request[Loaded], frozen=True):
     """Load this and serve it; `because` is why it is loaded again, if it is."""
 
     request: ShardRequest
     because: str = ""
 
 
-class Unload(ProcessMessage, frozen=True):
+class Unload(Request[int], frozen=True):
     """Serve this shard no longer: its sessions get `grace_s` to move elsewhere, then its memory is
-    given back. One that is not here, or has just been asked for, is unloaded all the same."""
+    given back. One that is not here, or has just been asked for, is unloaded all the same. Answered
+    with how many sessions did not move in time and were ended."""
 
     shard_id: ShardId
     grace_s: float
@@ -118,15 +138,15 @@ class RevokeTokens(ProcessMessage, frozen=True):
     token_ids: tuple[str, ...]
 
 
-class Pause(ProcessMessage, frozen=True):
-    """Have askers move their sessions away, or take that back."""
+class Pause(Request[None], frozen=True):
+    """Have askers move their sessions away, or take that back; answered once they were told."""
 
     paused: bool
 
 
-class Measure(ProcessMessage, frozen=True):
-    """To the process that measures: how fast is this device, with so many threads (0: as kept in
-    `threads_dir`); with `memory_only`, just what is free there."""
+class Measure(Request[Measurement], frozen=True):
+    """To the process that measures: how fast are this device, with so many threads (0: as kept in
+    `threads_dir`), and an asker on it; with `memory_only`, just what is free there."""
 
     device: str
     threads: int
@@ -134,43 +154,7 @@ class Measure(ProcessMessage, frozen=True):
     memory_only: bool = False
 
 
-# Answers
-
-
-class Measured(ProcessMessage, frozen=True):
-    """How fast device and asker are; memory is as it is now."""
-
-    found: Measurement
-
-
-class NotMeasured(ProcessMessage, frozen=True):
-    """The device could not be measured."""
-
-    error: MeshError
-
-
-class Listening(ProcessMessage, frozen=True):
-    """The process is ready; `reasons` say how the device was chosen."""
-
-    port: int
-    device: str
-    reasons: tuple[str, ...]
-
-
-class Loaded(ProcessMessage, frozen=True):
-    """A shard is served."""
-
-    descriptor: ShardDescriptor
-    bytes_read: int
-    load_ms: float
-    reasons: tuple[str, ...]
-
-
-class ShardFailed(ProcessMessage, frozen=True):
-    """The start failed, or, with a `request`, a load."""
-
-    error: MeshError
-    request: ShardRequest | None = None
+# What it says of itself
 
 
 class Withdrawn(ProcessMessage, frozen=True):
@@ -178,20 +162,6 @@ class Withdrawn(ProcessMessage, frozen=True):
 
     shard_id: ShardId
     error: MeshError
-
-
-class Unloaded(ProcessMessage, frozen=True):
-    """A shard is gone from this process, and so is what it took; `sessions` did not move in time
-    and were ended."""
-
-    shard_id: ShardId
-    sessions: int = 0
-
-
-class Paused(ProcessMessage, frozen=True):
-    """Askers were told."""
-
-    paused: bool
 
 
 class Health(ProcessMessage, frozen=True):

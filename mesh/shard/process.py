@@ -26,7 +26,6 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     WeightsCorrupted,
-    as_mesh_error,
 )
 from mesh.processes.messages import Handlers
 from mesh.processes.priority import yield_to_others
@@ -38,14 +37,10 @@ from mesh.shard.commands import (
     Load,
     Loaded,
     Pause,
-    Paused,
     RevokeTokens,
-    ShardFailed,
     ShardReport,
-    ShardRequest,
     StartShards,
     Unload,
-    Unloaded,
     Withdrawn,
     ends_of,
     traces_of,
@@ -63,7 +58,7 @@ from mesh.shard.service import ShardService
 from mesh.shard.settings import leased
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.threads import kept_threads
-from mesh.shard.unloading import Leaving, withdraw
+from mesh.shard.unloading import withdraw
 from mesh.shard.weight_watch import WeightWatch
 from mesh.types import Endpoint, NodeId, ShardId, host_port
 from mesh.wire.abilities import says_copies
@@ -77,7 +72,6 @@ logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 1.0
 _CHANGES_TOGETHER_S = 0.05
-_MAX_COMMANDS = 64
 _STUCK_S = 600.0
 """A visit to the device takes well under a second, on slow machines minutes; one that takes so long
 will not end."""
@@ -92,7 +86,8 @@ class ShardProcess(Worker):
         super().__init__()
         self._load_shard = load
         self._stuck_s = stuck_s
-        self._orders: asyncio.Queue[StartShards | Load | Unload] = asyncio.Queue(_MAX_COMMANDS)
+        self._turn = asyncio.Lock()
+        """What changes which shards are here is done one after the other, in the order it came."""
         self._service = ShardService()
         self._changed = asyncio.Event()
         self._place: HostedOn | None = None
@@ -105,24 +100,26 @@ class ShardProcess(Worker):
         self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
         self._resident: frozenset[ShardId] = frozenset()
-        self._obeying: asyncio.Task[None] | None = None
 
     def commands(self) -> Handlers:
         """See `Worker`: who may come in, which tokens hold, what stays, and that sessions have to
         leave, is not put behind a shard that takes its time to load."""
         return {
-            StartShards: self._enqueue,
-            Load: self._enqueue,
-            Unload: self._enqueue,
+            StartShards: self._start,
+            Load: self._load,
+            Unload: self._unload,
             RevokeTokens: self._revoke,
             KeepResident: self._keep_resident,
             Pause: self._pause,
         }
 
+    def unforeseen(self, error: Exception) -> MeshError:
+        """A model that cannot be loaded must not take those that can down with the process."""
+        return device_failed(error)
+
     async def drain(self, grace_s: float) -> None:
         """See `Worker`: no new sessions; running ones get `grace_s`."""
-        if self._obeying is not None:
-            self._obeying.cancel()  # a shard that is still loading is not served any more
+        self.exchange.drop(Load)  # a shard that is still loading is not served any more
         servers = self._service.servers
         for server in servers:
             self._service.remove(server.descriptor.shard_id)
@@ -144,17 +141,6 @@ class ShardProcess(Worker):
 
     # Commands
 
-    def _enqueue(self, order: StartShards | Load | Unload) -> None:
-        """Obeyed in their order; more than a few unanswered ones are refused."""
-        if self._obeying is None:
-            self._obeying = self.keep(self._obey_all(), "shard-commands")
-            self.keep(self._report(), "shard-health")
-        try:
-            self._orders.put_nowait(order)
-        except asyncio.QueueFull:
-            error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
-            self.say(ShardFailed(error, _request_of(order)))
-
     def _revoke(self, command: RevokeTokens) -> None:
         self._revoked = frozenset(command.token_ids)
         self._service.revoke(self._revoked)
@@ -164,30 +150,16 @@ class ShardProcess(Worker):
         for name, held in self._held.items():
             held.server.keep_resident(name in self._resident)
 
-    def _pause(self, command: Pause) -> None:
+    async def _pause(self, command: Pause) -> None:
         self._is_paused = command.paused
         self._tell_askers(Drain("the node goes to sleep" if command.paused else ""))
-        self.say(Paused(command.paused))
-
-    async def _obey_all(self) -> None:
-        while True:
-            order = await self._orders.get()
-            try:
-                if isinstance(order, StartShards):
-                    self.say(await self._start(order))
-                elif isinstance(order, Unload):
-                    self._begin_to_unload(order)
-                else:
-                    self.say(await self._load(order))
-            except MeshError as error:
-                self.say(ShardFailed(error, _request_of(order)))
-                if self._queue is not None:
-                    # Gigabytes may have been read before a load failed, and the process lives on.
-                    await self._queue.load(release_memory)
 
     async def _start(self, command: StartShards) -> Listening:
-        if self._place is not None:
-            raise BadRequest("The shard process has started already.", fix="Send start once.")
+        self.keep(self._report(), "shard-health")
+        async with self._turn:
+            return await self._listen(command)
+
+    async def _listen(self, command: StartShards) -> Listening:
         yield_to_others(command.nice)  # before there are threads that compute
         device = await asyncio.to_thread(choose_device, command.device)
         threads = await asyncio.to_thread(
@@ -223,19 +195,25 @@ class ShardProcess(Worker):
         return Listening(listener.port, str(device.value), (device.reason, threads.reason))
 
     async def _load(self, command: Load) -> Loaded:
-        place, queue, room, request = *self._started(), command.request
+        async with self._turn:
+            place, queue, room = self._started()
+            try:
+                return await self._serve(command, place, queue, room)
+            except Exception:
+                # Gigabytes may have been read before a load failed, and the process lives on.
+                await queue.load(release_memory)
+                raise
+
+    async def _serve(self, command: Load, place: HostedOn, queue: Scheduler, room: Room) -> Loaded:
+        request = command.request
         if request.advertise_host and self._listener is not None:
             endpoint = _endpoint(request.advertise_host, self._listener.port)
             place = replace(place, endpoint=endpoint)
         self._service.require_absent(request.shard_id)
-        # A model that cannot be loaded must not take those that can down with the process.
-        reading = queue.load(lambda: plan_shard(request, place))
-        plan = await as_mesh_error(reading, "reading a checkpoint", device_failed)
+        plan = await queue.load(lambda: plan_shard(request, place))
         room_for = partial(room.loading, plan.shard_id, plan.need, plan.progress)
         async with room_for():
-            loaded = await as_mesh_error(
-                queue.load(lambda: self._load_shard(plan)), "loading a shard", device_failed
-            )
+            loaded = await queue.load(lambda: self._load_shard(plan))
         server = ShardServer(
             loaded.descriptor,
             loaded.load,
@@ -271,21 +249,17 @@ class ShardProcess(Worker):
             loaded.descriptor, loaded.bytes_read, loaded.load_ms, (*loaded.reasons, *again)
         )
 
-    def _begin_to_unload(self, command: Unload) -> None:
+    async def _unload(self, command: Unload) -> int:
         """It takes no new sessions from now on; loads behind it do not wait for those it has."""
-        name = command.shard_id
-        held = self._held.pop(name, None)
-        if held is None:
-            self.say(Unloaded(name))
-            return
-        self._watches.pop(name).cancel()
-        leaving = withdraw(self._service, held)
-        self.keep(self._unload(leaving, command.grace_s), f"unload {name}")
-
-    async def _unload(self, leaving: Leaving, grace_s: float) -> None:
-        left = await leaving.end(grace_s, is_paused=lambda: self._is_paused)
-        self.say(Unloaded(leaving.shard_id, left))
+        async with self._turn:
+            held = self._held.pop(command.shard_id, None)
+            if held is None:
+                return 0
+            self._watches.pop(command.shard_id).cancel()
+            leaving = withdraw(self._service, held)
+        left = await leaving.end(command.grace_s, is_paused=lambda: self._is_paused)
         self._changed.set()
+        return left
 
     # Weights, memory, links
 
@@ -370,10 +344,6 @@ class ShardProcess(Worker):
 async def _report_of(held: HeldShard) -> ShardReport:
     health = replace(await held.server.health(), memory=held.memory)
     return ShardReport(held.server.descriptor.shard_id, health, held.server.load_now())
-
-
-def _request_of(order: StartShards | Load | Unload) -> ShardRequest | None:
-    return order.request if isinstance(order, Load) else None
 
 
 def _endpoint(host: str, port: int) -> Endpoint:

@@ -10,12 +10,21 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import structs
 
 from mesh.clock import loop_time
-from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted
+from mesh.errors import (
+    Busy,
+    DeviceFailed,
+    InternalError,
+    MeshError,
+    PortInUse,
+    ProcessLost,
+    WeightsCorrupted,
+)
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Handlers
@@ -26,14 +35,11 @@ from mesh.shard.commands import (
     Load,
     Loaded,
     Pause,
-    Paused,
     RevokeTokens,
-    ShardFailed,
     ShardReport,
     ShardRequest,
     StartShards,
     Unload,
-    Unloaded,
     Withdrawn,
     traces_of,
 )
@@ -147,8 +153,7 @@ class ShardSupervisor(Supervisor):
         except BaseException:
             self._forget(name)
             if name in self._loading:  # it goes when it has come
-                self._leaving[name] = asyncio.get_running_loop().create_future()
-                self.tell(Unload(name, 0.0))
+                self._leave(name, 0.0)
             raise
 
     async def drop(self, name: ShardId, grace_s: float) -> int:
@@ -158,14 +163,12 @@ class ShardSupervisor(Supervisor):
         self._on_change()
         if self.pid is None:
             return 0
-        leaving = self._leaving.get(name)
-        if leaving is None:
-            leaving = self._leaving[name] = asyncio.get_running_loop().create_future()
-            if not self.tell(Unload(name, grace_s)):
-                self._left(name, 0)
+        leaving = self._leaving.get(name) or self._leave(name, grace_s)
         try:
             async with asyncio.timeout(grace_s + LOAD_TIMEOUT_S):  # it may be loading just now
                 return await asyncio.shield(leaving)
+        except ProcessLost:
+            return 0
         except TimeoutError:
             raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
 
@@ -184,7 +187,8 @@ class ShardSupervisor(Supervisor):
 
     def pause(self, paused: bool) -> None:
         """Ask whoever has a session here to move it elsewhere; False takes that back."""
-        self.tell(Pause(paused))
+        logger.info("askers are told to %s", "move" if paused else "come back if they like")
+        self.exchange.ask(Pause(paused))
 
     def revoke_tokens(self, token_ids: Sequence[str]) -> None:
         """Exactly these tokens are revoked: sessions that were opened with one of them end."""
@@ -198,21 +202,31 @@ class ShardSupervisor(Supervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """What the shard process says; it is ready once it listens."""
-        return {
-            Listening: self._listens,
-            Loaded: self._loaded,
-            ShardFailed: self._failed,
-            Withdrawn: self._withdrawn,
-            Unloaded: lambda answer: self._left(answer.shard_id, answer.sessions),
-            Paused: self._paused,
-            Health: self._reported,
-        }
+        """What the shard process says of itself."""
+        return {Withdrawn: self._withdrawn, Health: self._reported}
 
     def on_started(self) -> None:
         """Tell a new shard process where to listen."""
         self.tell(RevokeTokens(self._revoked))
         super().on_started()
+
+    def on_ready(self, answer: Listening) -> None:
+        """Load what is to be served."""
+        self._use_port(answer.port)
+        self.reasons = answer.reasons
+        self._load_missing()
+        self._note_settled()
+
+    def on_failed(self, error: MeshError) -> None:
+        """Without a listener it is of no use."""
+        if isinstance(error, PortInUse | DeviceFailed):
+            self.replace()
+        if isinstance(error, PortInUse) and self.port is not None:
+            logger.warning("%s The shards move to another port.", error.message)
+            self._use_port(None)
+            return
+        for name in self.wanted():
+            self._did_not_load(name, error)
 
     def on_ended(self, ending: ChildEnding) -> None:
         """Withdraw the shards of a process that is no more."""
@@ -223,10 +237,6 @@ class ShardSupervisor(Supervisor):
         if ending.loading is not None:
             error = self._attempts.died(ending.loading, ending, loop_time())
             self._did_not_load(ShardId(ending.loading.name), error)
-        for name in list(self._loading):
-            self._not_loaded(name, self.error_of(ending))
-        for name in list(self._leaving):
-            self._left(name, 0)
         self._on_change()
 
     def on_changed(self) -> None:
@@ -235,12 +245,19 @@ class ShardSupervisor(Supervisor):
 
     # What the process says
 
-    def _listens(self, answer: Listening) -> None:
-        self._use_port(answer.port)
-        self.reasons = answer.reasons
-        self.ready()
-        self._load_missing()
-        self._note_settled()
+    def _has_loaded(self, request: ShardRequest, answer: asyncio.Future[Loaded]) -> None:
+        error = answer.exception()
+        if error is None:
+            self._loaded(answer.result())
+        elif isinstance(error, ProcessLost):
+            self._not_loaded(request.shard_id, error)
+        elif isinstance(error, MeshError):
+            name = request.shard_id
+            # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
+            self._attempts.failed(
+                name if name in self.wanted() else _alone(name), error, loop_time()
+            )
+            self._did_not_load(name, error)
 
     def _loaded(self, answer: Loaded) -> None:
         shard, name = LocalShard(answer), answer.descriptor.shard_id
@@ -258,23 +275,6 @@ class ShardSupervisor(Supervisor):
         self.failed.pop(name, None)
         self._note_settled()
 
-    def _failed(self, answer: ShardFailed) -> None:
-        error, request = answer.error, answer.request
-        if isinstance(error, PortInUse):
-            self.replace()  # without a listener it is of no use
-            if self.port is not None:
-                logger.warning("%s The shards move to another port.", error.message)
-                self._use_port(None)
-                return
-        if request is not None:
-            name = request.shard_id
-            # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
-            self._attempts.failed(
-                name if name in self.wanted() else _alone(name), error, loop_time()
-            )
-        for name in self.wanted() if request is None else [request.shard_id]:
-            self._did_not_load(name, error)
-
     def _withdrawn(self, answer: Withdrawn) -> None:
         """The process serves it no longer: its weights have changed."""
         name, error = answer.shard_id, self._attempts.corrupted(answer.shard_id, answer.error)
@@ -284,9 +284,6 @@ class ShardSupervisor(Supervisor):
         logger.error("shard=%s withdrawn: %s", name, error)
         self._on_change()
         self._load_missing()
-
-    def _paused(self, answer: Paused) -> None:
-        logger.info("askers were told to %s", "move" if answer.paused else "come back if they like")
 
     def _reported(self, answer: Health) -> None:
         self.sessions, self.accounts = answer.sessions, answer.accounts
@@ -333,7 +330,7 @@ class ShardSupervisor(Supervisor):
                 request = dataclasses.replace(request, max_tap_sessions=0)
             because = self.failed.get(name)
             why = because.message if isinstance(because, WeightsCorrupted) else ""
-            self.tell(Load(request, why))
+            self.exchange.ask(Load(request, why), partial(self._has_loaded, request))
         return self._loading[name]
 
     def _did_not_load(self, name: ShardId, error: MeshError) -> None:
@@ -357,10 +354,10 @@ class ShardSupervisor(Supervisor):
         self.failed.pop(name, None)
         self._asked.pop(name, None)
 
-    def _left(self, name: ShardId, sessions: int) -> None:
-        leaving = self._leaving.pop(name, None)
-        if leaving is not None and not leaving.done():
-            leaving.set_result(sessions)
+    def _leave(self, name: ShardId, grace_s: float) -> asyncio.Future[int]:
+        leaving = self.exchange.ask(Unload(name, grace_s), lambda _: self._leaving.pop(name, None))
+        self._leaving[name] = leaving
+        return leaving
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""

@@ -1,4 +1,4 @@
-"""What the fetcher is told and what it answers (see `mesh.processes.messages`). Plain data."""
+"""What the fetcher is told, answers and says (see `mesh.processes.messages`). Plain data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import MeshError
-from mesh.processes.messages import ProcessMessage, Start
+from mesh.processes.messages import ProcessMessage, Request, Start
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
 from mesh.transfers.shelf import Holding
@@ -72,8 +71,9 @@ class Lied(ProcessMessage, frozen=True):
 NICE = 15
 
 
-class StartFetcher(Start, frozen=True):
-    """See what is there and answer who asks for it, at the listener that the process was given.
+class StartFetcher(Start[int], frozen=True):
+    """See what is there and answer who asks for it, at the listener that the process was given;
+    answered with its port.
 
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
     at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
@@ -93,10 +93,11 @@ class StartFetcher(Start, frozen=True):
     unasked_s: float = 5.0
 
 
-class Ensure(ProcessMessage, frozen=True):
+class Ensure(Request[Path], frozen=True):
     """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
 
-    What nobody in the hearth has comes from the `hub`, if it is known from where.
+    What nobody in the hearth has comes from the `hub`, if it is known from where. The answer is its
+    directory; until then a `Transfer` has this id.
     """
 
     id: str
@@ -107,7 +108,7 @@ class Ensure(ProcessMessage, frozen=True):
     hub: HubSettings | None = None
 
 
-class PullRepository(ProcessMessage, frozen=True):
+class PullRepository(Request[Path], frozen=True):
     """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
     it is read once. What is not wanted of that is kept for others unless it is to `drop`. With
     `hub_alone` nobody else is believed what they are."""
@@ -122,10 +123,9 @@ class PullRepository(ProcessMessage, frozen=True):
     hub_alone: bool = False
 
 
-class FetchHeaders(ProcessMessage, frozen=True):
+class FetchHeaders(Request[Path], frozen=True):
     """Have config and headers of a repository of the hub in the cache, see `hub_files`."""
 
-    id: str
     repository: str
     hub: HubSettings
 
@@ -152,24 +152,17 @@ class ServeCheckpoint(ProcessMessage, frozen=True):
     model: LocalCheckpoint
 
 
-class RemoveCheckpoint(ProcessMessage, frozen=True):
-    """Delete a checkpoint that was fetched. Answered with `FetcherDone`."""
+class RemoveCheckpoint(Request[Path], frozen=True):
+    """Delete a checkpoint that was fetched."""
 
-    id: str
     directory: Path
 
 
-# Answers
-
-
-class FetcherListening(ProcessMessage, frozen=True):
-    """The process is ready."""
-
-    port: int
+# What it says
 
 
 class Idle(ProcessMessage, frozen=True):
-    """Answer: for `idle_s` nothing was fetched, and nobody had a link to here."""
+    """For `idle_s` nothing was fetched, and nobody had a link to here."""
 
 
 class Holds(ProcessMessage, frozen=True):
@@ -183,11 +176,3 @@ class Moves(ProcessMessage, frozen=True):
 
     transfers: tuple[Transfer, ...]
     sent_bytes: int
-
-
-class FetcherDone(ProcessMessage, frozen=True):
-    """What was asked for under this id is done, or `error` says why not."""
-
-    id: str
-    directory: Path | None = None
-    error: MeshError | None = None

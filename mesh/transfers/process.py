@@ -11,10 +11,8 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
@@ -22,6 +20,7 @@ from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
     BadRequest,
+    InternalError,
     MeshError,
     ModelInUse,
     ModelNotFound,
@@ -37,15 +36,13 @@ from mesh.paths import quantised_dir
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.heap import give_back, keep_buffers
-from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.messages import Handlers
 from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.transfers import documents
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
     Ensure,
-    FetcherDone,
-    FetcherListening,
     FetchHeaders,
     Holds,
     Idle,
@@ -75,25 +72,34 @@ from mesh.wire.websocket import Doorkeeper, LinkServer, place_of, serve
 logger = logging.getLogger(__name__)
 
 _TELL_S = 0.5
-MAX_ORDERS = 64
-"""Fetches that run or wait at the same time; more are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What there is from the start on."""
+
+    start: StartFetcher
+    fetches: Fetches
+    outside: Outside
+
+
+Order = Ensure | PullRepository | FetchHeaders | RemoveCheckpoint
 
 
 class FetcherProcess(Worker):
     """What this node has of weights, for others and from others."""
 
+    most_at_once = 64
+
     def __init__(self) -> None:
         super().__init__()
         self._shelf = Shelf()
-        self._start_command: StartFetcher | None = None
+        self._parts: _Parts | None = None
         self._listener: LinkServer | None = None
         self._accounts = ResourceLedger(SystemClock(), allowances.LINKS)
         self._share = CpuShare()
         self._serving_pace, self._fetching_pace = Pace(self._share), Pace(self._share)
-        self._fetches: Fetches | None = None
-        self._outside: Outside | None = None
         self._peers = Peers(())
-        self._orders: dict[str, asyncio.Task[None]] = {}
         self._moves: Moves | None = None
         self._holds: Holds | None = None
         self._holds_of = -1
@@ -104,16 +110,18 @@ class FetcherProcess(Worker):
 
     def commands(self) -> Handlers:
         return {
-            StartFetcher: self._begin,
-            Ensure: self._ensure,
-            PullRepository: self._pull,
-            FetchHeaders: self._read_headers,
+            StartFetcher: self._start,
+            Ensure: self._order,
+            PullRepository: self._order,
+            FetchHeaders: self._order,
+            RemoveCheckpoint: self._order,
             Peers: self._hear,
             MakeWay: lambda command: self._share.make_way(command.is_on),
             ServeCheckpoint: self._offer,
-            RemoveCheckpoint: self._remove,
-            Cancel: self._cancel,
         }
+
+    def unforeseen(self, error: Exception) -> MeshError:
+        return InternalError(f"The fetch failed: {error}.", fix="See the log.")
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -121,27 +129,22 @@ class FetcherProcess(Worker):
 
     # Commands
 
-    def _begin(self, command: StartFetcher) -> None:
-        self.spawn(self._start(command), "start the fetcher")
-
-    async def _start(self, command: StartFetcher) -> None:
-        self._start_command = command
+    async def _start(self, command: StartFetcher) -> int:
         yield_to_others(command.nice)
         keep_buffers()
         rate = command.bytes_per_s or math.inf
         self._serving_pace.limit(rate)
         self._fetching_pace.limit(rate)
         settings = FetchSettings(command.models_dir, command.patience_s)
-        self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
-        self._hear(self._peers)
+        fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
+        fetches.update(self._peers.peers, self._peers.neighbours, self._peers.liars)
         claims = HubClaims(
-            NodeId(command.hello.node_id), self._shelf, self._fetches,
+            NodeId(command.hello.node_id), self._shelf, fetches,
             patience_s=CLAIM_PATIENCE * command.patience_s,
         )  # fmt: skip
-        self._outside = Outside(
-            command.models_dir, self._shelf, self._fetches, claims, self._fetching_pace
-        )
-        self._fetches.outside = self._outside.feed
+        outside = Outside(command.models_dir, self._shelf, fetches, claims, self._fetching_pace)
+        fetches.outside = outside.feed
+        self._parts = _Parts(command, fetches, outside)
         for model in command.models:
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
@@ -150,13 +153,12 @@ class FetcherProcess(Worker):
         try:  # whoever has knocked already is answered with all that is here
             await as_mesh_error(self._listen(command), "starting the fetcher")
         except MeshError as error:
-            self.say(Failed(error))
             self.end_failed(error)
-            return
+            raise
         assert self._listener is not None  # noqa: S101 - it listens
         await self._tell_holdings()
-        self.say(FetcherListening(self._listener.port))
         self.keep(self._report(), "tell what is here")
+        return self._listener.port
 
     async def _listen(self, command: StartFetcher) -> None:
         tls = await self.members.open(command.tls)
@@ -173,63 +175,34 @@ class FetcherProcess(Worker):
         )
         await self.follow_members(self._keep_only)
 
-    def _ensure(self, order: Ensure) -> None:
-        if self._fetches is None:
-            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
-        else:
-            self._obey(order.id, self._fetches.ensure(order))
+    async def _order(self, order: Order) -> Path:
+        directory = await self._obey(order)
+        await self._tell_holdings()  # who hears that it is done finds what is here told
+        return directory
 
-    def _pull(self, order: PullRepository) -> None:
-        if self._outside is None:
-            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
-        else:
-            self._obey(order.id, self._outside.pull(order))
-
-    def _read_headers(self, order: FetchHeaders) -> None:
-        if self._outside is None or self._start_command is None:
-            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
-        else:
-            self._obey(order.id, self._outside.headers(order, self._start_command.cache_dir))
+    async def _obey(self, order: Order) -> Path:
+        parts = self._started
+        match order:
+            case Ensure():
+                return await parts.fetches.ensure(order)
+            case PullRepository():
+                return await parts.outside.pull(order)
+            case FetchHeaders():
+                return await parts.outside.headers(order, parts.start.cache_dir)
+            case RemoveCheckpoint():
+                return await self._delete(order.directory)
 
     def _hear(self, command: Peers) -> None:
         self._peers = command
-        if self._fetches is not None:
-            self._fetches.update(command.peers, command.neighbours, command.liars)
+        if self._parts is not None:
+            self._parts.fetches.update(command.peers, command.neighbours, command.liars)
 
     def _offer(self, command: ServeCheckpoint) -> None:
         self.spawn(self._add(command.model), f"offer {command.model.model_id}")
 
-    def _remove(self, command: RemoveCheckpoint) -> None:
-        self._obey(command.id, self._delete(command.directory))
-
-    def _cancel(self, command: Cancel) -> None:
-        if (task := self._orders.get(command.id)) is not None:
-            task.cancel()
-
-    def _obey(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
-        if len(self._orders) >= MAX_ORDERS:
-            work.close()
-            self._refuse(name, BadRequest("Too many fetches at once.", fix="Wait for some."))
-            return
-        task = self._orders[name] = self.spawn(self._answer(name, work), f"order {name}")
-        task.add_done_callback(lambda _: self._orders.pop(name, None))
-
-    async def _answer(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
-        try:
-            directory = await as_mesh_error(work, "the fetch")
-            # Who hears that it has ended finds what is here told.
-            await as_mesh_error(self._tell_holdings(), "telling what is here")
-        except MeshError as error:
-            self._refuse(name, error)
-        else:
-            self.say(FetcherDone(name, directory))
-
-    def _refuse(self, name: str, error: MeshError) -> None:
-        self.say(FetcherDone(name, None, error))
-
     async def _delete(self, directory: Path) -> Path:
-        start, fetches = self._start_command, self._fetches
-        if start is None or fetches is None or directory.parent != start.models_dir:
+        start, fetches = self._started.start, self._started.fetches
+        if directory.parent != start.models_dir:
             raise ModelInUse(
                 f"{directory} was not put there by hearthnet.",
                 fix="Delete it yourself, once no node serves it.",
@@ -246,11 +219,16 @@ class FetcherProcess(Worker):
             await asyncio.to_thread(shutil.rmtree, rounded, ignore_errors=True)
         return directory
 
+    @property
+    def _started(self) -> _Parts:
+        if self._parts is None:
+            raise BadRequest("The fetcher has not started.", fix="Wait.")
+        return self._parts
+
     # What is here
 
     async def _add(self, model: LocalCheckpoint) -> None:
-        assert self._start_command is not None  # noqa: S101 - models are named after the start
-        cache_dir = self._start_command.cache_dir
+        cache_dir = self._started.start.cache_dir
         self._adding += 1
         try:
             self._shelf.put(await asyncio.to_thread(_kept, model, cache_dir))
@@ -279,10 +257,9 @@ class FetcherProcess(Worker):
             self._tell_idleness()
 
     def _tell_idleness(self) -> None:
-        start, now = self._start_command, asyncio.get_running_loop().time()
-        assert start is not None  # noqa: S101 - it has begun
+        start, now = self._started.start, asyncio.get_running_loop().time()
         listener = self._listener
-        if self._orders or (listener is not None and (listener.links or listener.half_open)):
+        if self.exchange.tasks or (listener is not None and (listener.links or listener.half_open)):
             self._busy_at, self._was_asked = now, True
         elif self._adding:
             self._busy_at = now
@@ -301,8 +278,7 @@ class FetcherProcess(Worker):
 
     def _rows(self) -> tuple[Transfer, ...]:
         """A pull that is a fetch by now is told as that."""
-        fetching = self._fetches.rows() if self._fetches is not None else []
-        pulling = self._outside.rows() if self._outside is not None else []
+        pulling, fetching = self._started.outside.rows(), self._started.fetches.rows()
         rows = {row.id: row for row in [*pulling, *fetching]}
         return tuple(rows.values())
 
@@ -312,12 +288,10 @@ class FetcherProcess(Worker):
     # Links
 
     async def _dial(self, peer: PeerHolding) -> WeightsLink:
-        start = self._start_command
-        assert start is not None  # noqa: S101 - nobody is dialled before
         host, port = place_of(peer.held.endpoint)
         handler = WeightsLink(peer.node)
         link = await connect_to(
-            peer.node, host, port, hello=start.hello, handler=handler,
+            peer.node, host, port, hello=self._started.start.hello, handler=handler,
             tls=self.members.tls, limits=WEIGHTS_LIMITS,
         )  # fmt: skip
         handler.attach(link)
@@ -336,8 +310,7 @@ class FetcherProcess(Worker):
         for link in self._listener.links if self._listener is not None else ():
             if link.peer.node_id not in members:
                 link.close("you are no longer trusted here")
-        if self._fetches is not None:
-            self._fetches.keep_only(members)
+        self._started.fetches.keep_only(members)
 
 
 def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:

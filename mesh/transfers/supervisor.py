@@ -16,14 +16,12 @@ from typing import Any
 from msgspec import structs, to_builtins
 
 from mesh.discovery.interfaces import Reach
-from mesh.errors import BadValue, Busy, InternalError, MeshError
+from mesh.errors import BadValue, MeshError, ProcessLost
 from mesh.processes.lifecycle import ChildEnding, ProcessState
-from mesh.processes.messages import Cancel, Failed, Handlers, ProcessMessage
+from mesh.processes.messages import Handlers, Request
 from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
     Ensure,
-    FetcherDone,
-    FetcherListening,
     FetchHeaders,
     Holds,
     Idle,
@@ -87,7 +85,8 @@ class FetcherSupervisor(RestingSupervisor):
         """Who gave wrong bytes, and of which checkpoint: of that it is asked no more, unless it has
         withdrawn it and offers it anew."""
         self._numbers = itertools.count(1)
-        self._orders: dict[str, tuple[ProcessMessage, asyncio.Future[Path]]] = {}
+        self._orders = 0
+        """How many wait for what they have ordered."""
 
     async def ensure(
         self,
@@ -107,9 +106,8 @@ class FetcherSupervisor(RestingSupervisor):
         """
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
-        return await self._order(
-            lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub), on_order
-        )
+        on_order(name := str(next(self._numbers)))
+        return await self._order(Ensure(name, model_id, weights_sha256, spans, ends, hub))
 
     async def pull(
         self,
@@ -131,11 +129,9 @@ class FetcherSupervisor(RestingSupervisor):
         """
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
+        on_order(name := str(next(self._numbers)))
         return await self._order(
-            lambda name: PullRepository(
-                name, repository, revision, spans, ends, hub, drop, hub_alone
-            ),
-            on_order,
+            PullRepository(name, repository, revision, spans, ends, hub, drop, hub_alone)
         )
 
     async def headers(self, repository: str) -> Path:
@@ -145,11 +141,11 @@ class FetcherSupervisor(RestingSupervisor):
         Raises HubRefused, ModelNotFound, BadCheckpoint, UnsupportedFamily, and TransferFailed.
         """
         hub = await asyncio.to_thread(self._hub)
-        return await self._order(lambda name: FetchHeaders(name, repository, hub))
+        return await self._order(FetchHeaders(repository, hub))
 
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
-        await self._order(lambda name: RemoveCheckpoint(name, directory))
+        await self._order(RemoveCheckpoint(directory))
 
     def offer(self, model: LocalCheckpoint) -> None:
         """Give this to others as well."""
@@ -193,13 +189,10 @@ class FetcherSupervisor(RestingSupervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """What the fetcher says; it is ready once it listens."""
+        """What the fetcher says."""
         return {
-            FetcherListening: self._listens,
-            Failed: self._failed,
             Holds: self._holds,
             Moves: self._moves,
-            FetcherDone: self._done,
             Lied: self._lied,
             Idle: self._idle,
         }
@@ -211,13 +204,15 @@ class FetcherSupervisor(RestingSupervisor):
         self._look()
         self.tell(self._peers)
 
+    def on_ready(self, answer: int) -> None:
+        """It listens at this port."""
+        self.port = answer
+        self._on_change()
+
     def on_ended(self, ending: ChildEnding) -> None:
         """Nothing moves any more."""
         super().on_ended(ending)
         self.transfers, self._sent_before = (), self.sent_bytes
-        if self.is_stopping:
-            for name in list(self._orders):
-                self._settle(name, Busy("this node is stopping.", fix="Start it again."))
         self._on_change()
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
@@ -240,36 +235,22 @@ class FetcherSupervisor(RestingSupervisor):
 
     # Private
 
-    async def _order(
-        self, make: Callable[[str], ProcessMessage], on_order: OnOrder = lambda name: None
-    ) -> Path:
-        if self.is_stopping:
-            raise Busy("this node is stopping.", fix="Start it again.")
-        name = str(next(self._numbers))
-        future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-        order = make(name)
-        self._orders[name] = (order, future)
-        on_order(name)
-        self.start()
-        self.wake()
-        self._look()
-        if self.is_up:
-            self.tell(order)
+    async def _order(self, order: Request[Path]) -> Path:
+        """What one fetcher after the other is asked for until one answers. Raises its error, and
+        Busy when there will be no other."""
+        self._orders += 1
         try:
-            return await future
+            while True:
+                self.start()
+                self.wake()
+                self._look()
+                await self.wait_up()
+                try:
+                    return await self.exchange.ask(order)
+                except ProcessLost:
+                    await asyncio.sleep(0)  # it is not up any more once its end is heard
         finally:
-            if self._orders.pop(name, None) is not None:
-                self.tell(Cancel(name))
-
-    def _listens(self, answer: FetcherListening) -> None:
-        self.port = answer.port
-        self.ready()
-        for order, _ in list(self._orders.values()):
-            self.tell(order)
-        self._on_change()
-
-    def _failed(self, answer: Failed) -> None:
-        logger.error("the fetcher did not start: %s", answer.error)
+            self._orders -= 1
 
     def _holds(self, answer: Holds) -> None:
         self.holdings = answer.holdings
@@ -292,9 +273,6 @@ class FetcherSupervisor(RestingSupervisor):
             logger.info("the fetcher rests")
             self.rest()
 
-    def _done(self, answer: FetcherDone) -> None:
-        self._settle(answer.id, answer.error, answer.directory)
-
     def _lied(self, answer: Lied) -> None:
         logger.error("%s gave wrong bytes of %s", answer.node_name, answer.tensor)
         while len(self._liars) >= MAX_LIARS:
@@ -310,16 +288,6 @@ class FetcherSupervisor(RestingSupervisor):
                 "tensor": answer.tensor,
             },
         )
-
-    def _settle(self, name: str, error: MeshError | None, directory: Path | None = None) -> None:
-        _, future = self._orders.pop(name, (None, None))
-        if future is None or future.done():
-            return
-        if directory is not None:
-            future.set_result(directory)
-        else:
-            future.set_exception(error or InternalError("the fetcher said nothing.", fix=""))
-            future.exception()  # who asked may be gone
 
 
 def _listening_socket(start: StartFetcher) -> socket.socket:

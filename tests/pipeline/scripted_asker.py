@@ -127,7 +127,7 @@ class ScriptedAsker:
 
     async def count(self, request: GenerationRequest) -> int:
         self.requests.append(request)
-        return int((await self.engine.count(request))["tokens"])
+        return await self.engine.count(request)
 
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         return await self.engine.lens(request, top)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mesh.errors import BadRequest, NoRoute
-from mesh.pipeline.commands import Credit, Ended, Generate, GenerationFrame
-from mesh.processes.messages import Inbox, ProcessMessage, encode
+from mesh.models.harvest import HarvestBatch
+from mesh.pipeline.commands import Credit, Generate, GenerationFrame, Harvest, HarvestOrder
+from mesh.processes.messages import Answer, Cancel, Inbox, ProcessMessage, encode
+from mesh.shard.commands import Unload
 from mesh.types import (
     Edit,
     GenerationRequest,
@@ -77,19 +79,26 @@ def test_a_frame_comes_back_as_it_was(frame: TokenDelta) -> None:
 
 
 def test_an_error_comes_back_as_one_of_its_class() -> None:
-    arrived = passed_on(Ended("r", NoRoute("nobody.", fix="Wait.")))
-    assert isinstance(arrived, Ended)
+    arrived = passed_on(Answer(1, error=NoRoute("nobody.", fix="Wait.")))
+    assert isinstance(arrived, Answer)
     assert isinstance(arrived.error, NoRoute)
     assert str(arrived.error) == "nobody. Wait."
+
+
+def test_an_answer_of_another_kind_than_the_request_names_is_refused() -> None:
+    asked = Harvest(HarvestOrder(HarvestBatch("0" * 16, 0, 1, "layers.", "layers.*"), (), 8))
+    assert Answer.to(asked, {"rows": 1}).result_of(asked) == {"rows": 1}
+    with pytest.raises(BadRequest, match="object"):
+        Answer.to(Unload(ShardId("m:0-3"), 0.0), 5).result_of(asked)
 
 
 @pytest.mark.parametrize(
     ("body", "why"),
     [
         (encode(Credit("r", 1)), "Credit"),
-        (b"\x81\xa4type\xa5Ended", "id"),
-        (b"\x82\xa4type\xa5Ended\xa2id\x01", "str"),
-        (b"\x83\xa4type\xa5Ended\xa2id\xa1r\xa1x\x01", "unknown field"),
+        (b"\x81\xa4type\xa6Cancel", "number"),
+        (b"\x82\xa4type\xa6Cancel\xa6number\xa1r", "int"),
+        (b"\x83\xa4type\xa6Cancel\xa6number\x01\xa1x\x01", "unknown field"),
         (b"\x90", "object"),
         (b"\xc1", "malformed"),
         (b"", "truncated"),
@@ -97,4 +106,4 @@ def test_an_error_comes_back_as_one_of_its_class() -> None:
 )
 def test_what_is_no_message_for_this_side_is_refused_by_name(body: bytes, why: str) -> None:
     with pytest.raises(BadRequest, match=why):
-        Inbox({Ended: lambda _: None}).read(body)
+        Inbox({Cancel: lambda _: None}).read(body)

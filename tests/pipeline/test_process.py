@@ -13,12 +13,10 @@ from mesh.errors import InternalError, PipelineStalled
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.commands import (
     Credit,
-    Ended,
     Generate,
     GenerationFrame,
     Harvest,
     HarvestOrder,
-    LoadedLocally,
     LoadLocally,
 )
 from mesh.pipeline.process import (
@@ -27,7 +25,7 @@ from mesh.pipeline.process import (
     LOCAL_LOAD_TIMEOUT_S,
     AskerProcess,
 )
-from mesh.processes.messages import Cancel, ProcessMessage
+from mesh.processes.messages import Answer, Cancel, ProcessMessage
 from tests.health.watched import watched
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, toy_request
 from tests.simulation.virtual_loop import run_virtually
@@ -45,19 +43,21 @@ class Daemon:
 
 ORDER = HarvestOrder(HarvestBatch("0" * 16, 0, 1, "layers.", "layers.*"), ("a text",), 8)
 REQUEST = "r"
-COMMANDS = {"generate": Generate(toy_request([1, 2], 5)), "harvest": Harvest("r", ORDER)}
+COMMANDS: dict[str, ProcessMessage] = {
+    "generate": Generate(toy_request([1, 2], 5), number=1),
+    "harvest": Harvest(ORDER, number=1),
+}
 
 
 @pytest.mark.parametrize("kind", sorted(COMMANDS))
 async def test_what_is_cancelled_before_it_began_leaves_nothing_behind(kind: str) -> None:
-    command = COMMANDS[kind]
-    key = command.request.request_id if isinstance(command, Generate) else command.id
     with watched(ToyNetwork()) as mesh:
         process = AskerProcess(engine=mesh.engine)
-        process.take(command)
-        process.take(Cancel(key))  # as when both come in one read
-        assert process._readers
-        await idle()
+        process.take(COMMANDS[kind])
+        process.take(Cancel(1))  # as when both come in one read
+        assert process.exchange.tasks
+        await idle(process)
+        assert not process.exchange.tasks
         assert not process._readers
         await mesh.engine.close()
 
@@ -66,12 +66,12 @@ async def test_a_harvest_that_fails_in_a_way_nobody_foresaw_is_answered() -> Non
     daemon = Daemon()
     with watched(ToyNetwork()) as mesh:
         process = AskerProcess(engine=mesh.engine, daemon=daemon)
-        process.take(Harvest("r", replace(ORDER, texts=(5,))))  # type: ignore[arg-type]
-        await idle()
+        process.take(Harvest(replace(ORDER, texts=(5,)), number=7))  # type: ignore[arg-type]
+        await idle(process)
         await mesh.engine.close()
     (answer,) = daemon.said
-    assert isinstance(answer, Ended)
-    assert answer.id == "r"
+    assert isinstance(answer, Answer)
+    assert answer.number == 7
     assert isinstance(answer.error, InternalError)
     assert "TypeError" in str(answer.error)
 
@@ -83,8 +83,8 @@ async def test_what_did_not_load_in_time_is_asked_for_again() -> None:
         await process.load_locally(None)
     again = asyncio.ensure_future(process.load_locally(None))
     await asyncio.sleep(0)
-    assert daemon.said == [LoadLocally(None)] * 2
-    process.take(LoadedLocally(None))
+    assert daemon.said == [LoadLocally(None, number=1), LoadLocally(None, number=2)]
+    process.take(Answer.to(LoadLocally(None, number=2), ()))
     assert await again == ()
 
 
@@ -99,7 +99,7 @@ def test_who_waited_in_vain_leaves_alone_what_others_asked_later() -> None:
         await asyncio.wait([second])
         for waited in (first, second):
             assert isinstance(waited.exception(), PipelineStalled)
-        process.take(LoadedLocally(None))
+        process.take(Answer.to(LoadLocally(None, number=2), ()))
         assert await third == ()
 
     run_virtually(main)
@@ -121,8 +121,8 @@ class Listening:
         await asyncio.sleep(wait_s)
         return sum(isinstance(each, GenerationFrame) for each in self._said), len(self.hop.steps)
 
-    def endings(self) -> list[Ended]:
-        return [message for message in self._said if isinstance(message, Ended)]
+    def endings(self) -> list[Answer]:
+        return [message for message in self._said if isinstance(message, Answer)]
 
 
 @asynccontextmanager
@@ -132,17 +132,16 @@ async def listening(tokens: int) -> AsyncIterator[Listening]:
     hop = network.add("0-7")
     with watched(network) as mesh:
         process = AskerProcess(engine=mesh.engine, daemon=daemon)
-        process.take(Generate(replace(toy_request([1, 2], tokens), request_id=REQUEST)))
+        request = replace(toy_request([1, 2], tokens), request_id=REQUEST)
+        process.take(Generate(request, number=1))
         yield Listening(process, daemon, hop)
-        await idle()
+        await idle(process)
         await mesh.engine.close()
 
 
-async def idle() -> None:
+async def idle(process: AskerProcess) -> None:
     """Until everything that a process was asked for has ended."""
-    asked = tuple(f"{kind} " for kind in COMMANDS)
-    tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith(asked)]
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*process.exchange.tasks, return_exceptions=True)
     await asyncio.sleep(0)
 
 
@@ -157,7 +156,8 @@ def test_a_generation_is_only_so_far_ahead_of_its_reader() -> None:
                 assert await case.heard(soon) == (ahead, ahead + 1)
             case.credit(3 * FRAME_CREDITS)
             assert await case.heard(soon) == (3 * FRAME_CREDITS + 1, 3 * FRAME_CREDITS)
-            assert case.endings() == [Ended(REQUEST)]
+            (ending,) = case.endings()
+            assert (ending.number, ending.error) == (1, None)
 
     run_virtually(main)
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from mesh.config import Config
-from mesh.errors import DeviceLost, InternalError, MeshError, ModelNotFound
+from mesh.errors import DeviceLost, InternalError, LinkLost, MeshError, ModelNotFound
 from mesh.health.series import HopSteps
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
@@ -24,7 +24,7 @@ from mesh.node.wiring import start_asker
 from mesh.pipeline.commands import Generate, Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
-from mesh.processes.messages import ProcessMessage
+from mesh.processes.messages import ProcessMessage, Request
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from tests import secure
 from tests.test_formats import advertised
@@ -77,13 +77,14 @@ class Overheard(AskerSupervisor):
         self.is_there = True
         self.told: list[ProcessMessage] = []
 
-    def tell(self, command: ProcessMessage) -> bool:
-        if self.is_there:
-            self.told.append(command)
-        return self.is_there
+    def send(self, message: ProcessMessage) -> None:
+        if not self.is_there:
+            raise LinkLost("it is gone.", fix="Wait.")
+        is_request = isinstance(message, Request)
+        self.told.append(structs.replace(message, number=0) if is_request else message)
 
 
-def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -> None:
+async def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -> None:
     owner = Owner()
     asker = Overheard(start, owner)
 
@@ -128,9 +129,9 @@ async def test_an_asker_knows_what_whoever_asks_has_seen(start: StartAsker) -> N
     told: list[type[ProcessMessage]] = []
 
     class Listened(AskerSupervisor):
-        def tell(self, command: ProcessMessage) -> bool:
-            told.append(type(command))
-            return super().tell(command)
+        def send(self, message: ProcessMessage) -> None:
+            told.append(type(message))
+            super().send(message)
 
     owner = Owner()
     alone = replace(start.settings, fallback_to_local=False)

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from mesh.clock import next_tick
-from mesh.errors import BadRequest, DeviceLost
+from mesh.errors import BadRequest, DeviceLost, InternalError, ProcessLost
 from mesh.identity.tls import TlsMaterial
 from mesh.processes import supervisor
 from mesh.processes.lifecycle import ChildEnding, ProcessState, SilenceLimits
@@ -21,7 +21,7 @@ from mesh.processes.messages import Handlers, Start
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.warm_parent import end_warm_parent
 from tests import secure
-from tests.lively import FailForGood, Garble, Ready, Work
+from tests.lively import FailForGood, Garble, Repeat, Work
 
 TIMEOUT_S = 60.0
 SUSPECT_S = 2.0
@@ -33,14 +33,15 @@ class Watched(Supervisor):
     def __init__(self, replace_s: float = 4.0) -> None:
         limits = SilenceLimits(start_s=30.0, suspect_s=SUSPECT_S, replace_s=replace_s)
         tls = TlsMaterial.of(secure.KEY, [])
-        super().__init__("the process", "tests.lively", Start(secure.HELLO, tls), limits)
+        start: Start[None] = Start(secure.HELLO, tls)
+        super().__init__("the process", "tests.lively", start, limits)
         self.restart_delays_s = (0.1,)
         self.endings: list[ChildEnding] = []
         self.states: list[ProcessState] = []
         self._happened = asyncio.Event()
 
     def answers(self) -> Handlers:
-        return {Ready: lambda _: self.ready()}
+        return {}
 
     def on_started(self) -> None:
         super().on_started()
@@ -65,7 +66,7 @@ class Watched(Supervisor):
         async with asyncio.timeout(TIMEOUT_S):
             await self.wait_up()
         assert self.state is ProcessState.UP
-        assert self.trouble is None
+        assert self.standing.trouble is None
         assert self.pid is not None
         return self.pid
 
@@ -86,14 +87,14 @@ async def test_one_that_stands_still_is_out_of_order_first_and_then_replaced(
     os.kill(first, signal.SIGSTOP)
     await process.sees(lambda: not process.is_up)
     assert process.states == [ProcessState.SILENT]
-    assert "said nothing for 2 s" in str(process.trouble)
+    assert "said nothing for 2 s" in str(process.standing.trouble)
     assert not process.endings, "it may come back"
     await process.sees(lambda: bool(process.endings))
     (ending,) = process.endings
     assert ending == ChildEnding(-signal.SIGKILL, hung=True)
     assert not ending.was_killed, "not by anybody else"
     assert process.state is ProcessState.ENDED
-    assert "stopped answering" in str(process.trouble)
+    assert "stopped answering" in str(process.standing.trouble)
     assert await process.up() != first
 
 
@@ -147,7 +148,7 @@ async def test_one_that_can_do_nothing_any_more_says_why_and_is_replaced(process
     (ending,) = process.endings
     assert isinstance(ending.said, DeviceLost)
     assert not ending.hung
-    assert "fell off the bus" in str(process.trouble)
+    assert "fell off the bus" in str(process.standing.trouble)
     assert await process.up() != first
 
 
@@ -159,6 +160,52 @@ async def test_one_that_says_what_nobody_understands_is_replaced(process: Watche
     assert isinstance(ending.said, BadRequest)
     assert "Garble" in ending.said.message
     assert await process.up() != first
+
+
+async def test_a_request_has_its_answer_or_why_there_is_none(process: Watched) -> None:
+    await process.up()
+    slow = process.exchange.ask(Repeat("slow", 0.2))
+    assert await process.exchange.ask(Repeat("fast")) == "fast", "nothing waits behind another"
+    assert await slow == "slow"
+    with pytest.raises(InternalError, match="ValueError: there is nothing to repeat"):
+        await process.exchange.ask(Repeat(""))
+    assert not process.exchange.asked
+    assert not process.endings
+
+
+async def test_what_is_handled_behind_an_answer_finds_it_taken_note_of(process: Watched) -> None:
+    await process.up()
+    noted: list[str] = []
+    first, second = (
+        process.exchange.ask(Repeat(text), lambda answer: noted.append(answer.result()))
+        for text in ("a", "b")
+    )
+    await second
+    assert noted == ["a", "b"]
+    assert first.done()
+
+
+async def test_a_request_that_is_given_up_is_not_worked_on_any_more(process: Watched) -> None:
+    await process.up()
+    asked = process.exchange.ask(Repeat("never", 3600.0))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asked, 0.1)
+    assert not process.exchange.asked
+    kept = process.exchange.ask(Repeat("never", 3600.0))
+    process.exchange.give_up(kept)
+    with pytest.raises(InternalError, match="given up"):  # once it is over there
+        await kept
+
+
+async def test_what_is_asked_of_one_that_ends_fails_with_the_reason(process: Watched) -> None:
+    first = await process.up()
+    asked = process.exchange.ask(Repeat("never", 3600.0))
+    os.kill(first, signal.SIGKILL)
+    with pytest.raises(ProcessLost, match="SIGKILL"):
+        await asked
+    with pytest.raises(ProcessLost, match="is gone"):
+        await process.exchange.ask(Repeat("nobody hears it"))
+    await process.up()
 
 
 async def test_the_next_one_trusts_whom_the_last_was_told_to(process: Watched) -> None:
@@ -176,7 +223,7 @@ async def test_who_was_killed_is_told_from_who_was_hung(process: Watched) -> Non
     os.kill(await process.up(), signal.SIGKILL)
     await process.sees(lambda: bool(process.endings))
     assert process.endings[0].was_killed
-    assert "SIGKILL" in str(process.trouble)
+    assert "SIGKILL" in str(process.standing.trouble)
 
 
 async def test_a_start_that_fails_is_tried_again(
@@ -187,7 +234,9 @@ async def test_a_start_that_fails_is_tried_again(
         patch.setattr(sys, "executable", "/nonexistent")
         await asyncio.to_thread(end_warm_parent)
         await process.sees(lambda: len(process.endings) == 3)
-        assert "nonexistent" in str(process.trouble), "whoever asks for the state is told why"
+        assert "nonexistent" in str(process.standing.trouble), (
+            "whoever asks for the state is told why"
+        )
     assert "nonexistent" in caplog.text
     assert process.endings[1:] == [ChildEnding(None), ChildEnding(None)]
     assert await process.up() != first

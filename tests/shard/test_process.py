@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import pytest
 
@@ -27,27 +27,19 @@ from mesh.errors import (
 from mesh.identity.tls import TlsMaterial
 from mesh.pipeline.commands import Credit
 from mesh.processes.child import Child
+from mesh.processes.exchange import Exchange
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.processes.messages import (
     Alive,
-    Inbox,
+    Handlers,
     LastWords,
-    LoadProgress,
     Loads,
     ProcessMessage,
+    Request,
     Stop,
     Trust,
 )
-from mesh.shard.commands import (
-    Health,
-    Listening,
-    Load,
-    Loaded,
-    Pause,
-    Paused,
-    ShardFailed,
-    Withdrawn,
-)
+from mesh.shard.commands import Health, Listening, Load, Pause, StartShards, Withdrawn
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
@@ -61,39 +53,50 @@ from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
-ANSWERS = (
-    Alive, LastWords, Loads, LoadProgress, Listening, Loaded, ShardFailed, Withdrawn,
-    Paused, Health,
-)  # fmt: skip
+SAID = (Alive, LastWords, Loads, Withdrawn, Health)
+A = TypeVar("A")
 M = TypeVar("M", bound=ProcessMessage)
 
 
 class Daemon:
-    """The daemon's side of a shard process: everything it says, by its class."""
+    """The daemon's side of a shard process: everything it says, by its class, and its answers."""
 
     def __init__(self) -> None:
         self._said: asyncio.Queue[ProcessMessage] = asyncio.Queue()
-        self._inbox = Inbox(dict.fromkeys(ANSWERS, self._said.put_nowait))
+        understood: Handlers = dict.fromkeys(SAID, self._said.put_nowait)
+        self._exchange = Exchange(understood, self._send)
         self.closed = asyncio.Event()
 
     async def start(self) -> Child:
-        return await Child.start(
+        self.child = await Child.start(
             "mesh.shard.process",
             name="shards",
-            on_message=self._inbox.read,
+            on_message=self._exchange.read,
             on_closed=self.closed.set,
         )
+        return self.child
 
-    async def hears(self, kind: type[M], *others: type[ProcessMessage]) -> M:
-        """The next message of one of these kinds; those before it are dropped."""
+    def _send(self, message: ProcessMessage) -> None:
+        self.child.channel.send(message)
+
+    def ask(self, request: Request[A]) -> asyncio.Future[A]:
+        return self._exchange.ask(request)
+
+    async def listens(self, start: StartShards | None = None) -> Listening:
+        """Where it does, once it is told to."""
+        return await self.ask(start or secure.start_command())
+
+    async def hears(self, kind: type[M]) -> M:
+        """The next message of this kind; those before it are dropped."""
         async with asyncio.timeout(TIMEOUT_S):
-            while not isinstance(message := await self._said.get(), (kind, *others)):
+            while not isinstance(message := await self._said.get(), kind):
                 pass
-        return cast("M", message)
+        return message
 
-    def says_last(self) -> list[type[ProcessMessage]]:
-        """The kinds of all messages that nobody heard yet."""
-        return [type(self._said.get_nowait()) for _ in range(self._said.qsize())]
+    def forget(self) -> None:
+        """Drop what nobody heard yet."""
+        while not self._said.empty():
+            self._said.get_nowait()
 
 
 @pytest.fixture
@@ -113,20 +116,15 @@ async def test_a_shard_process_from_start_to_stop(
     shard, span = served
     daemon = Daemon()
     child = await daemon.start()
-    child.channel.send(secure.start_command())
-    listening = await daemon.hears(Listening)
+    listening = await daemon.listens()
     assert listening.device == "cpu"
     assert len(listening.reasons) == 2
 
     request = secure.request(**shard)
-    child.channel.send(Load(replace(request, directory=Path("/nowhere"))))
-    failed = await daemon.hears(ShardFailed)
-    assert isinstance(failed.error, ModelNotFound)
-    assert failed.request is not None
-    assert failed.request.directory == Path("/nowhere")
+    with pytest.raises(ModelNotFound):
+        await daemon.ask(Load(replace(request, directory=Path("/nowhere"))))
 
-    child.channel.send(Load(request))
-    loaded = await daemon.hears(Loaded)
+    loaded = await daemon.ask(Load(request))
     described = loaded.descriptor
     assert described.shard_id == "toy:1-3"
     assert described.layers == LayerRange(1, 4)
@@ -135,8 +133,8 @@ async def test_a_shard_process_from_start_to_stop(
     assert "/t1/" in described.determinism_class
     assert loaded.bytes_read > 0
 
-    child.channel.send(Load(request))
-    assert "already loaded" in (await daemon.hears(ShardFailed)).error.message
+    with pytest.raises(MeshError, match="already loaded"):
+        await daemon.ask(Load(request))
 
     asker = Asker()
     link = await secure.dial("127.0.0.1", listening.port, asker)
@@ -246,17 +244,16 @@ async def test_pausing_and_stopping_do_not_wait_for_a_shard_that_loads(
     shard, _ = served
     daemon = Daemon()
     child = await daemon.start()
-    child.channel.send(secure.start_command())
-    await daemon.hears(Listening)
-    child.channel.send(Load(secure.request(**shard)))
-    child.channel.send(Pause(paused=True))
-    assert await daemon.hears(Paused, Loaded) == Paused(paused=True)
-    await daemon.hears(Loaded)
-    child.channel.send(Load(secure.request(**{**shard, "layers": "0-3"})))
+    await daemon.listens()
+    loading = daemon.ask(Load(secure.request(**shard)))
+    await daemon.ask(Pause(paused=True))
+    assert not loading.done()
+    await loading
+    late = daemon.ask(Load(secure.request(**{**shard, "layers": "0-3"})))
     child.channel.send(Stop())
     assert await child.wait(TIMEOUT_S) == 0
     await daemon.closed.wait()
-    assert Loaded not in daemon.says_last()
+    assert not late.done()
     child.channel.close()
 
 
@@ -268,8 +265,7 @@ async def test_a_revoked_member_loses_its_link_even_when_no_descriptor_is_left()
     start = secure.start_command(tls=TlsMaterial.of(secure.KEY, [guest.certificate]))
     daemon = Daemon()
     child = await daemon.start()
-    child.channel.send(start)
-    port = (await daemon.hears(Listening)).port
+    port = (await daemon.listens(start)).port
 
     async def dial(party: Party, handler: Recorder) -> WebSocketLink:
         tls = (await party.trusting(Party("host", secure.KEY))).client(secure.KEY.node_id)
@@ -282,7 +278,7 @@ async def test_a_revoked_member_loses_its_link_even_when_no_descriptor_is_left()
     child.channel.send(Trust((late.certificate,)))
     async with asyncio.timeout(TIMEOUT_S):
         await linked.ended.wait()
-    daemon.says_last()
+    daemon.forget()
     await daemon.hears(Health)  # the process lives on
     resource.prlimit(child.pid, resource.RLIMIT_NOFILE, before)
     async with asyncio.timeout(TIMEOUT_S):
@@ -303,8 +299,7 @@ async def _comes_in(dialled: Awaitable[WebSocketLink]) -> bool:
 async def test_a_task_of_the_process_that_fails_ends_it() -> None:
     daemon = Daemon()
     child = await daemon.start()
-    child.channel.send(secure.start_command())
-    await daemon.hears(Listening)
+    await daemon.listens()
     child.channel.send(Trust((b"no certificate",)))
     async with asyncio.timeout(TIMEOUT_S):
         await daemon.closed.wait()

@@ -26,7 +26,7 @@ async def test_whoever_knocks_and_whoever_fetches_wakes_one(tmp_path: Path) -> N
         await resting(giver, taker)
         assert giver.supervisor.is_answering
         assert (giver.supervisor.port, giver.supervisor.holdings) == (port, held)
-        assert giver.supervisor.trouble is None
+        assert giver.supervisor.standing.trouble is None
         made.introduce()
         await taker.supervisor.ensure(MODEL, whole.weights_sha256)  # takes longer than 0.4 s
         assert [f.supervisor.starts for f in (giver, taker)] == [2, 2]

@@ -1,4 +1,5 @@
-"""What the process of a node's jobs is told and what it answers (see `mesh.processes.messages`)."""
+"""What the process of a node's jobs is told, what it answers and what it says (see
+`mesh.processes.messages`)."""
 
 from __future__ import annotations
 
@@ -7,12 +8,27 @@ from typing import Any
 from mesh.errors import MeshError
 from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer, RouteLimits
-from mesh.processes.messages import ProcessMessage, Start
+from mesh.processes.messages import ProcessMessage, Request, Start
+from mesh.types import ModelId
+
+
+class Finished(ProcessMessage, frozen=True):
+    """A job is done."""
+
+    report: JobReport
+
+
+class Broke(ProcessMessage, frozen=True):
+    """A job failed, after it `took` this much, as a `JobReport` has it."""
+
+    error: MeshError
+    took: dict[str, Any] | None = None
+
 
 # Commands
 
 
-class StartJobs(Start, frozen=True):
+class StartJobs(Start[None], frozen=True):
     """Be ready for jobs, within these limits, at niceness `nice`."""
 
     routes: RouteLimits
@@ -20,31 +36,20 @@ class StartJobs(Start, frozen=True):
     nice: int = 0
 
 
-class RunJob(ProcessMessage, frozen=True):
-    """Begin a job; its id is the spec's."""
+class RunJob(Request[Finished | Broke], frozen=True):
+    """Run a job; its `Line`s come before the answer."""
 
     spec: JobSpec
     place: JobPlace
 
 
-class JobShards(ProcessMessage, frozen=True):
-    """Who serves a job's model now: the answer to `AskShards`."""
-
-    job_id: str
-    shards: tuple[Offer, ...]
+# What it says, and what it asks
 
 
-# Answers
+class AskShards(Request[tuple[Offer, ...]], frozen=True):
+    """Who serves this model by now, as a job of it is run again."""
 
-
-class JobsReady(ProcessMessage, frozen=True):
-    """Jobs may come."""
-
-
-class AskShards(ProcessMessage, frozen=True):
-    """A job that is run again asks who serves its model by now; `JobShards` answers."""
-
-    job_id: str
+    model_id: ModelId
 
 
 class Line(ProcessMessage, frozen=True):
@@ -52,21 +57,6 @@ class Line(ProcessMessage, frozen=True):
 
     job_id: str
     text: str
-
-
-class Finished(ProcessMessage, frozen=True):
-    """A job is done."""
-
-    job_id: str
-    report: JobReport
-
-
-class Broke(ProcessMessage, frozen=True):
-    """A job failed, after it `took` this much, as a `JobReport` has it."""
-
-    job_id: str
-    error: MeshError
-    took: dict[str, Any] | None = None
 
 
 class Accounts(ProcessMessage, frozen=True):

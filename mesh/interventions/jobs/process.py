@@ -20,8 +20,6 @@ from mesh.interventions.jobs.commands import (
     AskShards,
     Broke,
     Finished,
-    JobShards,
-    JobsReady,
     Line,
     RunJob,
     StartJobs,
@@ -31,7 +29,7 @@ from mesh.interventions.jobs.runner import JailRunner
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
-from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.messages import Handlers
 from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.types import NodeId
@@ -49,16 +47,12 @@ class JobsProcess(Worker):
         super().__init__()
         self._runner: JailRunner | None = None
         self._accounts = ResourceLedger(SystemClock(), allowances.JOBS)
-        self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Future[Sequence[Offer]]] = {}
 
     def commands(self) -> Handlers:
         """What the process is told beside `Trust` and `Stop`."""
         return {
-            StartJobs: lambda command: self.spawn(self._start(command), "start"),
-            RunJob: self._begin,
-            Cancel: self._cancel,
-            JobShards: self._take_shards,
+            StartJobs: self._start,
+            RunJob: self._run,
         }
 
     async def close(self) -> None:
@@ -68,38 +62,14 @@ class JobsProcess(Worker):
 
     async def _start(self, command: StartJobs) -> None:
         yield_to_others(command.nice)  # and so does every jail, which is started from here
-        try:
-            tls = await self.members.open(command.tls)
-        except MeshError as error:
-            self.say(Failed(error))
-            return
+        tls = await self.members.open(command.tls)
         links = HopLinks(secured(command.hello, tls, self._accounts))
         routes = Routes(NodeId(command.hello.node_id), links, command.routes.cover_rules)
         self._runner = JailRunner(routes, command.settings)
         await self.follow_members(routes.keep_only)
-        self.say(JobsReady())
         self.keep(self._report(), "report accounts")
 
-    def _begin(self, command: RunJob) -> None:
-        job_id = command.spec.job_id
-        task = self._jobs[job_id] = self.spawn(self._run(command), f"job {job_id}")
-        task.add_done_callback(lambda _: self._jobs.pop(job_id, None))
-
-    def _cancel(self, command: Cancel) -> None:
-        """It says when it is over, and nothing is written for it any more."""
-        job = self._jobs.get(command.id)
-        if job is not None:
-            over = JobFailed("The job was cancelled.", fix="")
-            job.add_done_callback(lambda _: self.say(Broke(command.id, over)))
-            job.cancel()
-
-    def _take_shards(self, command: JobShards) -> None:
-        asked = self._asked.pop(command.job_id, None)
-        if asked is not None and not asked.done():
-            asked.set_result(command.shards)
-
-    async def _run(self, command: RunJob) -> None:
-        """Says how it ended, if it was not cancelled."""
+    async def _run(self, command: RunJob) -> Finished | Broke:
         job_id = command.spec.job_id
         try:
             if self._runner is None:
@@ -110,26 +80,17 @@ class JobsProcess(Worker):
                 lambda text: self.say(Line(job_id, text)),
                 partial(self._newest, command),
             )
-            report = await as_mesh_error(running, f"job={job_id}", _unforeseen)
+            return Finished(await as_mesh_error(running, f"job={job_id}", self.unforeseen))
         except MeshError as error:
-            took = dict(error.took) if isinstance(error, JobFailed) else None
-            self.say(Broke(job_id, error, took))
-        else:
-            self.say(Finished(job_id, report))
+            return Broke(error, dict(error.took) if isinstance(error, JobFailed) else None)
 
     async def _newest(self, command: RunJob) -> Sequence[Offer]:
         """Who serves the model now; who did at the start, when the daemon does not say."""
-        job_id = command.spec.job_id
-        asked: asyncio.Future[Sequence[Offer]] = asyncio.get_running_loop().create_future()
-        self._asked[job_id] = asked
-        self.say(AskShards(job_id))
         try:
             async with asyncio.timeout(_ANSWER_S):
-                return await asked
+                return await self.exchange.ask(AskShards(command.spec.model_id))
         except TimeoutError:
             return command.place.shards
-        finally:
-            self._asked.pop(job_id, None)
 
     async def _report(self) -> None:
         """Who holds what here, whenever that has changed."""
@@ -140,10 +101,6 @@ class JobsProcess(Worker):
             if accounts != said:
                 said = accounts
                 self.say(Accounts(accounts))
-
-
-def _unforeseen(error: Exception) -> MeshError:
-    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
 def main() -> None:

@@ -8,18 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mesh.errors import InternalError, JobFailed, LinkLost, MeshError, ModelNotFound
+from mesh.errors import InternalError, JobFailed, LinkLost, MeshError, ModelNotFound, ProcessLost
 from mesh.interventions.jobs.commands import (
     Accounts,
     AskShards,
     Broke,
-    Finished,
-    JobShards,
-    JobsReady,
     Line,
     RunJob,
     StartJobs,
@@ -27,7 +23,7 @@ from mesh.interventions.jobs.commands import (
 from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec
 from mesh.pipeline.commands import Offer
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
-from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.messages import Handlers
 from mesh.processes.supervisor import Supervisor
 from mesh.types import BringingUp, ModelId
 
@@ -48,15 +44,6 @@ class JobsOwner(Protocol):
         """See `JobRunner`."""
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Somebody waits for a job's end."""
-
-    model_id: ModelId
-    on_text: Callable[[str], None]
-    ended: asyncio.Future[JobReport]
-
-
 class JobsSupervisor(Supervisor):
     """See the module; a `mesh.interventions.jobs.types.JobRunner`."""
 
@@ -74,7 +61,8 @@ class JobsSupervisor(Supervisor):
         self._directories = directories
         self._owner = owner
         self._error: MeshError | None = None
-        self._waiting: dict[str, _Waiting] = {}
+        self._on_text: dict[str, Callable[[str], None]] = {}
+        """Who hears what a job prints, by the job."""
 
     def why_not(self, model_id: ModelId) -> str | None:
         """Why jobs of this model cannot run now, in words; None when they can."""
@@ -91,12 +79,12 @@ class JobsSupervisor(Supervisor):
         """Run a job in the process to its end. Raises as `JobRunner.run`."""
         try:
             return await self._run_once(spec, on_text)
-        except LinkLost:
+        except ProcessLost:
             logger.warning("job=%s: its process ended; running it again", spec.job_id)
         on_text("(the process that runs jobs ended; the job is run again from its start)")
         try:
             return await self._run_once(spec, on_text)
-        except LinkLost:
+        except ProcessLost:
             raise JobFailed(
                 "The process that runs jobs ended twice while the job ran.",
                 fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
@@ -105,58 +93,37 @@ class JobsSupervisor(Supervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """What the process says; it is ready once jobs may come."""
-        return {
-            JobsReady: lambda answer: self._is_told(None),
-            Failed: lambda answer: self._is_told(answer.error),
-            Accounts: self._report,
-            AskShards: self._tell_shards,
-            Line: self._pass_on,
-            Finished: self._pass_on,
-            Broke: self._pass_on,
-        }
+        """What the process says, and asks."""
+        return {Accounts: self._report, AskShards: self._shards, Line: self._pass_on}
 
     def on_started(self) -> None:
         """Tell a new process its limits."""
         self._error = None
         super().on_started()
 
+    def on_failed(self, error: MeshError) -> None:
+        """Whoever waits for it is told why."""
+        self._error = error
+        self.ready()
+
     def on_ended(self, ending: ChildEnding) -> None:
-        """Fail the jobs of a process that is no more."""
-        lost = LinkLost(f"{self.name}: {ending}.", fix="Another is started; try again.")
-        for waiting in self._waiting.values():
-            if not waiting.ended.done():
-                waiting.ended.set_exception(lost)
+        """See `Supervisor`: jobs that ran in it are run again."""
 
     def on_changed(self) -> None:
         """See `Supervisor`: jobs wait for what becomes of it."""
 
     # What the process says
 
-    def _is_told(self, error: MeshError | None) -> None:
-        self._error = error
-        self.ready()
-
     def _report(self, answer: Accounts) -> None:
         self.accounts = answer.accounts
 
-    def _tell_shards(self, answer: AskShards) -> None:
-        waiting = self._waiting.get(answer.job_id)
-        if waiting is not None:
-            shards = tuple(self._owner.routable(waiting.model_id))
-            self.tell(JobShards(answer.job_id, shards))
+    async def _shards(self, asked: AskShards) -> tuple[Offer, ...]:
+        return tuple(self._owner.routable(asked.model_id))
 
-    def _pass_on(self, answer: Line | Finished | Broke) -> None:
-        waiting = self._waiting.get(answer.job_id)
-        if waiting is None or waiting.ended.done():
-            return
-        match answer:
-            case Line():
-                waiting.on_text(answer.text)
-            case Finished():
-                waiting.ended.set_result(answer.report)
-            case Broke():
-                waiting.ended.set_exception(_as_raised(answer))
+    def _pass_on(self, line: Line) -> None:
+        on_text = self._on_text.get(line.job_id)
+        if on_text is not None:
+            on_text(line.text)
 
     # Private
 
@@ -168,20 +135,21 @@ class JobsSupervisor(Supervisor):
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
         place = JobPlace(spec.model_id, directory, shards)
-        ended: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[spec.job_id] = _Waiting(spec.model_id, on_text, ended)
+        self._on_text[spec.job_id] = on_text
+        asked = self.exchange.ask(RunJob(spec, place))
         try:
-            if not self.tell(RunJob(spec, place)):
-                raise LinkLost(f"{self.name} is gone.", fix="Another is started.")
-            await asyncio.wait([ended])  # which leaves it as it is, should we be cancelled
-            return ended.result()
+            await asyncio.wait([asked])  # which leaves it as it is, should we be cancelled
         except asyncio.CancelledError:
-            if self.tell(Cancel(spec.job_id)):
-                await _gone(ended)
+            self.exchange.give_up(asked)
+            await asyncio.wait([asked], timeout=_CANCEL_S)  # until then it may write its result
             raise
         finally:
-            if self._waiting.get(spec.job_id) is waiting:
-                del self._waiting[spec.job_id]
+            if self._on_text.get(spec.job_id) is on_text:
+                del self._on_text[spec.job_id]
+        ended = asked.result()
+        if isinstance(ended, Broke):
+            raise _as_raised(ended)
+        return ended.report
 
     async def _started(self) -> None:
         """Until the process can be told. Raises InternalError, or MeshError as it says."""
@@ -196,16 +164,8 @@ class JobsSupervisor(Supervisor):
             raise self._error
 
 
-async def _gone(ended: asyncio.Future[JobReport]) -> None:
-    """Until a cancelled job has ended: until then it may write its result."""
-    await asyncio.wait([ended], timeout=_CANCEL_S)
-    if ended.done():
-        ended.exception()  # how it ended is of no interest any more
-
-
 def _as_raised(broke: Broke) -> MeshError:
     error = broke.error
-    # A link that was lost inside must not be taken for the end of the process.
     if isinstance(error, LinkLost | JobFailed):
         return JobFailed(error.message, fix=error.fix, took=broke.took)
     return error
