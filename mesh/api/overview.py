@@ -68,11 +68,11 @@ class Overview:
             "shards": self._local_shards(),
             "memory": _memory(parts.host),
             "processes": [process.standing.row() for process in parts.processes()],
-            "sessions": parts.host.sessions,
+            "sessions": parts.host.health.sessions,
             "generations": [
                 {**codec.plain(live), **counted}
                 for asker in parts.askers.values()
-                for live in asker.generations
+                for live in asker.report.generations
                 # What an asker said last may be older than the end of a generation.
                 if (counted := parts.counts.row(live.id)) is not None
             ],
@@ -178,7 +178,9 @@ class Overview:
         loads = [each.report.load for each in parts.host.shards.values() if each.report is not None]
         active = sum(load.kv_mb - load.parked_mb for load in loads)
         used = sum(load.kv_tokens_used for load in loads)
-        queued = sum(bool(live.queued) for a in parts.askers.values() for live in a.generations)
+        queued = sum(
+            bool(live.queued) for a in parts.askers.values() for live in a.report.generations
+        )
         return NodeNow(
             [_peer_now(peer) for peer in parts.peers()],
             parts.counts.states(queued),
@@ -235,7 +237,7 @@ class Overview:
         descriptor = shard.descriptor
         asker = self._parts.askers.get(descriptor.model_id)
         key = _key(descriptor)
-        standings = asker.standings if asker is not None else []
+        standings = asker.report.standings if asker is not None else []
         known = [row for row in standings if (row["host"], row["shard_id"]) == key]
         return {**_shard(shard), "standing": known[0] if known else None}
 
@@ -251,7 +253,9 @@ class Overview:
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
             "directory": model.directory,
             "checkpoint": None if model.facts is None else asdict(model.facts),
-            "abilities": list(asker.abilities) if asker is not None and asker.is_ready else None,
+            "abilities": list(asker.loaded.abilities)
+            if asker is not None and asker.is_ready
+            else None,
         }
 
     def _level(self, shards: Sequence[Advertisement]) -> str:
@@ -311,7 +315,7 @@ class Overview:
         for hosted in parts.host.shards.values():
             reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.loaded.reasons]
         for model_id, asker in parts.askers.items():
-            reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
+            reasons += [f"ends of {model_id}: {reason}" for reason in asker.loaded.reasons]
         return reasons + self._troubles() + [each.said for each in self._not_loaded()]
 
 
@@ -353,7 +357,7 @@ def _model(
 
 
 def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
-    memory = host.memory
+    memory = host.health.memory
     return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
 
 

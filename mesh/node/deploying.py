@@ -225,7 +225,7 @@ class House(World):
         return {name: why for name, why in host.failed.items() if name not in self._by_hand}
 
     def free_mb(self) -> int | None:
-        memory = self._held.host.memory
+        memory = self._held.host.health.memory
         return wiring.free_mb(self._config) if memory is None else memory.free_mb
 
     @property

@@ -51,8 +51,8 @@ class PrivacyReport:
 
     def _routes(self, model: LocalModel) -> Iterator[ReportedRoute]:
         asker = self._askers.get(model.model_id)
-        is_thin = asker is not None and asker.is_thin
-        for running in asker.generations if asker is not None else ():
+        is_thin = asker is not None and asker.loaded.is_thin
+        for running in asker.report.generations if asker is not None else ():
             if running.queued:
                 continue  # nothing of it has left this machine
             hops = tuple(

@@ -192,8 +192,8 @@ class Holdings:
 
     def accounts(self) -> list[dict[str, Any]]:
         """Who holds what in each process."""
-        askers = [{**asker.accounts, "where": name} for name, asker in self.askers.items()]
-        return [*self.host.accounts, *askers]
+        askers = [{**asker.report.accounts, "where": name} for name, asker in self.askers.items()]
+        return [*self.host.health.accounts, *askers]
 
     @property
     def is_used(self) -> bool:

@@ -30,7 +30,6 @@ from mesh.pipeline.commands import (
     GenerationFrame,
     Harvest,
     HarvestOrder,
-    LiveGeneration,
     LoadLocally,
     Offer,
     ReadLens,
@@ -102,12 +101,10 @@ class AskerSupervisor(Supervisor):
         """`module` is what the process runs: something that calls `mesh.pipeline.process.main`."""
         super().__init__(f"the asker of {start.model_id}", module, start, limits)
         self.model_id = start.model_id
-        self.reasons: tuple[str, ...] = ()
-        self.is_thin = False
-        self.abilities: tuple[str, ...] = ()
-        self.generations: tuple[LiveGeneration, ...] = ()
-        self.standings: list[dict[str, Any]] = []
-        self.accounts: dict[str, Any] = {}
+        self.loaded = AskerReady()
+        """What its ends are; nothing before they are loaded."""
+        self.report = AskerReport()
+        """What it said last that it does."""
         self.error: MeshError | None = None
         self._owner = owner
         self._attempts = Attempts()
@@ -208,8 +205,7 @@ class AskerSupervisor(Supervisor):
 
     def on_ready(self, answer: AskerReady) -> None:
         """Its ends are loaded."""
-        self.reasons, self.error = answer.reasons, None
-        self.is_thin, self.abilities = answer.is_thin, answer.abilities
+        self.loaded, self.error = answer, None
         self._attempts.succeeded(self.model_id)
         self._owner.asker_changed()
 
@@ -226,7 +222,7 @@ class AskerSupervisor(Supervisor):
         """End what ran in an asker that is no more with the reason."""
         if ending.loading is not None:
             self.error = self._attempts.died(ending.loading, ending, loop_time())
-        self.generations, self.accounts = (), {}
+        self.report = structs.replace(self.report, generations=(), accounts={})
         self._owner.asker_changed()
 
     def on_changed(self) -> None:
@@ -240,8 +236,7 @@ class AskerSupervisor(Supervisor):
     # What the process says
 
     def _reported(self, answer: AskerReport) -> None:
-        self.generations, self.standings = answer.generations, answer.standings
-        self.accounts = answer.accounts
+        self.report = answer
         for answered in answer.steps:
             self._owner.stepped(answered)
         for event in answer.events:

@@ -168,14 +168,15 @@ class Health(ProcessMessage, frozen=True):
     """How the shards do: every second and on every change.
 
     `sessions` and `accounts` are the rows of `ShardService.sessions` and `reports` as the status
-    shows them, `rss_mb` is the whole process'.
+    shows them, `rss_mb` is the whole process', `memory` what is free on the device and of main
+    memory.
     """
 
-    shards: tuple[ShardReport, ...]
-    rss_mb: float
-    sessions: list[dict[str, Any]]
-    accounts: list[dict[str, Any]]
-    memory: Memory | None
+    shards: tuple[ShardReport, ...] = ()
+    rss_mb: float = 0.0
+    sessions: list[dict[str, Any]] = []  # noqa: RUF012 - msgspec copies it
+    accounts: list[dict[str, Any]] = []  # noqa: RUF012
+    memory: Memory | None = None
 
 
 def traces_of(name: ShardId) -> ShardId:

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
@@ -44,7 +43,6 @@ from mesh.shard.commands import (
     traces_of,
 )
 from mesh.shard.local_shard import LocalShard
-from mesh.shard.room import Memory
 from mesh.types import ShardId
 
 logger = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class ShardSupervisor(Supervisor):
     """Runs the shard process and keeps the list of what it serves.
 
     `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
-    `sessions` and `accounts` say who has what open and holds what, as `mesh.shard.service` does.
+    `health` is what it said last of how it does, empty before.
     """
 
     def __init__(
@@ -78,11 +76,8 @@ class ShardSupervisor(Supervisor):
         self.private: dict[ShardId, LocalShard] = {}
         self.failed: dict[ShardId, MeshError] = {}
         self.reasons: tuple[str, ...] = ()
-        self.sessions: list[dict[str, Any]] = []
-        self.accounts: list[dict[str, Any]] = []
+        self.health = Health()
         self.port: int | None = None
-        self.memory: Memory | None = None
-        """What is free on the device, and of main memory."""
         self._on_change = on_change
         self._settled = asyncio.Event()
         self._revoked: tuple[str, ...] = ()
@@ -232,8 +227,7 @@ class ShardSupervisor(Supervisor):
         """Withdraw the shards of a process that is no more."""
         self.shards.clear()
         self.private.clear()
-        self.sessions, self.accounts = [], []
-        self.memory = None
+        self.health = Health()
         if ending.loading is not None:
             error = self._attempts.died(ending.loading, ending, loop_time())
             self._did_not_load(ShardId(ending.loading.name), error)
@@ -286,8 +280,7 @@ class ShardSupervisor(Supervisor):
         self._load_missing()
 
     def _reported(self, answer: Health) -> None:
-        self.sessions, self.accounts = answer.sessions, answer.accounts
-        self.memory = answer.memory
+        self.health = answer
         notable = [self._take(report, answer.rss_mb) for report in answer.shards]
         if any(notable):
             self._on_change()
@@ -308,7 +301,7 @@ class ShardSupervisor(Supervisor):
 
     def _why_not(self, name: ShardId) -> MeshError | None:
         """Why a shard is not to be loaded now, after what happened when it was."""
-        free_mb = 0 if self.memory is None else self.memory.ram_mb
+        free_mb = 0 if self.health.memory is None else self.health.memory.ram_mb
         names = [name] if name in self.wanted() else [name, _alone(name)]
         found = (self._attempts.why_not(each, loop_time(), free_mb) for each in names)
         return next(filter(None, found), None)

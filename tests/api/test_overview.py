@@ -26,7 +26,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
-from mesh.pipeline.commands import LiveGeneration
+from mesh.pipeline.commands import AskerReport, LiveGeneration
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
@@ -150,7 +150,7 @@ async def test_a_peer_of_another_version_is_said_to_be_one(home: Household) -> N
 async def test_a_generation_that_has_ended_is_not_shown_without_its_counts(home: Household) -> None:
     asker = await asyncio.to_thread(home.hold, "good", checkpoint_dir())
     request = GenerationRequest("a", ModelId("good"), prompt="x")
-    asker.generations = (LiveGeneration(shown_id("a"), ModelId("good"), (), 0),)
+    asker.report = AskerReport((LiveGeneration(shown_id("a"), ModelId("good"), (), 0),))
     with home.counts.counting(request):
         (row,) = home.overview.status()["generations"]
         assert (row["id"], row["tokens"], row["first_token_ms"]) == (shown_id("a"), 0, None)

@@ -76,8 +76,8 @@ async def test_an_idle_shard_goes_for_one_that_is_wanted_and_its_footprint_is_to
         assert first.health.memory is not None
         assert first.health.memory.total_mb == 0, "it is here when somebody asks, at no cost"
         await sees(lambda: second.health.memory is not None)
-        assert host.memory is not None
-        assert 0 < host.memory.device.free_mb <= host.memory.device.total_mb
+        assert host.health.memory is not None
+        assert 0 < host.health.memory.device.free_mb <= host.health.memory.device.total_mb
 
 
 async def test_a_load_that_killed_its_process_is_told_and_not_repeated() -> None:
