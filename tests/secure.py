@@ -35,7 +35,7 @@ def start_command(**changes: Any) -> StartShards:
     """The first command of a shard process on loopback."""
     hello = Hello(KEY.node_id, "node", "tensors", "test")
     tls = TlsMaterial.of(KEY, [])
-    start = StartShards(hello, tls, listen_host="127.0.0.1", device="cpu", threads=1)
+    start = StartShards(hello=hello, tls=tls, listen_host="127.0.0.1", device="cpu", threads=1)
     return structs.replace(start, **changes)
 
 

@@ -37,8 +37,8 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
     """The shard process, listening at `address`."""
     paths = StatePaths(config.state_dir)
     return StartShards(
-        _hello(config, key),
-        tls,
+        hello=_hello(config, key),
+        tls=tls,
         listen_host=address,
         interfaces=tuple(config.interface),
         device=config.device,
@@ -138,9 +138,15 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         memory_caps(config),
         model.quant,
     )
-    hello, directory = _hello(config, key), Path(model.directory)
-    nice = distributed.host.nice
-    return StartAsker(hello, tls, directory, model.model_id, options, settings, nice=nice)
+    return StartAsker(
+        Path(model.directory),
+        model.model_id,
+        options,
+        settings,
+        hello=_hello(config, key),
+        tls=tls,
+        nice=distributed.host.nice,
+    )
 
 
 def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
@@ -153,8 +159,8 @@ def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
         result_bytes=jobs.result_mb << 20,
     )
     settings = RunnerSettings(jobs.max_running, jobs.idle_seconds, cache_dir(), limits)
-    nice = config.distributed.host.nice
-    return StartJobs(_hello(config, key), tls, route_limits(config), settings, nice)
+    nice, hello = config.distributed.host.nice, _hello(config, key)
+    return StartJobs(route_limits(config), settings, hello=hello, tls=tls, nice=nice)
 
 
 def start_fetcher(
@@ -162,8 +168,8 @@ def start_fetcher(
 ) -> StartFetcher:
     """The process that moves weights, listening at `address`."""
     return StartFetcher(
-        Hello(key.node_id, config.name, "weights", SOFTWARE),
-        tls,
+        hello=Hello(key.node_id, config.name, "weights", SOFTWARE),
+        tls=tls,
         listen_host=address,
         models=tuple(LocalCheckpoint(model.model_id, Path(model.directory)) for model in models),
         models_dir=config.models_dir or models_dir(),

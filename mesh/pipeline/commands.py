@@ -189,14 +189,13 @@ class AskerReady:
 
 class StartAsker(Start[AskerReady], frozen=True):
     """Load the ends of the model in `directory`; route to `shards` until there are other
-    `RoutableShards`. At niceness `nice`."""
+    `RoutableShards`."""
 
     directory: Path
     model_id: ModelId
     options: AskerOptions
     settings: EngineSettings
     shards: tuple[Offer, ...] = ()
-    nice: int = 0
 
 
 class RoutableShards(ProcessMessage, frozen=True):

@@ -44,7 +44,6 @@ from mesh.pipeline.model import AskerModel, abilities
 from mesh.pipeline.sessions import expire_regularly
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Handlers
-from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
 from mesh.shard.memory import shed
@@ -151,7 +150,6 @@ class AskerProcess(Worker):
 
     async def _start(self, command: StartAsker) -> AskerReady:
         """Load the ends and begin to follow the mesh."""
-        yield_to_others(command.nice)  # before there are threads that compute
         tell_loop = asyncio.get_running_loop().call_soon_threadsafe
         model, reasons = await asyncio.to_thread(
             self._load_asker,
@@ -163,9 +161,8 @@ class AskerProcess(Worker):
         if model.ends is None and command.settings.activation_noise:
             raise _no_noise(model.model_id)
         self.say_loading(None)
-        tls = await self.members.open(command.tls)
-        accounts = ResourceLedger(LoopClock(), allowances.ASKER)
-        own, dial = NodeId(command.hello.node_id), secured(command.hello, tls, accounts)
+        own, accounts = NodeId(command.hello.node_id), ResourceLedger(LoopClock(), allowances.ASKER)
+        dial = secured(command.hello, self.members.tls, accounts)
         engine = self._engine = Engine(
             model, own, command.settings, self._local_model, self._judge, dial, accounts
         )

@@ -55,10 +55,9 @@ class MemberFeed:
                 f"This node does not trust you with its {goods}.", fix="See `hearthnet members`."
             )
 
-    async def open(self, material: TlsMaterial) -> TlsContexts:
+    async def open(self, material: TlsMaterial) -> None:
         """Make the contexts, with the members that are part of the material."""
         self._tls = await asyncio.to_thread(TlsContexts, material)
-        return self._tls
 
     def name(self, members: Sequence[bytes]) -> None:
         """The daemon named these, and no others."""

@@ -64,15 +64,17 @@ class Cancel(ProcessMessage, frozen=True):
     number: int
 
 
-class Start(Request[A], Generic[A], frozen=True):
+class Start(Request[A], Generic[A], frozen=True, kw_only=True):
     """The first command of a process, which each kind of process extends; it is answered once the
     process is ready for work.
 
     Its links say `hello` and prove it with `tls`, whose members are trusted until a `Trust` comes.
+    `nice` is its niceness.
     """
 
     hello: Hello
     tls: TlsMaterial
+    nice: int = 0
 
 
 class Trust(ProcessMessage, frozen=True):

@@ -98,8 +98,9 @@ class Supervisor(ABC):
         """It is ready for work: the answer to its first command."""
 
     def on_failed(self, error: MeshError) -> None:
-        """It runs, but could not do its first command."""
-        logger.error("%s did not start: %s", self.name, error)
+        """It runs, but could not do its first command: without that it is of no use."""
+        self._said = error
+        self.replace()
 
     @abstractmethod
     def on_ended(self, ending: ChildEnding) -> None:

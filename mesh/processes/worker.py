@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
@@ -23,9 +24,11 @@ from mesh.processes.messages import (
     Handlers,
     Loads,
     ProcessMessage,
+    Start,
     Stop,
     Trust,
 )
+from mesh.processes.priority import yield_to_others
 from mesh.processes.tasks import end, spawn
 
 PROGRESS_EVERY_S = 0.2
@@ -49,7 +52,10 @@ class Worker(ABC):
         """`daemon` is who answers go to before `run` attaches to the parent."""
         self.members = MemberFeed()
         self._daemon = daemon
-        understood: Handlers = {Trust: self._trust, Stop: self._stop, **self.commands()}
+        understood: Handlers = {Trust: self._trust, Stop: self._stop}
+        for kind, handler in self.commands().items():
+            is_first = issubclass(kind, Start)
+            understood[kind] = partial(self._begin, handler) if is_first else handler
         self.exchange = Exchange(understood, self._send, self.unforeseen, self.most_at_once)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
@@ -60,7 +66,9 @@ class Worker(ABC):
     @abstractmethod
     def commands(self) -> Handlers:
         """The commands this process understands beside `Trust` and `Stop`: each kind of request
-        with the coroutine whose result is the answer, each other with what is done at once."""
+        with the coroutine whose result is the answer, each other with what is done at once.
+
+        When its `Start` is handled the process is as nice as that says, and `members` are open."""
 
     def unforeseen(self, error: Exception) -> MeshError:
         """The answer to a request whose work ended with what is no MeshError; it is logged."""
@@ -139,6 +147,11 @@ class Worker(ABC):
         self.keep(self.members.follow(keep_only), "follow members")
 
     # Private
+
+    async def _begin(self, start: Callable[[Any], Awaitable[Any]], command: Start[Any]) -> Any:
+        yield_to_others(command.nice)  # before there are threads, or processes, that compute
+        await self.members.open(command.tls)
+        return await start(command)
 
     def _send(self, message: ProcessMessage, *, soon: bool = False) -> None:
         if self._daemon is not None:

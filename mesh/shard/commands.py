@@ -93,7 +93,7 @@ class StartShards(Start[Listening], frozen=True):
     """Listen, at `listen_port` or, if it is 0, at a free one; choose the device.
 
     Harvests are written to `harvest_dir`, those of other members to `harvest_mb` at most; with no
-    directory none are. What is loaded stays within `caps`, and is computed with at niceness `nice`.
+    directory none are. What is loaded stays within `caps`.
     """
 
     listen_host: str
@@ -106,7 +106,6 @@ class StartShards(Start[Listening], frozen=True):
     harvest_mb: int = 0
     session_lease_s: float = ShardSettings().session_lease_s
     caps: MemoryCaps | None = None
-    nice: int = 0
 
 
 class Load(Request[Loaded], frozen=True):

@@ -28,7 +28,6 @@ from mesh.errors import (
     WeightsCorrupted,
 )
 from mesh.processes.messages import Handlers
-from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.shard.commands import (
     Health,
@@ -160,16 +159,14 @@ class ShardProcess(Worker):
             return await self._listen(command)
 
     async def _listen(self, command: StartShards) -> Listening:
-        yield_to_others(command.nice)  # before there are threads that compute
         device = await asyncio.to_thread(choose_device, command.device)
         threads = await asyncio.to_thread(
             kept_threads, command.threads, device.value, command.threads_dir
         )
         hello, host = command.hello, command.listen_host
         own = NodeId(hello.node_id)
-        tls = await self.members.open(command.tls)
         clock = SteadyClock(SystemClock().now())
-        self._service.permits = Permits(tls, clock)
+        self._service.permits = Permits(self.members.tls, clock)
         self._service.revoke(self._revoked)
         interfaces = [host] if command.interfaces is None else command.interfaces
         listener = self._listener = await serve(
@@ -178,7 +175,7 @@ class ShardProcess(Worker):
             accept=Doorkeeper(self.members.identify, self._accept),
             hello=lambda: dated(leased(says_copies(hello), command.session_lease_s), clock),
             limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
-            ssl=tls.server,
+            ssl=self.members.tls.server,
         )
         self._queue = Scheduler(threads.value)
         self._queue.on_lost = self.end_failed

@@ -213,9 +213,10 @@ class ShardSupervisor(Supervisor):
         self._note_settled()
 
     def on_failed(self, error: MeshError) -> None:
-        """Without a listener it is of no use."""
+        """Where it does not listen another is tried; one that is set up wrong stays, and serves
+        nothing."""
         if isinstance(error, PortInUse | DeviceFailed):
-            self.replace()
+            super().on_failed(error)
         if isinstance(error, PortInUse) and self.port is not None:
             logger.warning("%s The shards move to another port.", error.message)
             self._use_port(None)

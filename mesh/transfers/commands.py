@@ -76,9 +76,9 @@ class StartFetcher(Start[int], frozen=True):
     answered with its port.
 
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
-    at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
-    niceness, `patience_s` how long somebody who has what is missing is waited for, and `idle_s`
-    after how long without anything to do it says so; after `unasked_s` when it never had.
+    at `bytes_per_s` at most in each direction; 0: as fast as they can. `patience_s` is how long
+    somebody who has what is missing is waited for, and `idle_s` after how long without anything to
+    do it says so; after `unasked_s` when it never had.
     """
 
     listen_host: str
@@ -88,7 +88,6 @@ class StartFetcher(Start[int], frozen=True):
     interfaces: tuple[str, ...] | None = None
     bytes_per_s: float = 0.0
     patience_s: float = 60.0
-    nice: int = NICE
     idle_s: float = 120.0
     unasked_s: float = 5.0
 

@@ -24,7 +24,6 @@ from mesh.errors import (
     MeshError,
     ModelInUse,
     ModelNotFound,
-    as_mesh_error,
 )
 from mesh.models.hashing import fingerprint
 from mesh.models.hub_cache import hub_snapshot
@@ -37,7 +36,6 @@ from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.heap import give_back, keep_buffers
 from mesh.processes.messages import Handlers
-from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.transfers import documents
 from mesh.transfers.asking import WeightsLink
@@ -121,7 +119,7 @@ class FetcherProcess(Worker):
         }
 
     def unforeseen(self, error: Exception) -> MeshError:
-        return InternalError(f"The fetch failed: {error}.", fix="See the log.")
+        return InternalError(f"The fetcher failed: {error}.", fix="See the log.")
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -130,7 +128,6 @@ class FetcherProcess(Worker):
     # Commands
 
     async def _start(self, command: StartFetcher) -> int:
-        yield_to_others(command.nice)
         keep_buffers()
         rate = command.bytes_per_s or math.inf
         self._serving_pace.limit(rate)
@@ -150,30 +147,26 @@ class FetcherProcess(Worker):
         for kept in await asyncio.to_thread(scan, command.models_dir):
             self._shelf.put(kept)
         await asyncio.to_thread(sweep_rounded, command.cache_dir)
-        try:  # whoever has knocked already is answered with all that is here
-            await as_mesh_error(self._listen(command), "starting the fetcher")
-        except MeshError as error:
-            self.end_failed(error)
-            raise
-        assert self._listener is not None  # noqa: S101 - it listens
+        # Whoever has knocked already is answered with all that is here.
+        listener = await self._listen(command)
         await self._tell_holdings()
         self.keep(self._report(), "tell what is here")
-        return self._listener.port
+        return listener.port
 
-    async def _listen(self, command: StartFetcher) -> None:
-        tls = await self.members.open(command.tls)
+    async def _listen(self, command: StartFetcher) -> LinkServer:
         host = command.listen_host
         interfaces = [host] if command.interfaces is None else command.interfaces
-        self._listener = await serve(
+        listener = self._listener = await serve(
             Reach.of(interfaces, host) or host,
             0,
             accept=Doorkeeper(self.members.identify, self._accept),
             hello=command.hello,
             limits=replace(WEIGHTS_LIMITS, accounts=self._accounts),
-            ssl=tls.server,
+            ssl=self.members.tls.server,
             sock=listener_of_parent(),
         )
         await self.follow_members(self._keep_only)
+        return listener
 
     async def _order(self, order: Order) -> Path:
         directory = await self._obey(order)

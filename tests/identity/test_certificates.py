@@ -76,7 +76,7 @@ def test_unfit_anchors_are_refused(flaw: str) -> None:
 
 def test_material_survives_the_way_to_a_child_and_hides_its_key() -> None:
     material = TlsMaterial.of(new_key(), [Party("x").certificate])
-    start: Start[None] = Start(Hello("n", "n", "tensors", "test"), material)
+    start: Start[None] = Start(hello=Hello("n", "n", "tensors", "test"), tls=material)
     got: list[Start[None]] = []
     Inbox({Start: got.append}).read(encode(start))
     assert got == [start]

@@ -33,7 +33,7 @@ class Watched(Supervisor):
     def __init__(self, replace_s: float = 4.0) -> None:
         limits = SilenceLimits(start_s=30.0, suspect_s=SUSPECT_S, replace_s=replace_s)
         tls = TlsMaterial.of(secure.KEY, [])
-        start: Start[None] = Start(secure.HELLO, tls)
+        start: Start[None] = Start(hello=secure.HELLO, tls=tls)
         super().__init__("the process", "tests.lively", start, limits)
         self.restart_delays_s = (0.1,)
         self.endings: list[ChildEnding] = []

@@ -142,6 +142,7 @@ async def test_a_shard_process_from_start_to_stop(
     await asker.open(weights_sha256=described.weights_sha256, start=1, stop=4)
     found = await asker.step(0, 0, rows(30))
     assert relative_error(found, step(span, span.new_cache(64), 0, rows(30))) < 1e-5
+    daemon.forget()  # what it said before it had one
     (report,) = (health := await daemon.hears(Health)).shards
     while not report.health.active_streams:
         (report,) = (health := await daemon.hears(Health)).shards

@@ -69,8 +69,8 @@ class House:
         key = self.keys[name]
         members = [TlsMaterial.of(other, []).certificate for other in self.keys.values()]
         start = StartFetcher(
-            Hello(key.node_id, name, "weights", "test"),
-            TlsMaterial.of(key, members),
+            hello=Hello(key.node_id, name, "weights", "test"),
+            tls=TlsMaterial.of(key, members),
             listen_host="127.0.0.1",
             models=tuple(LocalCheckpoint(MODEL, directory) for directory in directories),
             models_dir=self.root / name / "models",

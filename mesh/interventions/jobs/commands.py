@@ -29,11 +29,10 @@ class Broke(ProcessMessage, frozen=True):
 
 
 class StartJobs(Start[None], frozen=True):
-    """Be ready for jobs, within these limits, at niceness `nice`."""
+    """Be ready for jobs, within these limits."""
 
     routes: RouteLimits
     settings: RunnerSettings
-    nice: int = 0
 
 
 class RunJob(Request[Finished | Broke], frozen=True):

@@ -30,7 +30,6 @@ from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
 from mesh.processes.messages import Handlers
-from mesh.processes.priority import yield_to_others
 from mesh.processes.worker import Worker
 from mesh.types import NodeId
 
@@ -61,9 +60,7 @@ class JobsProcess(Worker):
             await self._runner.close()
 
     async def _start(self, command: StartJobs) -> None:
-        yield_to_others(command.nice)  # and so does every jail, which is started from here
-        tls = await self.members.open(command.tls)
-        links = HopLinks(secured(command.hello, tls, self._accounts))
+        links = HopLinks(secured(command.hello, self.members.tls, self._accounts))
         routes = Routes(NodeId(command.hello.node_id), links, command.routes.cover_rules)
         self._runner = JailRunner(routes, command.settings)
         await self.follow_members(routes.keep_only)

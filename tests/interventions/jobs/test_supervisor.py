@@ -43,7 +43,8 @@ class Here:
             wall_s=60, cpu_s=60, memory_bytes=1 << 30, result_bytes=16 << 20
         )  # fmt: skip
         tls, routes = TlsMaterial.of(secure.KEY, []), RouteLimits(16, allow_self_as_first=True)
-        start = StartJobs(secure.HELLO, tls, routes, RunnerSettings(2, 600.0, directory, bounds))
+        settings = RunnerSettings(2, 600.0, directory, bounds)
+        start = StartJobs(routes, settings, hello=secure.HELLO, tls=tls)
         directories = {LLAMA: Path(checkpoint("llama").directory)}
         self.jobs = JobsSupervisor(start, directories, self, limits)
         self.lines: list[str] = []
