@@ -24,7 +24,7 @@ from mesh.errors import (
     ProcessLost,
     as_mesh_error,
 )
-from mesh.processes.messages import Answer, Cancel, Handlers, Inbox, ProcessMessage, Request
+from mesh.processes.messages import Answer, Cancel, Handlers, ProcessMessage, Request, reader
 from mesh.processes.tasks import spawn
 
 A = TypeVar("A")
@@ -42,7 +42,7 @@ class _Asked:
     then: Callable[[asyncio.Future[Any]], object] | None
 
 
-class Exchange(Inbox):
+class Exchange:
     """See the module; `end` it when the other side is gone."""
 
     def __init__(
@@ -60,11 +60,20 @@ class Exchange(Inbox):
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
         self._working: dict[int, tuple[type[Request[Any]], asyncio.Task[None]]] = {}
-        understood: Handlers = {Answer: self._answered, Cancel: self._cancel}
+        self._handlers: Handlers = {Answer: self._answered, Cancel: self._cancel}
         for kind, handler in handlers.items():
             is_request = issubclass(kind, Request)
-            understood[kind] = partial(self._begin, handler) if is_request else handler
-        super().__init__(understood)
+            self._handlers[kind] = partial(self._begin, handler) if is_request else handler
+        self._read = reader(self._handlers)
+
+    def read(self, body: bytes) -> None:
+        """Handle a message. Raises BadRequest for one that is not understood."""
+        message = self._read(body)
+        self._handlers[type(message)](message)
+
+    def take(self, message: ProcessMessage) -> None:
+        """Handle a message that was read."""
+        self._handlers[type(message)](message)
 
     # What this side asks
 

@@ -10,8 +10,7 @@ have in common; what one of them is told and says stands beside it (`mesh.shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar, Union, get_args
 
@@ -53,8 +52,11 @@ class Answer(ProcessMessage, frozen=True):
 
     def result_of(self, request: Request[A]) -> A:
         """What `to` was given. Raises BadRequest for what is no answer to that."""
-        with _understood():
-            result: A = _decoder([_answer_type(type(request))]).decode(self.result)
+        decoder = _decoder([_answer_type(type(request))])
+        try:
+            result: A = decoder.decode(self.result)
+        except msgspec.MsgspecError as error:
+            raise _not_understood(error) from error
         return result
 
 
@@ -132,22 +134,18 @@ def encode(message: ProcessMessage) -> bytes:
     return _ENCODER.encode(message)
 
 
-class Inbox:
-    """Hands each message to its handler; `handlers` are all that is understood."""
+def reader(kinds: Iterable[type[ProcessMessage]]) -> Callable[[bytes], ProcessMessage]:
+    """What reads a message of one of these kinds. Raises BadRequest for any other."""
+    decoder = _decoder(kinds)
 
-    def __init__(self, handlers: Handlers) -> None:
-        self._handlers = handlers
-        self._decoder = _decoder(handlers)
+    def read(body: bytes) -> ProcessMessage:
+        try:
+            message: ProcessMessage = decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise _not_understood(error) from error
+        return message
 
-    def read(self, body: bytes) -> None:
-        """Decode one message and handle it. Raises BadRequest for one that is not understood."""
-        with _understood():
-            message = self._decoder.decode(body)
-        self.take(message)
-
-    def take(self, message: ProcessMessage) -> None:
-        """Handle one message."""
-        self._handlers[type(message)](message)
+    return read
 
 
 def rehearse() -> None:
@@ -159,15 +157,11 @@ def rehearse() -> None:
         _decoder([kind])
 
 
-@contextmanager
-def _understood() -> Iterator[None]:
-    try:
-        yield
-    except msgspec.MsgspecError as error:
-        raise BadRequest(
-            f"A message between the daemon and its process is not understood: {error}.",
-            fix="Start the daemon anew: hearthnet may have been updated while it ran.",
-        ) from error
+def _not_understood(error: msgspec.MsgspecError) -> BadRequest:
+    return BadRequest(
+        f"A message between the daemon and its process is not understood: {error}.",
+        fix="Start the daemon anew: hearthnet may have been updated while it ran.",
+    )
 
 
 def _answer_type(kind: type[Request[Any]]) -> Any:

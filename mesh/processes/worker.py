@@ -56,7 +56,7 @@ class Worker(ABC):
         for kind, handler in self.commands().items():
             is_first = issubclass(kind, Start)
             understood[kind] = partial(self._begin, handler) if is_first else handler
-        self.exchange = Exchange(understood, self._send, self.unforeseen, self.most_at_once)
+        self.exchange = Exchange(understood, self.say, self.unforeseen, self.most_at_once)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
@@ -110,8 +110,9 @@ class Worker(ABC):
 
         Without a daemon there is nobody left to tell: the process is about to end.
         """
-        with contextlib.suppress(LinkLost):
-            self._send(answer, soon=soon)
+        if self._daemon is not None:
+            with contextlib.suppress(LinkLost):
+                self._daemon.send(answer, soon=soon)
 
     def say_loading(self, loading: LoadNeed | None, progress: Progress | None = None) -> None:
         """What begins to load and where that is counted, and None once that is done."""
@@ -152,10 +153,6 @@ class Worker(ABC):
         yield_to_others(command.nice)  # before there are threads, or processes, that compute
         await self.members.open(command.tls)
         return await start(command)
-
-    def _send(self, message: ProcessMessage, *, soon: bool = False) -> None:
-        if self._daemon is not None:
-            self._daemon.send(message, soon=soon)
 
     async def _tell(self, loading: LoadNeed, progress: Progress) -> None:
         told: Loads | None = None

@@ -26,7 +26,7 @@ from mesh.identity.certificates import (
 from mesh.identity.fingerprints import WORDS, fingerprint
 from mesh.identity.keys import parse_pem, short_id
 from mesh.identity.tls import TlsMaterial
-from mesh.processes.messages import Inbox, Start, encode
+from mesh.processes.messages import Start, encode, reader
 from mesh.types import NodeId
 from mesh.wire.messages import Hello
 from tests.identity.support import Party, new_key
@@ -77,9 +77,7 @@ def test_unfit_anchors_are_refused(flaw: str) -> None:
 def test_material_survives_the_way_to_a_child_and_hides_its_key() -> None:
     material = TlsMaterial.of(new_key(), [Party("x").certificate])
     start: Start[None] = Start(hello=Hello("n", "n", "tensors", "test"), tls=material)
-    got: list[Start[None]] = []
-    Inbox({Start: got.append}).read(encode(start))
-    assert got == [start]
+    assert reader([Start])(encode(start)) == start
     assert "PRIVATE" not in repr(material)
     with pytest.raises(UntrustedPeer):
         replace(material, key_pem=new_key().to_pem())

@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.processes.channel import Channel
 from mesh.processes.child import attach_to_parent
-from mesh.processes.messages import Inbox, ProcessMessage
+from mesh.processes.exchange import Exchange
+from mesh.processes.messages import ProcessMessage
 
 _channel: list[Channel] = []
 _kept: list[object] = []
@@ -90,12 +91,16 @@ def _obey(order: Said) -> None:
             answer["found"] = [_lies_in_memory(*halves) for halves in order.fields["halves"]]
         case "exit":
             os._exit(int(order.fields["status"]))
-    _channel[0].send(Said(order.what, answer))
+    _say(Said(order.what, answer))
+
+
+def _say(message: ProcessMessage) -> None:
+    _channel[0].send(message)
 
 
 async def _main() -> None:
-    _channel.append(await attach_to_parent(Inbox({Said: _obey}).read))
-    _channel[0].send(Said("ready", {}))
+    _channel.append(await attach_to_parent(Exchange({Said: _obey}, _say).read))
+    _say(Said("ready", {}))
     await asyncio.Event().wait()
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mesh.processes.child import Child
-from mesh.processes.messages import Alive, Inbox
+from mesh.processes.messages import Alive, reader
 from mesh.processes.nursery import why_unfit
 from mesh.processes.warm_parent import end_warm_parent
 from tests.processes.nosy import Said
@@ -24,6 +24,7 @@ from tests.processes.nosy import Said
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 
 TIMEOUT_S = 60.0
+_READ = reader([Said, Alive])
 
 
 class Nosy:
@@ -37,7 +38,7 @@ class Nosy:
         self.child = await Child.start(
             "tests.processes.nosy",
             name="nosy",
-            on_message=Inbox({Said: self._said.put_nowait, Alive: lambda _: None}).read,
+            on_message=self._heard,
             on_closed=lambda: None,
         )
         await self._hears("ready")
@@ -46,6 +47,11 @@ class Nosy:
     async def asked(self, op: str, **fields: Any) -> dict[str, Any]:
         self.child.channel.send(Said(op, fields))
         return await self._hears(op)
+
+    def _heard(self, body: bytes) -> None:
+        message = _READ(body)
+        if isinstance(message, Said):
+            self._said.put_nowait(message)
 
     async def _hears(self, op: str) -> dict[str, Any]:
         async with asyncio.timeout(TIMEOUT_S):
