@@ -13,7 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
@@ -50,7 +50,7 @@ from mesh.shard.loading import HeldShard, HostedOn, LoadedShard, LoadPlan, load_
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
-from mesh.shard.room import Memory, Room
+from mesh.shard.room import Room
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
@@ -78,6 +78,16 @@ will not end."""
 LoadShard = Callable[[LoadPlan], LoadedShard]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What there is from the start on."""
+
+    place: HostedOn
+    listener: LinkServer
+    queue: Scheduler
+    room: Room
+
+
 class ShardProcess(Worker):
     """The shards of this process."""
 
@@ -89,14 +99,11 @@ class ShardProcess(Worker):
         """What changes which shards are here is done one after the other, in the order it came."""
         self._service = ShardService()
         self._changed = asyncio.Event()
-        self._place: HostedOn | None = None
-        self._queue: Scheduler | None = None
-        self._room: Room | None = None
+        self._parts: _Parts | None = None
         self._held: dict[ShardId, HeldShard] = {}
         self._watches: dict[ShardId, asyncio.Task[None]] = {}
         self._watchers_turn = asyncio.Lock()
         self._is_paused = False
-        self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
         self._resident: frozenset[ShardId] = frozenset()
 
@@ -131,10 +138,9 @@ class ShardProcess(Worker):
 
     async def close(self) -> None:
         """Stop listening and computing."""
-        if self._listener is not None:
-            await self._listener.close()
-        if self._queue is not None:
-            self._queue.close()
+        if self._parts is not None:
+            await self._parts.listener.close()
+            self._parts.queue.close()
         if self._service.shelf is not None:
             self._service.shelf.close()
 
@@ -154,11 +160,6 @@ class ShardProcess(Worker):
         self._tell_askers(Drain("the node goes to sleep" if command.paused else ""))
 
     async def _start(self, command: StartShards) -> Listening:
-        self.keep(self._report(), "shard-health")
-        async with self._turn:
-            return await self._listen(command)
-
-    async def _listen(self, command: StartShards) -> Listening:
         device = await asyncio.to_thread(choose_device, command.device)
         threads = await asyncio.to_thread(
             kept_threads, command.threads, device.value, command.threads_dir
@@ -169,7 +170,7 @@ class ShardProcess(Worker):
         self._service.permits = Permits(self.members.tls, clock)
         self._service.revoke(self._revoked)
         interfaces = [host] if command.interfaces is None else command.interfaces
-        listener = self._listener = await serve(
+        listener = await serve(
             Reach.of(interfaces, host) or host,
             command.listen_port,
             accept=Doorkeeper(self.members.identify, self._accept),
@@ -177,34 +178,36 @@ class ShardProcess(Worker):
             limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=self.members.tls.server,
         )
-        self._queue = Scheduler(threads.value)
-        self._queue.on_lost = self.end_failed
+        queue = Scheduler(threads.value)
+        queue.on_lost = self.end_failed
         budget = await asyncio.to_thread(memory_budget, command.caps, device.value)
         measure = partial(headroom, device.value)
-        self._room = Room(measure, self._held.values, self.say_loading, budget)
+        room = Room(measure, self._held.values, self.say_loading, budget)
         if command.harvest_dir is not None:
             limit_bytes = command.harvest_mb << 20
             self._service.shelf = HarvestShelf(command.harvest_dir, limit_bytes, own)
-        self._place = HostedOn(
-            own, hello.node_name, _endpoint(host, listener.port), device.value, threads.value
-        )
+        endpoint = _endpoint(host, listener.port)
+        place = HostedOn(own, hello.node_name, endpoint, device.value, threads.value)
+        parts = self._parts = _Parts(place, listener, queue, room)
+        self.keep(self._report(parts), "shard-health")
         await self.follow_members(self._keep_only)
         return Listening(listener.port, str(device.value), (device.reason, threads.reason))
 
     async def _load(self, command: Load) -> Loaded:
         async with self._turn:
-            place, queue, room = self._started()
+            if self._parts is None:
+                raise BadRequest("The shard process has not started.", fix="Send start first.")
             try:
-                return await self._serve(command, place, queue, room)
+                return await self._serve(command, self._parts)
             except Exception:
                 # Gigabytes may have been read before a load failed, and the process lives on.
-                await queue.load(release_memory)
+                await self._parts.queue.load(release_memory)
                 raise
 
-    async def _serve(self, command: Load, place: HostedOn, queue: Scheduler, room: Room) -> Loaded:
-        request = command.request
-        if request.advertise_host and self._listener is not None:
-            endpoint = _endpoint(request.advertise_host, self._listener.port)
+    async def _serve(self, command: Load, parts: _Parts) -> Loaded:
+        request, place, queue, room = command.request, parts.place, parts.queue, parts.room
+        if request.advertise_host:
+            endpoint = _endpoint(request.advertise_host, parts.listener.port)
             place = replace(place, endpoint=endpoint)
         self._service.require_absent(request.shard_id)
         plan = await queue.load(lambda: plan_shard(request, place))
@@ -275,7 +278,7 @@ class ShardProcess(Worker):
         await held.server.evict(error)
 
     def _links(self) -> Iterable[WebSocketLink]:
-        return self._listener.links if self._listener is not None else ()
+        return self._parts.listener.links if self._parts is not None else ()
 
     def _keep_only(self, members: frozenset[NodeId]) -> None:
         for link in self._links():
@@ -287,7 +290,7 @@ class ShardProcess(Worker):
             with contextlib.suppress(LinkLost):  # then it needs no telling
                 link.send(notice)
 
-    async def _report(self) -> None:
+    async def _report(self, parts: _Parts) -> None:
         rss_mb, process = 0.0, psutil.Process()
         while True:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
@@ -297,28 +300,21 @@ class ShardProcess(Worker):
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)
             self._changed.clear()
-            self._require_progress()
+            self._require_progress(parts.queue)
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
                 rss_mb = process.memory_info().rss / 2**20
             shards = tuple([await _report_of(held) for held in self._held.values()])
-            memory = await self._look_after_room()
+            with contextlib.suppress(OSError):  # as above: what was known last has to do
+                await parts.room.relieve()  # where little is free, an idle shard goes
             sessions, accounts = self._service.sessions(), self._service.reports()
-            self.say(Health(shards, rss_mb, sessions, accounts, memory))
+            self.say(Health(shards, rss_mb, sessions, accounts, parts.room.memory))
 
-    async def _look_after_room(self) -> Memory | None:
-        """What is free now; where that is little, an idle shard goes."""
-        if self._room is None:
-            return None
-        with contextlib.suppress(OSError):  # as above: what was known last has to do
-            await self._room.relieve()
-        return self._room.memory
-
-    def _require_progress(self) -> None:
+    def _require_progress(self, queue: Scheduler) -> None:
         """End the process when its device does, which its loop knows nothing of."""
-        if self._queue is not None and self._queue.busy_s > self._stuck_s:
+        if queue.busy_s > self._stuck_s:
             self.end_failed(
                 DeviceLost(
-                    f"The device has been at one step for {self._queue.busy_s:.0f} s.",
+                    f"The device has been at one step for {queue.busy_s:.0f} s.",
                     fix="The process starts again by itself; see its log if this repeats.",
                 )
             )
@@ -331,11 +327,6 @@ class ShardProcess(Worker):
                 fix="Connect to the daemon's control port.",
             )
         return self._service.handler(link)
-
-    def _started(self) -> tuple[HostedOn, Scheduler, Room]:
-        if self._place is None or self._queue is None or self._room is None:
-            raise BadRequest("The shard process has not started.", fix="Send start first.")
-        return self._place, self._queue, self._room
 
 
 async def _report_of(held: HeldShard) -> ShardReport:
