@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from mesh.errors import DeviceLost
+from mesh.errors import DeviceLost, PortInUse
 from mesh.models.progress import Progress
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Handlers, ProcessMessage, Request, Start
@@ -17,6 +17,10 @@ class Work(ProcessMessage, frozen=True):
     """Work beside the loop for so long."""
 
     seconds: float
+
+
+NOWHERE = "nowhere"
+"""A process of a node that is called so cannot start."""
 
 
 class Repeat(Request[str], frozen=True):
@@ -58,8 +62,9 @@ class Lively(Worker):
             Count: self._count,
         }
 
-    async def _start(self, _: Start[Any]) -> None:
-        """It has started."""
+    async def _start(self, command: Start[Any]) -> None:
+        if command.hello.node_name == NOWHERE:
+            raise PortInUse("The port is taken.", fix="Free it.")
 
     async def _repeat(self, request: Repeat) -> str:
         if request.pause_s:

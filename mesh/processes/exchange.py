@@ -95,12 +95,12 @@ class Exchange:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[A] = loop.create_future()
         answer.add_done_callback(lambda _: self._given_up(number))
-        self._asked[number] = _Asked(request, answer, then)
         try:
             self._send(request)
         except LinkLost as error:
             lost = ProcessLost(error.message, fix="Ask again; it starts anew.")
             loop.call_soon(self._settle, number, None, lost)
+        self._asked[number] = _Asked(request, answer, then)
         return answer
 
     def give_up(self, answer: asyncio.Future[Any]) -> None:
@@ -170,10 +170,9 @@ class Exchange:
         doing = type(request).__name__
         try:
             result = await as_mesh_error(work(request), doing, self._unforeseen)
-        except MeshError as error:
-            self._tell(Answer(request.number, error=error))
-        else:
             self._tell(Answer.to(request, result))
+        except MeshError as error:  # also where the result is too large to be told
+            self._tell(Answer(request.number, error=error))
 
     def _cancel(self, command: Cancel) -> None:
         """Whoever gave it up may wait until it is over."""

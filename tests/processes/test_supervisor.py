@@ -8,12 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
+from msgspec import structs
 
 from mesh.clock import next_tick
-from mesh.errors import BadRequest, DeviceLost, InternalError, ProcessLost
+from mesh.errors import BadRequest, Busy, DeviceLost, InternalError, PortInUse, ProcessLost
 from mesh.identity.tls import TlsMaterial
 from mesh.processes import supervisor
 from mesh.processes.lifecycle import ChildEnding, ProcessState, SilenceLimits
@@ -21,7 +23,7 @@ from mesh.processes.messages import Handlers, Start
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.warm_parent import end_warm_parent
 from tests import secure
-from tests.lively import FailForGood, Garble, Repeat, Work
+from tests.lively import NOWHERE, FailForGood, Garble, Repeat, Work
 
 TIMEOUT_S = 60.0
 SUSPECT_S = 2.0
@@ -240,6 +242,32 @@ async def test_a_start_that_fails_is_tried_again(
     assert "nonexistent" in caplog.text
     assert process.endings[1:] == [ChildEnding(None), ChildEnding(None)]
     assert await process.up() != first
+
+
+async def test_one_that_cannot_do_its_first_command_says_why_and_is_replaced() -> None:
+    process = Watched()
+    assert process.first_command is not None
+    hello = process.first_command.hello
+    broken = replace(hello, node_name=NOWHERE)
+    process.first_command = structs.replace(process.first_command, hello=broken)
+    process.start()
+    try:
+        await process.sees(lambda: bool(process.endings))
+        assert isinstance(process.endings[0].said, PortInUse)
+        assert "The port is taken." in str(process.standing.trouble)
+        process.first_command = structs.replace(process.first_command, hello=hello)
+        await process.up()
+    finally:
+        await process.stop()
+
+
+async def test_who_waits_for_one_hears_when_there_will_be_none() -> None:
+    process = Watched()
+    waiting = asyncio.create_task(process.wait_up())
+    await asyncio.sleep(0)
+    await process.stop()
+    with pytest.raises(Busy):
+        await waiting
 
 
 async def test_nobody_is_told_when_nobody_is_there(process: Watched) -> None:
