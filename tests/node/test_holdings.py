@@ -18,7 +18,6 @@ from mesh.node.deploying import House
 from mesh.node.holdings import Holdings
 from mesh.node.wiring import start_asker
 from mesh.pipeline.supervisor import AskerSupervisor
-from mesh.processes.messages import Failed
 from mesh.shard.commands import ShardRequest
 from mesh.shard.local_shard import LocalShard
 from mesh.shard.supervisor import ShardSupervisor
@@ -90,7 +89,7 @@ async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None
     start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
     asker = held.askers[MODEL.model_id] = AskerSupervisor(start, Owner())
     assert not house.is_askable(MODEL.model_id)
-    asker.answers()[Failed](Failed(BadCheckpoint("It has no head.", fix="Fetch it anew.")))
+    asker.on_failed(BadCheckpoint("It has no head.", fix="Fetch it anew."))
     assert house.is_askable(MODEL.model_id)
     with pytest.raises(BadCheckpoint):
         await asker.wait_ready()
