@@ -130,19 +130,17 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
 
 
 def cpu_fast_dtypes() -> frozenset[str]:
-    """The 16-bit dtypes this CPU multiplies natively; the others run many times slower."""
-    fast = set()
-    capabilities = torch.backends.cpu.get_cpu_capability()
+    """The 16-bit dtypes this CPU multiplies natively and well; the others run many times slower.
+
+    fp16 is none of them, also where there is AVX-512 FP16: fp32 over weights that stay in fp16 is
+    1.3 times as fast for a step, and gives each row the bits that it has alone, which torch's fp16
+    does not.
+    """
+    flags = cpu_flags()
     if platform.machine() in ("arm64", "aarch64"):
-        flags = cpu_flags()
-        return frozenset({"bf16"} if "bf16" in flags else set())
-    if capabilities.startswith(("AVX512", "AMX")):
-        flags = cpu_flags()
-        if flags & {"avx512_bf16", "amx_bf16"}:
-            fast.add("bf16")
-        if flags & {"avx512_fp16", "amx_fp16"}:
-            fast.add("fp16")
-    return frozenset(fast)
+        return frozenset({"bf16"} & flags)
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AMX"))
+    return frozenset({"bf16"} if is_wide and flags & {"avx512_bf16", "amx_bf16"} else set())
 
 
 def cpu_has_amx() -> bool:

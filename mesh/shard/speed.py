@@ -23,7 +23,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.processes.headroom import ram
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
-from mesh.shard.device import cpu_fast_dtypes, dtype_name, headroom
+from mesh.shard.device import DTYPES, cpu_fast_dtypes, dtype_name, headroom
 from mesh.shard.linear import choose_kernels
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
 from mesh.shard.runtime import StepInput
@@ -63,8 +63,7 @@ def _speeds(device: torch.device, threads: int) -> Iterator[Callable[[], Speed]]
     if device.type != "cpu":
         dtypes += [torch.float16, torch.bfloat16]
     else:
-        found = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtypes += [found[name] for name in sorted(cpu_fast_dtypes()) if name in found]
+        dtypes += [DTYPES[name] for name in sorted(cpu_fast_dtypes())]
     for dtype in dtypes:
         yield lambda dtype=dtype: _plain(device, dtype)  # type: ignore[misc]
     if device.type == "cpu":
