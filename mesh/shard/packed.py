@@ -15,6 +15,10 @@ from mesh.shard.alike_rows import alike_rows
 _ALIKE_ROWS = 32
 """Rows of the largest batch of steps in which none has other bits than alone, with fbgemm."""
 
+_PIECE = 16
+"""With oneDNN more rows than these are filled up to a multiple of them: it keeps compiled kernels
+for each count of rows, a thousand of them take 300 MB, and prompts have any length."""
+
 # Torch has no public name for these; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
@@ -60,6 +64,8 @@ class PackedLinear(Packed):
         self.fewest_rows = 1
 
     def _filled(self, rows: int) -> int:
+        if rows > _PIECE:
+            return rows + -rows % _PIECE
         return self.fewest_rows if 0 < rows < self.fewest_rows else rows
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import nnsight
 import psutil
 
 from mesh.cli.local_node import LocalNode, start_hearth
@@ -98,9 +97,9 @@ class House:
 
     def trace(self) -> None:
         """Read a layer and the logits of a short text."""
-        asked, model = self.nodes[-1], client.model()
+        asked, model, layer = self.nodes[-1], client.model(), self.rng.randrange(8)
         with model.trace("The attic is", backend=client.backend(asked.url, api_key=_key(asked))):
-            hidden = model.model.layers[self.rng.randrange(8)].output.save()  # noqa: F841
+            hidden = model.model.layers[layer].output.save()  # noqa: F841
             logits = model.output.logits.save()  # noqa: F841
 
 
@@ -204,6 +203,8 @@ def measure() -> dict[str, Any]:
 
 
 def _begin(house: House, pool: ThreadPoolExecutor, stack: ExitStack) -> None:
+    import nnsight  # has to come behind what `client` imports before it
+
     nnsight.CONFIG.APP.REMOTE_LOGGING = False
     asked = (house.nodes[-1], house.nodes[0])
     clients = [stack.enter_context(house.http(node)) for node in asked]

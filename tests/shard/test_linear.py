@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -74,6 +75,23 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
         found = honest(inputs[:, :rows])
         assert found.shape == each.shape
         assert torch.equal(found, each)
+
+
+@needs_packing
+@torch.inference_mode()
+def test_prompts_of_all_lengths_leave_no_kernel_for_each() -> None:
+    module, process = nn.Sequential(nn.Linear(256, 256)).bfloat16(), psutil.Process()
+    plain = nn.Sequential(nn.Linear(256, 256)).bfloat16()
+    plain.load_state_dict(module.state_dict())
+    choose_kernels(module, torch.bfloat16, CPU)
+    rows = torch.randn(400, 256).bfloat16()
+    module(rows)
+    before = process.memory_full_info().uss
+    found = [module(rows[:count]) for count in range(17, 400)]
+    assert process.memory_full_info().uss - before < 60 << 20
+    for each in found[::41]:
+        expected = plain(rows[: len(each)]).float()
+        assert float((each.float() - expected).norm() / expected.norm()) < 0.01
 
 
 @pytest.mark.skipif(halving_fails() is not None, reason="torch's fbgemm does not run here")
