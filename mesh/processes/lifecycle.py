@@ -84,7 +84,7 @@ class ChildEnding:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ProcessStanding:
     """How it is with a supervised process. `held` is why none is started; `wait_s` how long until a
     silent one is replaced, or one that ended followed by another."""
 

@@ -25,7 +25,7 @@ from mesh.processes import messages
 from mesh.processes.child import Child
 from mesh.processes.exchange import Exchange
 from mesh.processes.headroom import oom_kills, ram
-from mesh.processes.lifecycle import ChildEnding, ProcessState, SilenceLimits, Standing
+from mesh.processes.lifecycle import ChildEnding, ProcessStanding, ProcessState, SilenceLimits
 from mesh.processes.messages import Handlers, ProcessMessage, Start
 from mesh.processes.tasks import spawn
 
@@ -155,12 +155,12 @@ class Supervisor(ABC):
         return self._stopping.is_set()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ProcessStanding:
         """How it is with it, for `status` and for people."""
         left_s = max(0.0, self._limits.replace_s - self._silent_s)
         wait_s = left_s if self.state is ProcessState.SILENT else self._delay_s
         alone = None if self._child is None else self._child.why_alone
-        return Standing(
+        return ProcessStanding(
             self.name, self.state, self.pid, self._silent_s, self.starts, alone, self.ending,
             self._held, wait_s,
         )  # fmt: skip

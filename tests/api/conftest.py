@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import httpx
 import pytest
@@ -78,6 +80,17 @@ async def shared() -> AsyncIterator[Shared]:
 async def http(api: Served) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as client:
         yield client
+
+
+def typed_events(response: httpx.Response) -> list[Any]:
+    """The data of each event of a stream whose events are called by their types."""
+    events = []
+    for block in response.text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
+        if fields:
+            events.append(json.loads(fields["data"]))
+            assert fields["event"] == events[-1]["type"]
+    return events
 
 
 def with_key(key: str, host: str = "127.0.0.1") -> ApiSettings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from anthropic.types import Message
 
 from mesh.identity.api_keys import Quota, Scope
-from tests.api.conftest import SHARED_LOOP, Served, Shared, serving, with_key
+from tests.api.conftest import SHARED_LOOP, Served, Shared, serving, typed_events, with_key
 from tests.api.test_keys import make
 from tests.api.test_structured import Weather
 from tests.api.test_tools import CALL, HERMES, LOOK, THINKS, asking
@@ -65,13 +64,7 @@ async def told(http: httpx.AsyncClient, model: str, **more: Any) -> list[Any]:
     """The data of each event of a stream."""
     response = await http.post("/v1/messages", json={**BODY, "model": model, "stream": True} | more)
     assert response.status_code == 200
-    events = []
-    for block in response.text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
-        if fields:
-            events.append(json.loads(fields["data"]))
-            assert fields["event"] == events[-1]["type"]
-    return events
+    return typed_events(response)
 
 
 async def test_the_answer_is_whole_as_anthropics_types_have_it(http: httpx.AsyncClient) -> None:

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.api.conftest import SHARED_LOOP, Served, Shared
+from tests.api.conftest import SHARED_LOOP, Served, Shared, typed_events
 from tests.api.test_structured import Weather
 from tests.api.test_tools import CALL, HERMES, LOOK, THINKS, asking
 
@@ -38,12 +38,7 @@ async def told(http: httpx.AsyncClient, model: str, **more: Any) -> list[Any]:
     body = {"model": model, "input": HELLO, "stream": True, **more}
     response = await http.post("/v1/responses", json=body)
     assert response.status_code == 200
-    events = []
-    for block in response.text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if line[0] != ":")
-        if fields:
-            events.append(json.loads(fields["data"]))
-            assert fields["event"] == events[-1]["type"]
+    events = typed_events(response)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 

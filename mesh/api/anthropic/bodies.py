@@ -58,7 +58,7 @@ class CallChoice(Strict):
         return self
 
 
-class Thinking(Strict):
+class ThinkingChoice(Strict):
     """Whether the model thinks before it answers. How long is up to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -111,7 +111,7 @@ class AskedBody(Strict):
         | None
     ) = None
     tool_choice: CallChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     # Anthropic's, not here

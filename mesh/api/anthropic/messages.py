@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -17,15 +15,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.anthropic.bodies import AskedBody, MessagesBody
-from mesh.api.anthropic.output import Event, MessageWriter
-from mesh.api.auth import Caller, caller_of
+from mesh.api.anthropic.output import MessageWriter
+from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.field_names import FieldNames
-from mesh.api.openai.streaming import Bill, unfinished
 from mesh.api.services import ApiSettings, Generations
-from mesh.api.sse import EventStream, encode, unless_gone
-from mesh.errors import MeshError
-from mesh.types import Done, GenerationRequest, StreamFrame
+from mesh.api.sse import EventStream
+from mesh.api.typed_events import TypedAnswer
+from mesh.types import GenerationRequest
 
 _NAMES = FieldNames(
     (
@@ -55,14 +52,10 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
         asked = asked_by(request, body, f"msg_{secrets.token_hex(16)}")
         frames = generations.generate(asked)
         writer = MessageWriter(asked.request_id, body.model, body.max_tokens)
-        events = _events(frames, writer, caller_of(request))
+        answer = TypedAnswer(frames, writer, caller_of(request), _NAMES)
         if not body.stream:
-            return await _whole(request, events, writer)
-
-        def failure(error: MeshError) -> Sequence[bytes]:
-            return _encoded(writer.fail(error))
-
-        return EventStream(_chunks(events), ping_s=settings.ping_s, failure=failure)
+            return await answer.whole(request)
+        return EventStream(answer.chunks(), ping_s=settings.ping_s, failure=answer.failure)
 
     async def count(request: Request) -> Response:
         """`{"input_tokens": how many tokens the prompt of such a message has}`: those of the
@@ -77,44 +70,3 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
         Route("/v1/messages", create, methods=["POST"]),
         Route("/v1/messages/count_tokens", count, methods=["POST"]),
     ]
-
-
-async def _whole(
-    request: Request, events: AsyncGenerator[list[Event], None], writer: MessageWriter
-) -> Response:
-    """The whole answer. Raises MeshError; the generation ends with the client."""
-
-    async def write() -> MessageWriter:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-        return writer
-
-    written = await unless_gone(request.receive, write())
-    return Response(status_code=499) if written is None else JSONResponse(written.answer)
-
-
-async def _chunks(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        async for some in events:
-            for chunk in _encoded(some):
-                yield chunk
-
-
-def _encoded(events: Sequence[Event]) -> list[bytes]:
-    return [encode(event, event=event["type"]) for event in events]
-
-
-async def _events(
-    frames: AsyncGenerator[StreamFrame, None], writer: MessageWriter, caller: Caller
-) -> AsyncGenerator[list[Event], None]:
-    """The events of each frame; the tokens are charged to the caller."""
-    bill = Bill(caller)
-    with _NAMES.in_errors():
-        async with aclosing(frames):
-            async for frame in frames:
-                bill.take(frame)
-                yield writer.take(frame)
-                if isinstance(frame, Done):
-                    return
-        raise unfinished()

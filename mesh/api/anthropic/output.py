@@ -11,12 +11,10 @@ from typing import Any
 
 from mesh.api.faults import ANTHROPIC, error_body
 from mesh.api.openai.answers import diagnostic, extension
+from mesh.api.typed_events import Event
 from mesh.errors import MeshError
 from mesh.models.written_calls import object_in
 from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, ToolCallDelta
-
-Event = dict[str, Any]
-"""As clients read it; its `type` is also the name of the server-sent event."""
 
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _DELTAS = {

@@ -128,14 +128,14 @@ Messages = Annotated[
 ]
 
 
-class Conversation(NamedTuple):
+class ToldTurns(NamedTuple):
     """`messages` as a chat template knows them, and what the answer to them has `begun` with."""
 
     messages: tuple[dict[str, Any], ...]
     begun: str
 
 
-def to_conversation(system: str | Sequence[TextBlock] | None, said: Messages) -> Conversation:
+def to_conversation(system: str | Sequence[TextBlock] | None, said: Messages) -> ToldTurns:
     """What is said in them. What the assistant said last is the beginning of the answer.
 
     Most templates know the system at the beginning only: what it says later joins the user's turn.
@@ -184,12 +184,12 @@ class _Turns:
         turn = self._turn(role)
         turn["content"] = "\n".join(filter(None, (turn["content"], text)))
 
-    def whole(self) -> Conversation:
+    def whole(self) -> ToldTurns:
         """All that was taken."""
         last = self._messages[-1] if self._messages else {"role": ""}
         if last["role"] != "assistant" or "tool_calls" in last:
-            return Conversation(tuple(self._messages), "")
-        return Conversation(tuple(self._messages[:-1]), last["content"])
+            return ToldTurns(tuple(self._messages), "")
+        return ToldTurns(tuple(self._messages[:-1]), last["content"])
 
     def _turn(self, role: str) -> dict[str, Any]:
         """The message of this role that is under way, or one that begins."""

@@ -16,11 +16,9 @@ from typing import Any, ClassVar, TypeVar
 
 from mesh.api.faults import error_body
 from mesh.api.openai.answers import chat_logprobs, diagnostic, extension
+from mesh.api.typed_events import Event
 from mesh.errors import MeshError
 from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
-
-Event = dict[str, Any]
-"""As clients read it; its `type` is also the name of the server-sent event."""
 
 _DONE, _CUT, _UNDER_WAY = "completed", "incomplete", "in_progress"
 

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.auth import Caller, caller_of
+from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.field_names import FieldNames
 from mesh.api.openai.response_body import ResponseBody
-from mesh.api.openai.response_output import Event, ResponseWriter
-from mesh.api.openai.streaming import Bill, streamed, unfinished
+from mesh.api.openai.response_output import ResponseWriter
+from mesh.api.openai.streaming import streamed
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.api.sse import encode, unless_gone
-from mesh.errors import MeshError
-from mesh.types import Done, StreamFrame
+from mesh.api.typed_events import TypedAnswer
 
 _NAMES = FieldNames(
     (
@@ -55,15 +51,13 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         asked = body.to_request(response_id, caller.principal)
         frames = generations.generate(replace(asked, may_wake=caller.may_wake))
         writer = ResponseWriter(response_id, body.echo())
-        events = _events(frames, writer, caller)
+        answer = TypedAnswer(frames, writer, caller, _NAMES)
         if not body.stream:
-            return await _whole(request, events, writer)
-
-        def failure(error: MeshError) -> Sequence[bytes]:
-            return _encoded(writer.fail(error))
-
+            return await answer.whole(request)
         streams = kept if body.resumable else None
-        return streamed(_chunks(events), response_id, settings, caller, streams, failure=failure)
+        return streamed(
+            answer.chunks(), response_id, settings, caller, streams, failure=answer.failure
+        )
 
     async def count(request: Request) -> Response:
         """`{"input_tokens": how many tokens the prompt of such a response has}`: those of the
@@ -79,44 +73,3 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         Route("/v1/responses", create, methods=["POST"]),
         Route("/v1/responses/input_tokens", count, methods=["POST"]),
     ]
-
-
-async def _whole(
-    request: Request, events: AsyncGenerator[list[Event], None], writer: ResponseWriter
-) -> Response:
-    """The whole answer. Raises MeshError; the generation ends with the client."""
-
-    async def write() -> ResponseWriter:
-        async with aclosing(events):
-            async for _ in events:
-                pass
-        return writer
-
-    written = await unless_gone(request.receive, write())
-    return Response(status_code=499) if written is None else JSONResponse(written.answer)
-
-
-async def _chunks(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        async for some in events:
-            for chunk in _encoded(some):
-                yield chunk
-
-
-def _encoded(events: Sequence[Event]) -> list[bytes]:
-    return [encode(event, event=event["type"]) for event in events]
-
-
-async def _events(
-    frames: AsyncGenerator[StreamFrame, None], writer: ResponseWriter, caller: Caller
-) -> AsyncGenerator[list[Event], None]:
-    """The events of each frame; the tokens are charged to the caller."""
-    bill = Bill(caller)
-    with _NAMES.in_errors():
-        async with aclosing(frames):
-            async for frame in frames:
-                bill.take(frame)
-                yield writer.take(frame)
-                if isinstance(frame, Done):
-                    return
-        raise unfinished()

@@ -134,16 +134,8 @@ class TapCacheContents(_Request, tag="kv", kw_only=True):
 
 
 TapForward = TapSpan | TapCall
-TapRequest = (
-    TapSpan
-    | TapCall
-    | TapResume
-    | TapAbort
-    | TapBackward
-    | TapWeight
-    | TapCacheOperation
-    | TapCacheContents
-)
+TapAtOnce = TapBackward | TapWeight | TapCacheOperation | TapCacheContents
+TapRequest = TapForward | TapResume | TapAbort | TapAtOnce
 
 
 class _Reply(_Message, kw_only=True):
@@ -223,7 +215,7 @@ class TapRefusal(_OfForward, tag="error", kw_only=True, omit_defaults=True):
 
 
 TapStop = TapHit | TapDrill | TapMore | TapDone | TapAborted
-TapReply = TapHit | TapDrill | TapMore | TapDone | TapAborted | TapValue | TapRefusal
+TapReply = TapStop | TapValue | TapRefusal
 
 
 def to_bytes(message: TapRequest | TapReply, buffers: Buffers) -> bytes:

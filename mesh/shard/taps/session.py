@@ -31,6 +31,7 @@ from mesh.shard.taps.mail import CountedBuffers, Mail
 from mesh.shard.taps.messages import (
     TapAbort,
     TapAborted,
+    TapAtOnce,
     TapBackward,
     TapCacheContents,
     TapCacheOperation,
@@ -245,11 +246,7 @@ class TapSession:
             self._caches.clear()
             raise
 
-    def _at_once(
-        self,
-        request: TapBackward | TapWeight | TapCacheOperation | TapCacheContents,
-        buffers: Buffers,
-    ) -> bytes:
+    def _at_once(self, request: TapAtOnce, buffers: Buffers) -> bytes:
         # Gradients and weights cross once: neither end keeps them.
         loose = Loose(self._tree.device)
         reader = Reader(buffers, loose.read, nothing_else, self._tree.device)
@@ -264,11 +261,7 @@ class TapSession:
         except RuntimeError as error:
             raise raised(error) from error
 
-    def _asked_for(
-        self,
-        request: TapBackward | TapWeight | TapCacheOperation | TapCacheContents,
-        reader: Reader,
-    ) -> Any:
+    def _asked_for(self, request: TapAtOnce, reader: Reader) -> Any:
         if isinstance(request, TapBackward):
             grad = reader.value(request.grad)
             return self._joints.backward(request.joint, grad, request.earlier)
