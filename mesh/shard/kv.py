@@ -9,7 +9,7 @@ other than its own length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers.cache_utils import Cache
 
@@ -19,6 +19,36 @@ if TYPE_CHECKING:
     import torch
 
 _FIRST_BLOCK = 256
+
+
+def roomier(capacity: int, needed: int, most: int) -> int:
+    """For how many positions a session's cache is to have room that has it for `capacity` and needs
+    it for `needed`: twice as many until they fit. Raises ContextTooLong where that is over `most`.
+    """
+    if needed <= capacity:
+        return capacity
+    if needed > most:
+        raise ContextTooLong(
+            f"The session holds at most {most} positions; {needed} are needed.",
+            fix="Open the session with more max_tokens, or shorten the prompt.",
+        )
+    capacity = max(capacity, _FIRST_BLOCK)
+    while capacity < needed:
+        capacity *= 2
+    return min(capacity, most)
+
+
+class KeptStates(Protocol):
+    """Keys and values of one session, to which a forward adds those of its rows."""
+
+    @property
+    def length(self) -> int:
+        """Positions before the rows that are added now."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write (1, kv heads, rows, width) behind the end; (1, kv heads, length + rows, width)."""
 
 
 class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
@@ -57,18 +87,9 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
-        needed = self.length + rows
-        if needed <= self._capacity:
+        capacity = roomier(self._capacity, self.length + rows, self.max_tokens)
+        if capacity == self._capacity:
             return
-        if needed > self.max_tokens:
-            raise ContextTooLong(
-                f"The session holds at most {self.max_tokens} positions; {needed} are needed.",
-                fix="Open the session with more max_tokens, or shorten the prompt.",
-            )
-        capacity = max(self._capacity, _FIRST_BLOCK)
-        while capacity < needed:
-            capacity *= 2
-        capacity = min(capacity, self.max_tokens)
         # All or nothing: when the device has no room, the old buffers still stand.
         keys = [self._grown(t, capacity) for t in self._keys]
         values = [self._grown(t, capacity) for t in self._values]
@@ -147,7 +168,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     `mesh.shard.attention` reads that, anything else fails on it.
     """
 
-    def __init__(self, caches: Sequence[SessionCache]) -> None:
+    def __init__(self, caches: Sequence[KeptStates]) -> None:
         super().__init__(layers=[])
         self.caches = caches
 

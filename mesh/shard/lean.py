@@ -10,14 +10,15 @@ no hooks and no sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.shard.attention import CausalRule, row_exact_attention_of, rule_mask
+from mesh.shard.attention import Attend, CausalRule, row_exact_attention_of, rule_mask
 from mesh.shard.compiled.parts import (
     Attention,
     FeedForward,
@@ -26,10 +27,11 @@ from mesh.shard.compiled.parts import (
     NotCompilable,
     layer_parts,
 )
-from mesh.shard.kv import SessionCache
+from mesh.shard.kv import KeptStates
 from mesh.shard.linear import Place
 from mesh.shard.packed import PackedRows
 from mesh.shard.selfcheck import rope_types
+from mesh.shard.stacked import whole_of
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
@@ -41,6 +43,31 @@ _ACTIVATIONS: dict[str, Product] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlace:
+    """The attention of layer `index` of the span: at most `window` keys in all are seen (None: all
+    that went before). `exact` computes it for one session."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
+    scale: float
+    softcap: float | None
+    exact: Attend
+
+
+class WithPast(Protocol):
+    """What keeps the keys and values of earlier rows and lets rows meet them."""
+
+    def __call__(
+        self, place: AttentionPlace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """(rows, heads, width) queries, (rows, kv heads, width) keys and values, which are kept:
+        (rows, heads, width)."""
 
 
 def fused_places(module: Any) -> list[list[Place]]:
@@ -85,10 +112,16 @@ class LeanLayers(nn.Module):
         self,
         hidden: torch.Tensor,  # (sessions, rows, hidden)
         positions: torch.Tensor,  # (sessions, rows)
-        caches: Sequence[SessionCache],
+        caches: Sequence[KeptStates],
         layers: LayerRange,  # counted within the span
     ) -> torch.Tensor:
         """As `hidden`. One session of any number of rows, or several of one row each."""
+        return self.through(hidden, positions, _InCaches(caches, hidden.shape[1]), layers)
+
+    def through(
+        self, hidden: torch.Tensor, positions: torch.Tensor, past: WithPast, layers: LayerRange
+    ) -> torch.Tensor:
+        """The same, where `past` has the keys and values of each row's session."""
         sessions, rows, width = hidden.shape
         running = self._layers[layers.start : layers.stop]
         turns = {
@@ -96,16 +129,16 @@ class LeanLayers(nn.Module):
             for kind in {layer.attention.table for layer in running}
             if kind is not None
         }
-        rules = {
-            window: rule_mask(q_length=rows, local_size=window)
-            for window in {layer.attention.window for layer in running}
-        }
         x = hidden.reshape(sessions * rows, width)
         for layer in running:
-            attention = layer.attention
-            turn = None if attention.table is None else turns[attention.table]
-            x = layer.run(x, turn, rules[attention.window], caches)
+            table = layer.attention.table
+            x = layer.run(x, None if table is None else turns[table], past)
         return x.view(sessions, rows, width)
+
+    @property
+    def places(self) -> list[AttentionPlace]:
+        """The attention of each layer."""
+        return [layer.place for layer in self._layers]
 
     def _turn(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Turn:
         cos, sin = self._rotary(hidden, positions, *((kind,) if kind else ()))
@@ -115,16 +148,45 @@ class LeanLayers(nn.Module):
         return cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1)
 
 
+class _InCaches:
+    """Sessions with a cache of their own each, and `rows` rows of each of them."""
+
+    def __init__(self, caches: Sequence[KeptStates], rows: int) -> None:
+        self._caches = caches
+        self._rows = rows
+        self._rules: dict[int | None, CausalRule] = {}
+
+    def __call__(
+        self, place: AttentionPlace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        rule = self._rules.get(place.window)
+        if rule is None:
+            rule = rule_mask(q_length=self._rows, local_size=place.window)
+            self._rules[place.window] = rule
+        # (sessions, rows, heads, width) -> (sessions, heads, rows, width)
+        shape = (len(self._caches), self._rows, -1, query.shape[-1])
+        q, k, v = (each.reshape(shape).transpose(1, 2) for each in (query, key, value))
+        found = []
+        for i, cache in enumerate(self._caches):
+            own = slice(i, i + 1)
+            past = cache.update(k[own], v[own], place.index)
+            found.append(place.exact(q[own], *past, rule, place.scale))
+        y = found[0] if len(found) == 1 else torch.cat(found)
+        return y.transpose(1, 2).flatten(0, 1)
+
+
 class _LeanNorm(nn.Module):
     """`Norm` over the last axis, in fp32 inside."""
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()
         size = len(norm.gamma)
+        self._is_one_kernel = norm.gamma.device.type == "cuda"
+        is_scaled = norm.beta is None and not self._is_one_kernel
         # x / sqrt(mean(x²) + ε) is x·√n / hypot(|x|, √(nε)): half the operators.
-        self.gamma = norm.gamma * size**0.5 if norm.beta is None else norm.gamma.clone()
+        self.gamma = norm.gamma * size**0.5 if is_scaled else norm.gamma.clone()
         self.beta = None if norm.beta is None else norm.beta.clone()
-        self.floor = torch.tensor((size * norm.epsilon) ** 0.5)
+        self.floor = torch.tensor((size * norm.epsilon) ** 0.5, device=norm.gamma.device)
         self._epsilon = norm.epsilon
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,6 +196,8 @@ class _LeanNorm(nn.Module):
             return F.layer_norm(wide, self.gamma.shape, self.gamma, self.beta, self._epsilon).to(
                 x.dtype
             )
+        if self._is_one_kernel:
+            return F.rms_norm(wide, self.gamma.shape, self.gamma, self._epsilon).to(x.dtype)
         size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         return (wide * self.gamma).div_(torch.hypot(size, self.floor)).to(x.dtype)
 
@@ -158,12 +222,15 @@ class _LeanLayer(nn.Module):
         ]
         self.norms = nn.ModuleList(norm for norm in self._norms if norm is not None)
 
-    def run(
-        self, x: torch.Tensor, turn: Turn | None, rule: CausalRule, caches: Sequence[SessionCache]
-    ) -> torch.Tensor:
+    @property
+    def place(self) -> AttentionPlace:
+        """Its attention."""
+        return self._attend.place
+
+    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
-        y = self._attend.run(x if before is None else before.run(x), turn, rule, caches)
+        y = self._attend.run(x if before is None else before.run(x), turn, past)
         y = y if after is None else after.run(y)
         x = torch.add(x, y, alpha=self._multiplier)
         y = self._feed(x if before_feed is None else before_feed.run(x))
@@ -177,20 +244,21 @@ class _Attention(nn.Module):
     def __init__(self, attention: Attention, index: int) -> None:
         super().__init__()
         self._of = attention
-        self._index = index
+        softcap = attention.softcap or None
+        self.place = AttentionPlace(
+            index, attention.heads, attention.kv_heads, attention.width, attention.window,
+            attention.scale, softcap, row_exact_attention_of(softcap),
+        )  # fmt: skip
         self._qkv = _product(attention.projections)
         self._output = _product((attention.output,))
         self._heads = attention.heads
         self._both = attention.heads + attention.kv_heads
-        self._attend = row_exact_attention_of(attention.softcap or None)
         if (attention.query_norm is None) != (attention.key_norm is None):
             raise NotCompilable("it normalises either queries or keys")
         self.query_norm = None if attention.query_norm is None else _LeanNorm(attention.query_norm)
         self.key_norm = None if attention.key_norm is None else _LeanNorm(attention.key_norm)
 
-    def run(
-        self, x: torch.Tensor, turn: Turn | None, rule: CausalRule, caches: Sequence[SessionCache]
-    ) -> torch.Tensor:
+    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
         rows, width = len(x), self._of.width
         projected = self._qkv(x).view(rows, -1, width)
@@ -198,18 +266,9 @@ class _Attention(nn.Module):
         if self.query_norm is not None:
             both = self._normed(both)
         if turn is not None:
-            both = _turned(both, turn)
-        queries, keys = both[:, : self._heads], both[:, self._heads :]
-        # (sessions, rows, heads, width) -> (sessions, heads, rows, width)
-        shape = (len(caches), rows // len(caches), -1, width)
-        q, k, v = (each.reshape(shape).transpose(1, 2) for each in (queries, keys, values))
-        found = []
-        for i, cache in enumerate(caches):
-            own = slice(i, i + 1)
-            past = cache.update(k[own], v[own], self._index)
-            found.append(self._attend(q[own], *past, rule, self._of.scale))
-        y = found[0] if len(found) == 1 else torch.cat(found)
-        return self._output(y.transpose(1, 2).reshape(rows, -1))
+            both = _turned(both, turn).to(x.dtype)  # some families turn in fp32
+        y = past(self.place, both[:, : self._heads], both[:, self._heads :], values)
+        return self._output(y.reshape(rows, -1))
 
     def _normed(self, both: torch.Tensor) -> torch.Tensor:
         assert self.query_norm is not None and self.key_norm is not None  # noqa: S101, PT018
@@ -250,15 +309,22 @@ def _feed_forward(part: FeedForward) -> Product:
 def _product(linears: Sequence[Any]) -> Product:
     """Their product: one for all of them. Raises NotCompilable when there is none."""
     first = linears[0]
-    if not isinstance(first, PackedRows):
-        if len(linears) > 1:
-            raise NotCompilable("its products are not packed together")
+    if len(linears) == 1:
         forward: Product = first.forward
         return forward
+    if not isinstance(first, PackedRows):
+        return _stacked_product(linears)
     whole = first.whole
     if any(not isinstance(each, PackedRows) or each.whole is not whole for each in linears):
         raise NotCompilable("its products are packed otherwise")
     return whole.forward
+
+
+def _stacked_product(linears: Sequence[Any]) -> Product:
+    weight = whole_of([each.weight for each in linears])
+    biases = [each.bias for each in linears]
+    bias = None if biases[0] is None else whole_of(biases)
+    return lambda x: F.linear(x, weight, bias)
 
 
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:

@@ -25,10 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from mesh.models.progress import Progress
 from mesh.shard.device import DTYPES, short_dtype_name
 from mesh.shard.packed import HalvedLinear, Packed, PackedLinear, PackedRows
+from mesh.shard.stacked import stack
 
 PLAIN = "plain"
 PACKED = "onednn-packed"
 HALVED = "fbgemm-fp16"
+STACKED = "stacked"
 
 _SMALL_BYTES = 1 << 20
 
@@ -88,6 +90,8 @@ def choose_kernels(
     are still as they are stored, in 16 bit, and `dtype` is fp32; afterwards everything of `module`
     is. Where those kernels are not to be had, all of it becomes fp32, and is packed as such.
     """
+    if device.type == "cuda" and together:
+        return _stack_all(together)
     if dtype not in _TOLERANCE or device.type != "cpu":
         return Kernels(PLAIN, "kernels plain: packed weights are for bf16 and fp32 on the CPU")
     kind: type[Packed] = PackedLinear
@@ -115,6 +119,13 @@ def choose_kernels(
         f"kernels {PACKED}: {replaced} linear layers of {str(dtype)[6:]} on the CPU, packed and"
         f" checked{filled}",
     )
+
+
+def _stack_all(groups: Sequence[Sequence[Place]]) -> Kernels:
+    layers = [[parent.get_submodule(name) for parent, name in group] for group in groups]
+    if not all(map(stack, layers)):
+        return Kernels(PLAIN, "kernels plain: its layers are no plain ones")
+    return Kernels(STACKED, f"kernels {STACKED}: {sum(map(len, layers))} linear layers")
 
 
 def _packed_parts(module: nn.Module) -> list[PackedLinear]:

@@ -204,7 +204,10 @@ def _lean(
     """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
     have 16 bit; what is asked for in fp32 is computed as transformers does."""
     kept = kept_dtype(request.dtype, manifest.dtype, dtype, host.device)
-    if host.device.type != "cpu" or kept == torch.float32 or dtype == torch.float16:
+    kind = host.device.type
+    if kind not in ("cpu", "cuda") or kept == torch.float32:
+        return Choice(False, "")
+    if kind == "cpu" and dtype == torch.float16:
         return Choice(False, "")
     family = family_of(manifest)
     try:
@@ -299,6 +302,7 @@ def _load(plan: LoadPlan) -> tuple[Runtime, int]:
         dtype=plan.dtype.value,
         batch_invariant=plan.request.settings.batch_invariant,
         lean=plan.lean.value,
+        positions=plan.request.settings.kv_tokens,
         progress=plan.progress,
     )
     return runtime, loaded.bytes_read

@@ -2,7 +2,7 @@
 
 With our cache, our attention where it was checked, and faster linear kernels. Runs every family and
 every hook, on every device. Where it is told that it may, steps without hooks go through the same
-weights by `lean`.
+weights by `lean`, and on CUDA those of few rows by graphs that were captured of it (`cuda`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import torch
 from mesh.models.progress import Progress
 from mesh.shard import attention as own_attention
 from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.cuda.captured import CapturedLayers
+from mesh.shard.cuda.pool import PoolCache
+from mesh.shard.cuda.rows import FULL_ROWS
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.lean import LeanLayers, fused_places
@@ -46,13 +49,15 @@ class TorchRuntime:
         dtype: torch.dtype,
         batch_invariant: bool = False,
         lean: bool = False,
+        positions: int = 0,
         progress: Progress | None = None,
     ) -> None:
         """Take over `loaded`: its linear layers may be repacked, its attention replaced.
 
         With `dtype` fp32 and weights that are not, those of its linear layers stay in 16 bit.
-        `lean`: steps without hooks need not go through its modules. Raises UnsupportedFamily when
-        the family cannot run on our cache.
+        `lean`: steps without hooks need not go through its modules; with `positions`, which are
+        those of all sessions together, short ones are captured on CUDA. Raises UnsupportedFamily
+        when the family cannot run on our cache.
         """
         self.layers = loaded.layers
         halved = _is_halved(loaded.module, dtype)
@@ -69,12 +74,17 @@ class TorchRuntime:
             )
         attention = choose_attention(self._module, device, dtype)
         self._lean: LeanLayers | None = None
-        if together is not None and kernels.name != PLAIN and attention.name == own_attention.NAME:
+        self._not_captured = ""
+        pays = kernels.name != PLAIN or device.type == "cuda"
+        if together is not None and pays and attention.name == own_attention.NAME:
             self._lean = _lean(self._module, device, dtype)
+        self._captured = self._capture(positions)
         self.protection = Protection(self._module, loaded.pages, *self._beside)
-        self.batch_rows = int(attention.batched and not batch_invariant)
+        together_rows = 1 if self._captured is None else FULL_ROWS
+        self.batch_rows = together_rows if attention.batched and not batch_invariant else 0
         alone = None if self.batch_rows else "alone"
-        names = kernels.name, self.is_lean and "lean", attention.name, alone
+        captured = self._captured is not None and "captured"
+        names = kernels.name, self.is_lean and "lean", captured, attention.name, alone
         self.kernels = "+".join(name for name in names if isinstance(name, str))
         said = self._said() if lean else ()
         self.reasons = (kernels.reason, attention.reason, self.protection.reason, *said)
@@ -89,9 +99,26 @@ class TorchRuntime:
         """Whether steps without hooks go through `lean`."""
         return self._lean is not None
 
+    def _capture(self, positions: int) -> CapturedLayers | None:
+        if self._lean is None or self.device.type != "cuda" or not positions:
+            return None
+        try:
+            return CapturedLayers(
+                self._lean, self.device, self.dtype,
+                hidden_size=self.hidden_size, positions=positions,
+            )  # fmt: skip
+        except NotCompilable as error:
+            self._not_captured = f"steps captured: no, {error}"
+            return None
+
     def _said(self) -> tuple[str, ...]:
         if self._lean is None:
             return ("layers lean: no, by their modules",)
+        if self.device.type == "cuda":
+            return (
+                "layers lean: checked",
+                self._not_captured or f"steps captured: up to {FULL_ROWS}",
+            )
         exact = short_steps_keep_bits(self._module, self.device, self.dtype, self._lean.forward)
         bits = "the same bits" if exact else "other last bits on this CPU"
         most = own_attention.SHORT_ROWS
@@ -102,7 +129,9 @@ class TorchRuntime:
         """What has weights of its own beside the module."""
         return () if self._lean is None else (self._lean,)
 
-    def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache:
+    def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache | PoolCache:
+        if self._captured is not None:
+            return self._captured.pool.open(max_tokens)
         return SessionCache(len(self.layers), max_tokens)
 
     def layer(self, number: int) -> nn.Module:
@@ -134,14 +163,23 @@ class TorchRuntime:
         for hooked_ones in (False, True):
             numbers = [i for i, step in enumerate(steps) if bool(step.hooks) is hooked_ones]
             if numbers:
-                run = self._by_modules if hooked_ones else self._run_lean
+                run = self._by_modules if hooked_ones else self._run_quickly
                 found = run(layers, [steps[i] for i in numbers])
                 outputs.update(zip(numbers, found, strict=True))
         return [outputs[i] for i in range(len(steps))]
 
     def _by_modules(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         view = self._view(layers)
-        return [self._alone(view, steps[0])] if len(steps) == 1 else self._together(view, steps)
+        if len(steps) > 1 and all(step.hidden.shape[1] == 1 for step in steps):
+            return self._together(view, steps)
+        return [self._alone(view, step) for step in steps]
+
+    def _run_quickly(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        first = self.layers.start
+        own = LayerRange(layers.start - first, layers.stop - first)
+        if self._captured is not None and all(map(self._captured.takes, steps)):
+            return self._captured.forward(steps, own)
+        return self._run_lean(own, steps)
 
     def _run_lean(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         assert self._lean is not None  # noqa: S101 - asked before
@@ -150,11 +188,9 @@ class TorchRuntime:
         positions = torch.tensor(
             [[*range(step.position, step.position + rows)] for step in steps], device=self.device
         )
-        first = self.layers.start
-        own = LayerRange(layers.start - first, layers.stop - first)
         caches = [_own_cache(step) for step in steps]
         output: torch.Tensor = self._lean.forward(
-            hidden.to(self.device, self.dtype), positions, caches, own
+            hidden.to(self.device, self.dtype), positions, caches, layers
         )
         return list(output.tensor_split(len(steps)))
 
@@ -229,7 +265,7 @@ def _lean(module: nn.Module, device: torch.device, dtype: torch.dtype) -> LeanLa
 
 
 def _weight_bytes(module: nn.Module) -> int:
-    plain = {t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(module)}
+    plain = {t.data_ptr(): t.nbytes for t in _tensors(module)}
     packed = (part.weight_bytes for part in module.modules() if isinstance(part, Packed))
     return sum(plain.values()) + sum(packed)
 
@@ -239,9 +275,9 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _own_cache(step: StepInput) -> SessionCache:
+def _own_cache(step: StepInput) -> SessionCache | PoolCache:
     """Its cache, which `new_cache` made."""
-    assert isinstance(step.cache, SessionCache)  # noqa: S101 - as said
+    assert isinstance(step.cache, SessionCache | PoolCache)  # noqa: S101 - as said
     return step.cache
 
 

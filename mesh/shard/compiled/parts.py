@@ -215,7 +215,7 @@ def _norm(module: nn.Module) -> Norm:
         beta = torch.zeros_like(weight) if module.bias is None else module.bias
         return Norm(weight.detach().float(), beta.detach().float(), epsilon)
     # Some multiply by the weight and some by one more than it: what ones become tells which.
-    ones = torch.ones(1, len(weight), dtype=torch.float32)
+    ones = torch.ones(1, len(weight), dtype=torch.float32, device=weight.device)
     with torch.inference_mode():
         found = module(ones)[0].float()
     plain = weight.detach().float()

@@ -1,0 +1,237 @@
+"""Steps over keys in a pool give what modules give: on a CPU without a capture, on CUDA with it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mesh.errors import ContextTooLong
+from mesh.models.load import load_span
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.cuda.captured import MANY_ROWS, CapturedLayers
+from mesh.shard.cuda.pool import Pool, PoolCache, PoolShape
+from mesh.shard.cuda.rows import FULL_ROWS
+from mesh.shard.lean import LeanLayers, fused_places
+from mesh.shard.runtime import StepInput
+from mesh.shard.stacked import stack, whole_of
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import LayerRange
+from tests.checkpoints import FAMILIES, WINDOW
+from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows
+from tests.shard.test_lean import SINGULAR
+
+CAPPED = {"gemma2"}
+STANDARD = [family for family in FAMILIES if family not in SINGULAR]
+DEVICES = [
+    pytest.param((CPU, torch.float32), id="cpu"),
+    pytest.param((torch.device("cuda"), torch.bfloat16), id="cuda", marks=pytest.mark.gpu),
+    pytest.param((torch.device("cuda"), torch.float16), id="cuda-fp16", marks=pytest.mark.gpu),
+]
+Where = tuple[torch.device, torch.dtype]
+
+
+class Span:
+    """Captured layers of a family, with the steps that a runtime would make of them."""
+
+    def __init__(self, family: str, where: Where, positions: int = 512) -> None:
+        self.device, self.dtype = where
+        loaded = load_span(checkpoint(family), WHOLE, dtype=self.dtype, device=self.device)
+        module = loaded.module.eval().requires_grad_(requires_grad=False)
+        for group in fused_places(module):
+            assert stack([parent.get_submodule(name) for parent, name in group])
+        self.layers = LeanLayers(module)
+        self.captured = CapturedLayers(
+            self.layers,
+            self.device,
+            self.dtype,
+            hidden_size=loaded.config.hidden_size,
+            positions=positions,
+        )
+
+    def open(self, max_tokens: int = 256) -> PoolCache:
+        return self.captured.pool.open(max_tokens)
+
+    @torch.inference_mode()
+    def step(self, cache: PoolCache, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows behind its end, (1, rows, hidden)."""
+        (found,) = self.steps([(cache, hidden)])
+        return found
+
+    @torch.inference_mode()
+    def steps(self, all_of_them: Sequence[tuple[PoolCache, torch.Tensor]]) -> list[torch.Tensor]:
+        inputs = []
+        for cache, hidden in all_of_them:
+            cache.reserve(hidden.shape[1])
+            inputs.append(StepInput(cache, cache.length, hidden.to(self.device, self.dtype)))
+        if all(map(self.captured.takes, inputs)):
+            found = self.captured.forward(inputs, WHOLE)
+        else:
+            (only,) = inputs
+            positions = torch.arange(only.position, only.position + only.hidden.shape[1])
+            found = [
+                self.layers.forward(
+                    only.hidden, positions[None].to(self.device), [all_of_them[0][0]], WHOLE
+                )
+            ]
+        for each in inputs:
+            each.cache.commit(each.hidden.shape[1])
+        return found
+
+
+def outputs(span: Span) -> torch.Tensor:
+    """Chunks that cross the window, a rollback, and a batch of sessions of different length."""
+    hidden = rows(WINDOW + 40)
+    cache, other = span.open(), span.open()
+    span.step(other, hidden[:, :9])
+    found = [span.step(cache, hidden[:, start:stop]) for start, stop in ((0, 50), (50, 90))]
+    found.append(span.step(cache, hidden[:, 90:98]))
+    cache.cut(91)
+    found.append(span.step(cache, hidden[:, 91:92]))
+    found += span.steps([(cache, hidden[:, 92:93]), (other, hidden[:, 9:12])])
+    return torch.cat(found, 1).float().cpu()
+
+
+def by_modules(family: str) -> torch.Tensor:
+    loaded = load_span(checkpoint(family), WHOLE, dtype=torch.float32, device=CPU)
+    span = TorchRuntime(loaded, device=CPU, dtype=torch.float32)
+    hidden = rows(WINDOW + 40)
+    cache, other = span.new_cache(256), span.new_cache(256)
+
+    def step(which: object, start: int, stop: int) -> torch.Tensor:
+        return span.forward([StepInput(which, start, hidden[:, start:stop])])[0]  # type: ignore[arg-type]
+
+    step(other, 0, 9)
+    found = [step(cache, *ends) for ends in ((0, 50), (50, 90), (90, 98), (91, 92), (92, 93))]
+    return torch.cat([*found, step(other, 9, 12)], 1)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("family", STANDARD)
+def test_captured_layers_give_what_modules_give(family: str, where: Where) -> None:
+    if family in CAPPED and where[0].type == "cuda":
+        with pytest.raises(NotCompilable, match="capped"):
+            Span(family, where)
+        return
+    found, expected = outputs(Span(family, where)), by_modules(family)
+    assert relative_error(found, expected) < (1e-5 if where[1] == torch.float32 else 0.03)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_a_row_has_the_same_bits_in_any_company(where: Where) -> None:
+    span = Span("llama", where)
+    hidden = rows(40)
+    caches = [span.open() for _ in range(12)]
+    for number, cache in enumerate(caches):
+        span.step(cache, hidden[:, : 17 + number])
+    alone = [span.step(cache, hidden[:, -1:]) for cache in caches]
+    for number, cache in enumerate(caches):
+        cache.cut(17 + number)
+    together = span.steps([(cache, hidden[:, -1:]) for cache in reversed(caches)])
+    assert all(map(torch.equal, alone, reversed(together)))
+    # A drafted row in a step of several, too.
+    cache = caches[0]
+    cache.cut(17)
+    one_by_one = torch.cat([span.step(cache, hidden[:, 17 + i : 18 + i]) for i in range(9)], 1)
+    cache.cut(17)
+    assert torch.equal(span.step(cache, hidden[:, 17:26]), one_by_one)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_more_rows_than_a_graph_has_are_computed_in_turns(where: Where) -> None:
+    span = Span("llama", where, positions=4096)
+    hidden = rows(FULL_ROWS)
+    caches = [span.open(64) for _ in range(MANY_ROWS // FULL_ROWS + 2)]
+    found = span.steps([(cache, hidden) for cache in caches])
+    assert len(found) == len(caches)
+    for each in found:
+        assert relative_error(each.float(), found[-1].float()) < 0.02
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_sessions_keep_what_they_hold_while_others_come_grow_and_go(where: Where) -> None:
+    """Regions move, the memory grows, and captures over the old one are made anew."""
+    span = Span("llama", where, positions=1024)
+    drawn = random.Random(5)
+    hidden = rows(600)
+    held: dict[PoolCache, int] = {}
+    generations = set()
+    for _ in range(60):
+        if len(held) < 6 and drawn.random() < 0.5:
+            held[span.open(600)] = 0
+        elif held and drawn.random() < 0.2:
+            held.pop(drawn.choice(list(held)))
+        for cache, length in held.items():
+            count = min(drawn.choice((1, 3, 40, 90)), 600 - length)
+            if count:
+                span.step(cache, hidden[:, length : length + count])
+                held[cache] = length + count
+        generations.add(span.captured.pool.generation)
+        regions = sorted((each.start, each.start + each.capacity) for each in held)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(regions))
+    assert len(generations) > 1
+    fresh = span.open(600)
+    for cache, length in held.items():
+        span.step(fresh, hidden[:, :length])
+        cache.cut(length - 1)
+        last = span.step(cache, hidden[:, length - 1 : length])
+        fresh.cut(length - 1)
+        expected = span.step(fresh, hidden[:, length - 1 : length])
+        fresh.cut(0)
+        assert relative_error(last.float(), expected.float()) < 0.02
+
+
+def test_a_session_takes_over_the_positions_of_another() -> None:
+    span = Span("llama", (CPU, torch.float32))
+    hidden = rows(20)
+    one, other = span.open(), span.open(12)
+    span.step(one, hidden[:, :19])
+    other.copy(one, 10)
+    assert other.length == 10
+    one.cut(10)
+    expected = span.step(one, hidden[:, 10:11])
+    assert torch.equal(span.step(other, hidden[:, 10:11]), expected)
+    with pytest.raises(ContextTooLong, match="at most 12 positions; 14 are needed"):
+        span.step(other, hidden[:, 11:14])
+    assert other.length == 11
+
+
+def test_a_pool_grows_to_what_was_planned_and_to_more_only_when_it_must() -> None:
+    pool = Pool(PoolShape(2, 1, 8, torch.float32), CPU, planned=6000)
+    caches = [pool.open(5000) for _ in range(3)]
+    caches[0].reserve(100)
+    assert (pool.positions, pool.generation) == (4096, 1)
+    caches[1].reserve(4000)
+    assert (pool.positions, pool.generation) == (6000, 2)
+    del caches[1]
+    caches[0].reserve(5000)
+    assert caches[0].allocated_bytes == 5000 * 2 * 2 * 8 * 4
+    assert pool.positions >= 5000
+
+
+def test_stacked_weights_are_views_of_one_matrix() -> None:
+    linears = [torch.nn.Linear(8, size) for size in (4, 2, 2)]
+    weights = [each.weight.detach().clone() for each in linears]
+    assert stack(linears)
+    assert torch.equal(whole_of([each.weight for each in linears]), torch.cat(weights))
+    assert torch.equal(
+        whole_of([each.bias for each in linears]), torch.cat([each.bias for each in linears])
+    )
+    with pytest.raises(NotCompilable, match="do not lie behind each other"):
+        whole_of([linears[0].weight, linears[2].weight])
+    assert not stack([linears[0], torch.nn.Linear(8, 2, bias=False)])
+
+
+def test_layers_of_a_part_of_a_span_have_a_graph_of_their_own() -> None:
+    span = Span("llama", (CPU, torch.float32))
+    hidden, cache, other = rows(2), span.open(), span.open()
+    for each in (cache, other):
+        each.reserve(2)
+    half, rest = LayerRange(0, 2), LayerRange(2, len(WHOLE))
+    first = span.captured.forward([StepInput(cache, 0, hidden)], half)
+    both = span.captured.forward([StepInput(cache, 0, first[0])], rest)
+    whole = span.captured.forward([StepInput(other, 0, hidden)], WHOLE)
+    assert torch.equal(both[0], whole[0])
