@@ -23,6 +23,7 @@ from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import MemoryBudget, MemoryCaps
 from mesh.processes.processor import cpu_flags
 from mesh.shard.compiled.formats import BITS, Quant
+from mesh.shard.cuda import int4
 
 T = TypeVar("T")
 
@@ -118,12 +119,14 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
         return Choice(None, f"quant none: weights as the dtype has them{better}")
     if device.type != "cpu":
         if requested == "auto":
-            return Choice(None, f"quant none: the compiled runtime is for CPUs, not {device.type}")
-        raise BadValue(
-            f"quant {requested} is computed on the CPU, and the device is {device}.",
-            fix="Use --quant none, or --device cpu.",
-            param="quant",
-        )
+            return Choice(None, f"quant none: int8 is for CPUs, not {device.type}")
+        why_not = int4.why_not(device) if requested == "int4" else "int8 is computed on the CPU"
+        if why_not is not None:
+            raise BadValue(
+                f"quant {requested} is not for the device {device}: {why_not}.",
+                fix="Use --quant none, or --device cpu.",
+                param="quant",
+            )
     if requested == "auto":
         return Choice("int8", "quant int8: faster on a CPU, and close to exact")
     return Choice(cast("Quant", requested), f"quant {requested}: as requested")

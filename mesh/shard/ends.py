@@ -89,7 +89,8 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
     """Load them. Blocks. Raises BadCheckpoint, UnsupportedFamily."""
     manifest, device, dtype = plan.manifest, plan.device, plan.computed
     stored = short_dtype_name(manifest.dtype)
-    quant = choose_quant(plan.quant, device).value
+    # On a card the head stays as it is: its kernels for few bits are slow for so many rows.
+    quant = choose_quant(plan.quant, device).value if device.type == "cpu" else None
     if quant is None:
         loaded_as = kept_dtype(plan.dtype, stored, dtype.value, device)
         ends = load_ends(manifest, dtype=loaded_as, device=device, progress=progress)

@@ -27,6 +27,7 @@ from mesh.shard.compiled.parts import (
     NotCompilable,
     layer_parts,
 )
+from mesh.shard.cuda.int4 import Int4Linear
 from mesh.shard.kv import KeptStates
 from mesh.shard.linear import Place
 from mesh.shard.packed import PackedRows
@@ -188,9 +189,19 @@ class _LeanNorm(nn.Module):
         self.beta = None if norm.beta is None else norm.beta.clone()
         self.floor = torch.tensor((size * norm.epsilon) ** 0.5, device=norm.gamma.device)
         self._epsilon = norm.epsilon
+        # The kernel reads weights in the rows' dtype only: those that lose nothing by it.
+        halves = {dtype: norm.gamma.to(dtype) for dtype in (torch.bfloat16, torch.float16)}
+        self._narrow = {
+            dtype: half
+            for dtype, half in halves.items()
+            if self._is_one_kernel and torch.equal(half.float(), norm.gamma)
+        }
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """As `x`."""
+        narrow = self._narrow.get(x.dtype)
+        if narrow is not None and self.beta is None:
+            return F.rms_norm(x, narrow.shape, narrow, self._epsilon)
         wide = x.float()
         if self.beta is not None:
             return F.layer_norm(wide, self.gamma.shape, self.gamma, self.beta, self._epsilon).to(
@@ -312,6 +323,8 @@ def _product(linears: Sequence[Any]) -> Product:
     if len(linears) == 1:
         forward: Product = first.forward
         return forward
+    if isinstance(first, Int4Linear):
+        return lambda x: torch.cat([each(x) for each in linears], -1)
     if not isinstance(first, PackedRows):
         return _stacked_product(linears)
     whole = first.whole

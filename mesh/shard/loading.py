@@ -26,6 +26,7 @@ from mesh.models.rounded import note_place
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import Quant, bytes_per_weight
 from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.cuda import int4
 from mesh.shard.device import (
     DTYPES,
     Choice,
@@ -50,6 +51,7 @@ from mesh.types import (
 )
 
 if TYPE_CHECKING:
+    from mesh.shard.compiled.store import GraphSpan
     from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.server import TapServer
@@ -184,13 +186,17 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
     quant = _quant(request, manifest, host)
-    lean = Choice(False, "") if quant.value else _lean(request, manifest, host, dtype.value)
+    on_card = quant.value is not None and host.device.type != "cpu"
+    if on_card:
+        dtype = Choice(torch.bfloat16, "dtype bf16: what weights in 4 bit are computed in")
+    is_compiled = quant.value is not None and not on_card
+    lean = Choice(False, "") if is_compiled else _lean(request, manifest, host, dtype.value)
     settings = request.settings
     halved = 2.0 if lean.value and dtype.value == torch.float32 else None
     need = estimate(
         manifest,
         request.layers,
-        4 if quant.value else dtype.value.itemsize,
+        4 if is_compiled else dtype.value.itemsize,
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
         weight_size=bytes_per_weight(quant.value) if quant.value else halved,
@@ -225,12 +231,15 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
     choice = choose_quant(request.quant, host.device)
     if choice.value is None:
         return choice
-    # Not before somebody wants it: onnxruntime takes its time to import, and memory.
-    from mesh.shard.compiled.proof import require_compilable
+    require = require_lean
+    if host.device.type == "cpu":
+        # Not before somebody wants it: onnxruntime takes its time to import, and memory.
+        from mesh.shard.compiled.proof import require_compilable
 
+        require = require_compilable
     family = family_of(manifest)
     try:
-        require_compilable(family, manifest.cache_dir)
+        require(family, manifest.cache_dir)
     except NotCompilable as error:
         if request.quant == "auto":
             return Choice(None, f"quant none: {family.model_type} is not compiled, {error}")
@@ -293,9 +302,14 @@ def _require_same(manifest: Manifest) -> None:
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:
-    if plan.quant.value is not None:
+    on_cpu = plan.host.device.type == "cpu"
+    if plan.quant.value is not None and on_cpu:
         return _load_compiled(plan, plan.quant.value)
-    loaded = _load_span(plan, _stored(plan.manifest) if plan.is_halved else plan.dtype.value)
+    if plan.quant.value is not None:
+        loaded = _round(plan, plan.quant.value).loaded
+        int4.to_device(loaded.module, plan.host.device)
+    else:
+        loaded = _load_span(plan, _stored(plan.manifest) if plan.is_halved else plan.dtype.value)
     runtime = TorchRuntime(
         loaded,
         device=plan.host.device,
@@ -311,15 +325,9 @@ def _load(plan: LoadPlan) -> tuple[Runtime, int]:
 def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     from mesh.shard.compiled.proof import check_kernels
     from mesh.shard.compiled.runtime import CompiledRuntime
-    from mesh.shard.compiled.store import quantised_span
 
     manifest, settings = plan.manifest, plan.request.settings
-    note_place(plan.request.cache_dir, manifest.weights_sha256, manifest.path)
-    # As it is stored: most of it is only mapped then, and read where it was not rounded before.
-    loaded = _load_span(plan, _stored(manifest), defer=True)
-    span = quantised_span(
-        loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
-    )
+    span = _round(plan, quant)
     runtime = CompiledRuntime(
         span,
         threads=plan.host.threads,
@@ -327,17 +335,32 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
         batch_invariant=settings.batch_invariant,
     )
     runtime.reasons += (check_kernels(runtime),)
-    return runtime, loaded.bytes_read
+    return runtime, span.loaded.bytes_read
 
 
-def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> LoadedSpan:
+def _round(plan: LoadPlan, quant: Quant) -> GraphSpan:
+    """Its layers in few bits, in main memory."""
+    from mesh.shard.compiled.store import quantised_span
+
+    manifest = plan.manifest
+    note_place(plan.request.cache_dir, manifest.weights_sha256, manifest.path)
+    # As it is stored: most of it is only mapped then, and read where it was not rounded before.
+    loaded = load_span(
+        manifest, plan.request.layers, dtype=_stored(manifest), device=torch.device("cpu"),
+        progress=plan.progress, defer=True,
+    )  # fmt: skip
+    return quantised_span(
+        loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
+    )
+
+
+def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:
     return load_span(
         plan.manifest,
         plan.request.layers,
         dtype=dtype,
         device=plan.host.device,
         progress=plan.progress,
-        defer=defer,
     )
 
 

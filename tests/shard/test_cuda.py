@@ -9,17 +9,23 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mesh.errors import ContextTooLong
+from mesh.errors import BadValue, ContextTooLong
 from mesh.models.load import load_span
+from mesh.shard.commands import ShardRequest
+from mesh.shard.compiled.formats import quantise
 from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.store import quantised_span
+from mesh.shard.cuda import int4
 from mesh.shard.cuda.captured import MANY_ROWS, CapturedLayers
 from mesh.shard.cuda.pool import Pool, PoolCache, PoolShape
 from mesh.shard.cuda.rows import FULL_ROWS
+from mesh.shard.device import choose_quant
 from mesh.shard.lean import LeanLayers, fused_places
+from mesh.shard.loading import HostedOn, load_shard, plan_shard
 from mesh.shard.runtime import StepInput
 from mesh.shard.stacked import stack, whole_of
 from mesh.shard.torch_runtime import TorchRuntime
-from mesh.types import LayerRange
+from mesh.types import Endpoint, LayerRange, NodeId
 from tests.checkpoints import FAMILIES, WINDOW
 from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows
 from tests.shard.test_lean import SINGULAR
@@ -235,3 +241,62 @@ def test_layers_of_a_part_of_a_span_have_a_graph_of_their_own() -> None:
     both = span.captured.forward([StepInput(cache, 0, first[0])], rest)
     whole = span.captured.forward([StepInput(other, 0, hidden)], WHOLE)
     assert torch.equal(both[0], whole[0])
+
+
+@pytest.mark.parametrize("columns", [32, 64, 80, 96, 4096])
+def test_which_matrices_torch_s_kernel_takes_in_4_bit(columns: int) -> None:
+    matrix = quantise(torch.randn(16, columns), "int4")
+    assert int4.fits(matrix) == (columns != 80)
+    assert not int4.fits(quantise(torch.randn(12, columns), "int4"))
+    assert not int4.fits(quantise(torch.randn(16, columns), "int8"))
+
+
+def test_4_bit_is_refused_where_nothing_computes_it() -> None:
+    with pytest.raises(BadValue, match="int4 is not for the device mps: weights in 4 bit are for"):
+        choose_quant("int4", torch.device("mps"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3"])
+def test_a_shard_in_4_bit_is_the_same_model_on_a_card_and_on_a_cpu(family: str) -> None:
+    """The same codes; scales are rounded to bf16, rows are not rounded to 8 bit."""
+    hidden = rows(24)
+    card = torch.device("cuda")
+    shard = load_shard(plan_shard(_request(family), _host(card)))
+    assert shard.descriptor.dtype == "int4"
+    rounded = load_span(checkpoint(family), WHOLE, dtype=torch.float32, device=CPU, defer=True)
+    rounded = quantised_span(rounded, "int4", checkpoint(family).weights_sha256, None).loaded
+    found = []
+    for runtime in (shard.load(), TorchRuntime(rounded, device=CPU, dtype=torch.float32)):
+        cache = runtime.new_cache(64)
+        parts = [
+            runtime.forward([StepInput(cache, start, hidden[:, start:stop].to(runtime.device))])[0]
+            for start, stop in ((0, 20), (20, 24))
+        ]
+        found.append(torch.cat(parts, 1).float().cpu())
+    assert relative_error(found[0], found[1]) < 0.05
+
+
+@pytest.mark.gpu
+def test_layers_in_4_bit_show_the_weights_that_they_compute_with() -> None:
+    matrix = quantise(torch.randn(48, 128), "int4")
+    card = torch.device("cuda")
+    layer = int4.Int4Linear(matrix, torch.randn(48), card)
+    assert relative_error(layer.weight.float().cpu(), matrix.dense()) < 0.01
+    x = torch.randn(3, 128, device=card, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        computed = layer(x)
+    with_gradient = layer(x.requires_grad_())
+    assert relative_error(with_gradient.detach().float(), computed.float()) < 0.01
+    with_gradient.sum().backward()
+    assert x.grad is not None
+    assert relative_error(x.grad[0].float().cpu(), matrix.dense().sum(0)) < 0.02
+
+
+def _request(family: str) -> ShardRequest:
+    manifest = checkpoint(family)
+    return ShardRequest(manifest.path, manifest.model_id, WHOLE, "auto", "int4")
+
+
+def _host(device: torch.device) -> HostedOn:
+    return HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), device, 1)

@@ -69,10 +69,10 @@ class BlockMatrix:
     def dense(self) -> torch.Tensor:
         """(out, in) fp32."""
         rows, columns = self.shape
-        codes = self.codes if self.bits == 8 else _unpacked(self.codes)
+        codes = self.codes if self.bits == 8 else unpacked(self.codes)
         zeros: torch.Tensor | float = 128.0
         if self.zeros is not None:
-            zeros = _unpacked(self.zeros)[:, : self.scales.shape[1], None].float()
+            zeros = unpacked(self.zeros)[:, : self.scales.shape[1], None].float()
         weights = (codes.float() - zeros) * self.scales[..., None]
         return weights.view(rows, -1)[:, :columns]
 
@@ -228,5 +228,6 @@ def _packed(nibbles: torch.Tensor) -> torch.Tensor:
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
 
 
-def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """The halves of each byte, the lower one first."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

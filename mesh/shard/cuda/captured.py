@@ -3,7 +3,8 @@
 There is a graph for each stretch of layers and each of a few numbers of rows; a step is filled up
 to the next one with rows that nobody wants. Where kernels compute a row alike in any place, as
 those of cuBLAS do for one number of rows, it has the same bits in each step of that number: so one
-number serves all steps of up to `FULL_ROWS`, in any company.
+number serves all steps of up to `FULL_ROWS`, in any company. Kernels that are faster for fewer have
+graphs of their own for those, where these give the same bits.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ class CapturedLayers:
         *,
         hidden_size: int,
         positions: int,
+        few: Sequence[int] = (),
     ) -> None:
-        """`positions` are those of all sessions together. Raises NotCompilable where this device
-        or torch has no such attention."""
+        """`positions` are those of all sessions together; with `few` rows the products are faster.
+        Raises NotCompilable where this device or torch has no such attention."""
         shape = _pool_shape(layers, dtype)
         self.pool = Pool(shape, device, positions)
         self._layers = layers
@@ -75,6 +77,9 @@ class CapturedLayers:
         self._captured: dict[tuple[LayerRange, int], _Captured] = {}
         self._generation = self.pool.generation
         self._memory = _graph_memory(device)
+        self.sizes: tuple[int, ...] = (FULL_ROWS, MANY_ROWS)
+        """How many rows a step may be filled up to."""
+        self.sizes = (*filter(self._is_exact, few), *self.sizes)
 
     @staticmethod
     def takes(step: StepInput) -> bool:
@@ -97,8 +102,29 @@ class CapturedLayers:
             found += torch.split(output, [step.hidden.shape[1] for step in group], 1)
         return found
 
-    def _rows(self, hidden: torch.Tensor, rows: Sequence[Row], layers: LayerRange) -> torch.Tensor:
-        count = FULL_ROWS if len(rows) <= FULL_ROWS else MANY_ROWS
+    @torch.inference_mode()
+    def _is_exact(self, few: int) -> bool:
+        """Whether rows have the same bits among so few as among `FULL_ROWS`."""
+        seeded = torch.Generator().manual_seed(0)
+        hidden = torch.randn(few, self._hidden_size, generator=seeded)
+        every = LayerRange(0, len(self._layers.places))
+        cache = self.pool.open(few)
+        cache.reserve(few)
+        rows = [Row(position, cache.start) for position in range(few)]
+        found, expected = (
+            self._rows(hidden.to(self._device), rows, every, count) for count in (few, FULL_ROWS)
+        )
+        return torch.equal(found, expected)
+
+    def _rows(
+        self,
+        hidden: torch.Tensor,
+        rows: Sequence[Row],
+        layers: LayerRange,
+        count: int | None = None,
+    ) -> torch.Tensor:
+        """(1, rows, hidden) of (rows, hidden), filled up to `count` rows."""
+        count = count or next(size for size in self.sizes if size >= len(rows))
         if self._generation != self.pool.generation:
             self._captured.clear()
             self._generation = self.pool.generation

@@ -22,6 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import SAME_VERSION, BadRequest, LimitReached, MeshError
 from mesh.shard.compiled.formats import BlockLinear
+from mesh.shard.cuda.int4 import Int4Linear
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
 from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Writer, is_cache
@@ -274,7 +275,7 @@ class TapSession:
     def _weight(self, request: TapWeight) -> torch.Tensor:
         module, name = self._tree.module(request.path, self._layers), request.name
         weight = {**module._parameters, **module._buffers}.get(name)
-        if isinstance(module, BlockLinear) and name == "weight":
+        if isinstance(module, BlockLinear | Int4Linear) and name == "weight":
             weight = module.weight
         if weight is None:
             raise BadRequest(f"{request.path} has no weight {name[:100]}.", fix=SAME_VERSION)
