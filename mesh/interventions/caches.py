@@ -81,7 +81,8 @@ class Caches:
         cache.__class__ = self._mirrored
         self._live[number] = weakref.ref(cache)
         weakref.finalize(cache, self._free, number)
-        if any(map(cache.is_recording_past, range(len(cache.layers)))):
+        # By the layers, as transformers before 5.21 has no method of the cache that tells it.
+        if any(getattr(layer, "record_past", False) for layer in cache.layers):
             cache.activate_past_recording()
         return number
 
