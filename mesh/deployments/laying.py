@@ -73,8 +73,7 @@ def lay(
         shards = fill(model, ready, gap.layers, replace(asked, without=_known(same, ready)))
         shards = shards or fill(model, ready, gap.layers, asked)
         if shards is None:
-            part = replace(model, layer_bytes=model.layer_bytes[gap.layers.start : gap.layers.stop])
-            found = lay_out(part, ready, asked)
+            found = lay_out(model.part(gap.layers), ready, asked)
             refusal = refusal or _refusal(found, f"layers {gap.layers} of {wish.model_id}")
             continue
         ready = beside(ready, shards)

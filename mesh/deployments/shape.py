@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.manifest import Manifest
-from mesh.routing.fitting import PREFILL_ROWS
-from mesh.routing.machines import ITEMSIZE, ModelShape
-from mesh.shard.footprint import computing_bytes, position_bytes
+from mesh.routing.machines import ModelShape
+from mesh.shard.footprint import computing_bytes, position_bytes, weight_bytes
+from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 def shape_of(manifest: Manifest, context: int) -> ModelShape:
-    """Of this checkpoint, whose prompts are up to `context` long.
-
-    Weights in a format of which plans know nothing count as if they were stored in 16 bit.
-    """
-    ends = [entry.nbytes for entry in manifest.ends_tensors()]
-    name = _SHORT.get(manifest.dtype, manifest.dtype)
+    """Of this checkpoint, whose prompts are up to `context` long. Blocks for a moment."""
+    ends = manifest.ends_tensors()
+    is_in_blocks = manifest.dtype.upper() in BLOCK_TYPES
+    each = (LayerRange(layer, layer + 1) for layer in range(manifest.total_layers))
     return ModelShape(
         manifest.model_id,
         manifest.weights_sha256,
+        tuple(weight_bytes(manifest.layer_tensors(one), 1) for one in each),
+        weight_bytes(ends, 1),
+        max((weight_bytes([entry], 1) for entry in ends), default=0),
+        manifest.dtype if is_in_blocks else _SHORT.get(manifest.dtype, "fp32"),
         manifest.layer_bytes,
-        name if name in ITEMSIZE else "bf16",
         manifest.ends_bytes,
-        max(ends, default=0),
         manifest.hidden_size,
         position_bytes(manifest, LayerRange(0, 1), 1),
-        computing_bytes(manifest, PREFILL_ROWS, context),
+        computing_bytes(manifest, ShardSettings().prefill_rows, context),
     )

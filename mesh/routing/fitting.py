@@ -144,8 +144,8 @@ def benches(model: ModelShape, machine: Machine, demand: Demand, quant: Quant) -
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
     """What the ends take of the asker's device; the head may be held twice for a while."""
-    size = ITEMSIZE[float_format(model, device)] / model.stored_itemsize
-    return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
+    size = computed_itemsize(float_format(model, device))
+    return (model.ends_weights + model.head_weights) * size + SPARE_BYTES
 
 
 def asking_bytes(model: ModelShape, device: Device, *, thin: bool) -> int:
@@ -164,12 +164,12 @@ def ends_lack(model: ModelShape, asker: Machine, demand: Demand) -> int:
 def shard_bytes(model: ModelShape, layers: LayerRange, name: str, positions: int) -> int:
     """What a shard of these layers takes in this format, with caches of so many positions, as it
     says itself before it loads: nothing is kept free beside it."""
-    weights = [size / model.stored_itemsize * ITEMSIZE[name] for size in model.layer_bytes]
-    cached = 4.0 if name in ("int8", "int4") else ITEMSIZE[name]
-    widest = max(model.layer_bytes) / model.stored_itemsize * cached
-    caches = model.kv_numbers * cached * positions * len(layers)
-    own = sum(weights[layers.start : layers.stop])
-    return math.ceil(own + caches + widest) + model.scratch_bytes + SPARE_BYTES
+    own = model.layer_weights[layers.start : layers.stop]
+    wide = computed_itemsize(name)
+    caches = model.kv_numbers * wide * positions * len(layers)
+    one_layer = math.ceil(sum(own) * wide / len(own))
+    weights = math.ceil(sum(own) * ITEMSIZE[name])
+    return weights + caches + one_layer + model.scratch_bytes + SPARE_BYTES
 
 
 def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
@@ -181,7 +181,7 @@ def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
     speed = device.speed(name)
     if speed is None:
         return 0.0
-    return model.head_bytes / model.stored_itemsize * ITEMSIZE[name] / speed.decode_gb_s / 1e6
+    return model.head_weights * ITEMSIZE[name] / speed.decode_gb_s / 1e6
 
 
 def ends_device(machine: Machine) -> Device | None:
@@ -191,7 +191,16 @@ def ends_device(machine: Machine) -> Device | None:
 
 def float_format(model: ModelShape, device: Device) -> str:
     """In which numbers a device computes the model where it is not quantised."""
-    return model.dtype if device.speed(model.dtype) is not None else "fp32"
+    stored = model.dtype
+    if stored not in ("fp32", "fp16", "bf16"):  # blocks are decoded
+        stored = "fp32" if device.kind == "cpu" else "bf16"
+    return stored if device.speed(stored) is not None else "fp32"
+
+
+def computed_itemsize(name: str) -> int:
+    """Bytes of a number in caches, ends and what else is no layer's weight, where layers are in
+    this format."""
+    return 2 if name in ("fp16", "bf16") else 4
 
 
 def _bench(
@@ -204,7 +213,7 @@ def _bench(
     speed = device.speed(name)
     if timed is None and speed is None:
         return None
-    weights = [size / model.stored_itemsize for size in model.layer_bytes]
+    weights = model.layer_weights
     mean = sum(weights) / len(weights)
     taken = [math.ceil(each * ITEMSIZE[name]) for each in weights]
     decode, prefill = [], []
@@ -216,7 +225,7 @@ def _bench(
             rows_ms = rows_ms or _long(timed)
         decode.append(step_ms)
         prefill.append(rows_ms)
-    cached = 4.0 if quant != "none" else ITEMSIZE[name]
+    wide = computed_itemsize(name)
     here = [held.layers for held in machine.held]
     lacking = tuple(
         0 if any(layer in held for held in here) else size
@@ -227,8 +236,8 @@ def _bench(
         device,
         name,
         tuple(taken),
-        math.ceil(max(weights) * cached),
-        math.ceil(model.kv_numbers * cached * demand.positions),
+        max(weights) * wide,
+        model.kv_numbers * wide * demand.positions,
         model.scratch_bytes,
         tuple(decode),
         tuple(prefill),

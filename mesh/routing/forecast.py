@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mesh.routing.fitting import HOP_MS, PREFILL_ROWS, Bench, Need, head_ms
-from mesh.routing.machines import Machine, ModelShape, Quant
+from mesh.routing.machines import ITEMSIZE, Machine, ModelShape, Quant
 from mesh.types import LayerRange, NodeId
 
 _CHUNK_ROWS = 128
@@ -208,8 +208,8 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
     """What would make a shard's computing take less."""
     fewer = bench.device.speed("int8")
     if shard.format not in ("int8", "int4") and fewer is not None and "int8" in model.quants:
-        weights = sum(model.layer_bytes[shard.layers.start : shard.layers.stop])
-        read = weights / model.stored_itemsize * 1.125 / fewer.decode_gb_s / 1e6
+        weights = sum(model.layer_weights[shard.layers.start : shard.layers.stop])
+        read = weights * ITEMSIZE["int8"] / fewer.decode_gb_s / 1e6
         ms = read + len(shard.layers) * fewer.layer_ms
         if ms < 0.8 * shard.decode_ms:
             yield f"--quant int8: {ms:.1f} instead of {shard.decode_ms:.1f} ms there."

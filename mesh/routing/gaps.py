@@ -21,9 +21,8 @@ def fill(
 ) -> tuple[Placed, ...] | None:
     """The shards that take the layers of `gap`, in their order and in the model's own numbers; None
     where no machines of the demand have room for them. Its replicas and pins are not looked at."""
-    part = replace(model, layer_bytes=model.layer_bytes[gap.start : gap.stop])
     beside = [replace(each, held=tuple(_on_disk(each.held, gap))) for each in machines]
-    found = lay_out(part, beside, replace(demand, replicas=1, pins=()))
+    found = lay_out(model.part(gap), beside, replace(demand, replicas=1, pins=()))
     if found.refusal is not None:
         return None
     return tuple(

@@ -6,7 +6,7 @@ puts down what was measured. Sizes are bytes, times milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mesh.capacity import Device
@@ -27,19 +27,22 @@ DEFAULT_CONTEXT = 4096
 class ModelShape:
     """The sizes of one checkpoint, from its manifest.
 
-    `layer_bytes` are those of each layer as stored, in weights of `dtype` (fp32, fp16 or bf16);
-    `ends_bytes` those of embedding, norm and head, of which `head_bytes` are read for each token.
-    `kv_numbers` are what one position adds to the caches of one layer. `scratch_bytes` is what
-    computing takes beside weights and caches, however many layers there are. `quants` are the
-    formats that its family can be served in.
+    `layer_weights` are how many numbers each layer has, `ends_weights` those of embedding, norm and
+    head, of which `head_weights` are read for each token. They are stored as `dtype`: fp32, fp16 or
+    bf16, or else a type of blocks that are decoded; there, layers and ends take `layer_bytes` and
+    `ends_bytes`. `kv_numbers` are what one position adds to the caches of one layer.
+    `scratch_bytes` is what computing takes beside weights and caches, however many layers there
+    are. `quants` are the formats that its family can be served in.
     """
 
     model_id: ModelId
     weights_sha256: str
-    layer_bytes: tuple[int, ...]
+    layer_weights: tuple[int, ...]
+    ends_weights: int
+    head_weights: int
     dtype: str
+    layer_bytes: tuple[int, ...]
     ends_bytes: int
-    head_bytes: int
     hidden_size: int
     kv_numbers: int
     scratch_bytes: int = 0
@@ -48,12 +51,14 @@ class ModelShape:
     @property
     def total_layers(self) -> int:
         """How many decoder layers it has."""
-        return len(self.layer_bytes)
+        return len(self.layer_weights)
 
-    @property
-    def stored_itemsize(self) -> float:
-        """Bytes of a weight as stored."""
-        return ITEMSIZE[self.dtype]
+    def part(self, layers: LayerRange) -> ModelShape:
+        """A model of these layers only."""
+        own = slice(layers.start, layers.stop)
+        return replace(
+            self, layer_weights=self.layer_weights[own], layer_bytes=self.layer_bytes[own]
+        )
 
 
 @dataclass(frozen=True, slots=True)

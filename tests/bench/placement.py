@@ -22,7 +22,8 @@ from mesh.cli.local_node import LocalNode, start_hearth
 from mesh.routing.fitting import benches
 from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.routing.placement import lay_out
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, NodeId
+from tests.routing.shapes import model_of
 
 MB = 1 << 20
 NODES, LAYERS, MODELS = 50, 100, 5
@@ -42,9 +43,10 @@ def measure() -> dict[str, Any]:
 
 
 def _model(layers: int, mb: int) -> ModelShape:
-    return ModelShape(
-        ModelId("m"), "a" * 64, (mb * MB,) * layers, "bf16", 500 * MB, 500 * MB, 4096, 2048, 50 * MB
-    )
+    return model_of(
+        "m", (mb * MB,) * layers, "bf16", ends_bytes=500 * MB, head_bytes=500 * MB,
+        scratch_bytes=50 * MB,
+    )  # fmt: skip
 
 
 def _machine(draw: Random, number: int, *, held: LayerRange | None) -> Machine:

@@ -29,6 +29,7 @@ from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import Demand, Machine, ModelShape
 from mesh.routing.placement import lay_out
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
+from tests.routing.shapes import model_of
 
 LAYER_MB = 10
 OWN_QUANT = "none"
@@ -400,7 +401,9 @@ def need_mb(deployment: Deployment, layers: LayerRange) -> int:
 def shape_of(wish: Wish) -> ModelShape:
     """A megabyte here is a gigabyte there, so that what is kept free beside everything is small."""
     layers = (LAYER_MB << 30,) * wish.total_layers
-    return ModelShape(wish.model_id, WEIGHTS, layers, "fp32", 0, 0, 1, 0)
+    return model_of(
+        wish.model_id, layers, "fp32", weights_sha256=WEIGHTS, hidden_size=1, kv_numbers=0
+    )
 
 
 def mb_of(wish: Wish, layers: LayerRange) -> int:

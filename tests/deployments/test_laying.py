@@ -15,14 +15,16 @@ from mesh.deployments.refusals import RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.routing.fitting import asking_bytes, shard_bytes
-from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.routing.machines import Demand, HeldLayers, Machine
+from mesh.types import LayerRange, NodeId
+from tests.routing.shapes import model_of, with_layers
 
 ATTIC, KITCHEN, STUDY = NODES = [NodeId(name) for name in ("attic", "kitchen", "study")]
 LAYERS, MB, CONTEXT = 12, 1 << 20, 1024
-MODEL = ModelShape(
-    ModelId("toy"), "ab" * 32, (40 * MB,) * LAYERS, "fp32", 20 * MB, 10 * MB, 64, 2048, 10 * MB
-)
+MODEL = model_of(
+    "toy", (40 * MB,) * LAYERS, "fp32", ends_bytes=20 * MB, head_bytes=10 * MB, hidden_size=64,
+    scratch_bytes=10 * MB, weights_sha256="ab" * 32,
+)  # fmt: skip
 WISH = Wish("0" * 16, MODEL.model_id, MODEL.weights_sha256, LAYERS, 480)
 ALONE = Demand(asker=ATTIC, quant="none", context=CONTEXT)
 
@@ -103,7 +105,7 @@ def test_even_parts_go_where_they_lie_on_disks() -> None:
 
 
 def test_replicas_of_a_small_model_share_no_machine_for_a_layer() -> None:
-    small = replace(MODEL, layer_bytes=(MB // 16,) * LAYERS, ends_bytes=MB, head_bytes=MB)
+    small = with_layers(MODEL, (MB // 16,) * LAYERS)
     house = [machine(node, 2000, is_measured=False) for node in NODES]
     laid = rooms(small, house, ALONE)
     assert 2 * laid.extra > LAYERS  # three shards cost more than the model has layers

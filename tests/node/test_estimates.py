@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,12 +31,14 @@ from mesh.models.manifest import read_manifest
 from mesh.node.estimates import EstimateContext, Estimates
 from mesh.node.layouts import Layouts
 from mesh.node.served_speed import AskedTimes
-from mesh.routing.fitting import benches
+from mesh.routing.fitting import benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import ends_mb, estimate
 from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
+from tests.checkpoints import make_checkpoint
 from tests.discovery.network import advertised
+from tests.gguf_files import write_gguf
 
 OWN, NEAR, FAR, DOUBTED, AWAY = map(NodeId, ("own", "near", "far", "doubted", "away"))
 ASK: dict[str, Any] = {
@@ -374,6 +377,24 @@ def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) 
             weight_size=None if quant == "none" else bytes_per_weight(quant),
         )  # fmt: skip
         assert bench.need(layers).total >> 20 >= said.total_mb - 3  # it rounds each part up
+
+
+@pytest.mark.parametrize(("quant", "weight_size"), [("none", 4.0), ("int8", 1.125)])
+def test_weights_in_blocks_count_as_what_they_are_computed_as(
+    tmp_path: Path, quant: Any, weight_size: float
+) -> None:
+    stored = make_checkpoint(tmp_path / "stored", "llama", layers=2, hidden=256)
+    manifest = read_manifest(write_gguf(stored, tmp_path / "model.gguf", "Q4_0"))
+    whole, model = LayerRange(0, 2), shape_of(manifest, 512)
+    said = estimate(manifest, whole, 4, kv_tokens=512, rows=256, weight_size=weight_size)
+    speeds = tuple(Speed(name, 10.0, 50.0) for name in ("fp32", "bf16", "int8"))
+    machine = Machine(OWN, "own", (Device("cpu", 1000 * MB, 1000 * MB, speeds),))
+    (bench,) = benches(model, machine, Demand(context=512), quant)
+    need = bench.need(whole)
+    assert said.weights_mb - 1 < need.weights / MB <= said.weights_mb
+    assert said.caches_mb - 1 < need.caches / MB <= said.caches_mb
+    assert said.total_mb - 3 < shard_bytes(model, whole, bench.format, 512) / MB <= said.total_mb
+    assert sum(bench.fetch_bytes) < need.weights / 1.5, "as stored"
 
 
 async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_aside(

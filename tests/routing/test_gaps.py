@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from mesh.capacity import Device, Speed
 from mesh.routing.gaps import beside, fill
-from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.routing.machines import Demand, HeldLayers, Machine
+from mesh.types import LayerRange, NodeId
+from tests.routing.shapes import model_of
 
 GB = 1 << 30
-MODEL = ModelShape(ModelId("m"), "a" * 64, (200 << 20,) * 8, "bf16", 0, 0, 4096, 2048)
+MODEL = model_of("m", (200 << 20,) * 8, "bf16")
 GAP = LayerRange(4, 8)
 DEMAND = Demand(quant="none", context=16)
 

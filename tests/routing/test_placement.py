@@ -18,15 +18,17 @@ from mesh.routing.fitting import Bench, benches
 from mesh.routing.forecast import Forecast
 from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, NodeId
+from tests.routing.shapes import model_of, with_layers
 
 GB = 2**30
 ASKER = NodeId("a")
 
 
 def model(layers: int = 16, mb: int = 200, *, ends_mb: int = 100) -> ModelShape:
-    return ModelShape(
-        ModelId("m"), "a" * 64, (mb << 20,) * layers, "bf16", ends_mb << 20, ends_mb << 20,
+    ends = ends_mb << 20
+    return model_of(
+        "m", (mb << 20,) * layers, "bf16", ends_bytes=ends, head_bytes=ends,
         hidden_size=2048, kv_numbers=512,
     )  # fmt: skip
 
@@ -373,7 +375,7 @@ def layers_ms(replica: Forecast) -> float:
 def test_a_plan_is_as_good_as_any(
     drawn: list[Drawn], sizes: list[int], pinned: int, seed: int
 ) -> None:
-    shape = replace(model(), layer_bytes=tuple(mb << 20 for mb in sizes))
+    shape = with_layers(model(), [mb << 20 for mb in sizes])
     machines = house(drawn, len(sizes))
     pins: dict[str, LayerRange] = {}
     if pinned == 1:
