@@ -21,7 +21,7 @@ Milliseconds = Annotated[float, Meta(ge=0, le=1e9), finite]
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device does with weights in one `format` (fp32, fp16, bf16, int8, int4).
+    """What a device does with weights in one `format` (fp32, fp16, bf16, halved, int8, int4).
 
     A decode step reads `decode_gb_s` (10**9 bytes a second) of weights and takes `layer_ms` for
     each layer beside that; a prefill computes `prefill_gflops`, 10**9 operations a second.
@@ -37,8 +37,9 @@ class Speed:
 class Device:
     """Memory that layers can lie in, and what computes there: ``cpu``, ``cuda:0``, ``mps``.
 
-    What lies in a format without a speed is not computed there. A decode step costs `visit_ms` more
-    where the device waited before it, as it does for the other hops of a route.
+    What lies in a format without a speed is not computed there, be it that its owner wants another
+    one (`dtype`). A decode step costs `visit_ms` more where the device waited before it, as it does
+    for the other hops of a route.
     """
 
     name: Text

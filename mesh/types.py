@@ -50,6 +50,9 @@ def _is_in_utc(moment: datetime) -> None:
         raise ValueError("must be a time in UTC") from error
 
 
+HALVED_FORMAT = "halved"
+"""Of weights that stay in the 16 bits they are stored in where a CPU computes them in fp32."""
+
 MAX_LAYERS = 10_000
 MAX_COUNT = 2**31 - 1
 
@@ -235,7 +238,7 @@ class ShardDescriptor:
     of its device when its caches are full (`ShardMemory.total_mb`). `embeds`: its sessions from
     layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
     next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
-    have, 0 where its host does not say.
+    have, 0 where its host does not say. `halved`: `dtype` is fp32, and its weights have 16 bits.
     """
 
     shard_id: Annotated[ShardId, _TEXT, printable]
@@ -254,6 +257,12 @@ class ShardDescriptor:
     embeds: bool = False
     head: bool = False
     kv_tokens: Count = 0
+    halved: bool = False
+
+    @property
+    def format(self) -> str:
+        """Its weights', as `mesh.capacity.Speed` names it."""
+        return HALVED_FORMAT if self.halved else self.dtype
 
 
 @dataclass(frozen=True, slots=True)

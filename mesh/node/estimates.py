@@ -201,6 +201,11 @@ class Estimates:
     async def _look_up(self, name: str, context: int) -> _KnownModel:
         manifest = await self._weights.manifest(name)
         known = await asyncio.to_thread(_known, manifest, context)
+        shards = [
+            each.descriptor for view in self._house.store.nodes() for each in view.offers.shards
+        ]
+        if any(each.halved for each in shards if each.weights_sha256 == known.shape.weights_sha256):
+            known = replace(known, shape=replace(known.shape, is_standard=True))
         key = known.shape.model_id, known.shape.weights_sha256
         self._known.pop(key, None)
         self._known[key] = known
@@ -267,7 +272,7 @@ class Estimates:
             if health.p50_latency_ms > 0:
                 visit_ms = devices[0].visit_ms if devices else 0.0
                 ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
-                timed.append(Timed(device, said.dtype, ms / len(said.layers)))
+                timed.append(Timed(device, said.format, ms / len(said.layers)))
         return Machine(
             node,
             view.info.name,

@@ -44,7 +44,7 @@ from mesh.shard.room import Memory
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Counts up when something else is measured."""
 
 QUIET_SHARE = 0.15
@@ -363,7 +363,7 @@ def _machine(order: Measure) -> str:
     able = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     parts = (
         VERSION, mesh.__version__, platform.machine(), cpu_model(), able, cores, order.device,
-        order.threads, accelerators, importlib.metadata.version("torch"),
+        order.threads, order.dtype, accelerators, importlib.metadata.version("torch"),
     )  # fmt: skip
     return "/".join(map(str, parts))
 

@@ -61,7 +61,7 @@ class ServedSpeed:
         for each in shards:
             shard, health = each.descriptor, each.health
             signs = seen[shard.shard_id] = health.p50_latency_ms, health.p95_latency_ms
-            speed, memory = device.speed(shard.dtype), health.memory
+            speed, memory = device.speed(shard.format), health.memory
             before = self._seen.get(shard.shard_id)
             if before in (None, signs) or health.active_streams > 1 or health.p50_latency_ms <= 0:
                 continue
@@ -70,7 +70,7 @@ class ServedSpeed:
             reading_ms = (memory.weights_mb << 20) / speed.decode_gb_s / 1e6
             foretold_ms = len(shard.layers) * speed.layer_ms + reading_ms
             took_ms = health.p50_latency_ms - device.visit_ms
-            self._factors.setdefault(shard.dtype, _Factor()).take(took_ms / foretold_ms)
+            self._factors.setdefault(shard.format, _Factor()).take(took_ms / foretold_ms)
         self._seen = seen
 
     def corrected(self, device: Device) -> Device:

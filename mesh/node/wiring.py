@@ -70,7 +70,8 @@ def free_mb(config: Config) -> int:
 
 def measure(config: Config) -> Measure:
     """What this machine is to be measured with: what its shards would compute with."""
-    return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
+    threads_dir = StatePaths(config.state_dir).threads_dir
+    return Measure(config.device, _threads(config), threads_dir, dtype=config.dtype)
 
 
 def blocking_looks(

@@ -51,8 +51,10 @@ async def _measured(command: Measure) -> Measurement:
         device = choose_device(command.device)
         threads = kept_threads(command.threads, device.value, command.threads_dir)
         load = OthersLoad()
-        found = measure(device.value, threads.value)
-        options = AskerOptions("auto", command.device, threads.value, cache_dir(), quant="none")
+        found = measure(device.value, threads.value, command.dtype)
+        options = AskerOptions(
+            command.dtype, command.device, threads.value, cache_dir(), quant="none"
+        )
         model, _ = load_asker(checkpoint_dir(), ModelId("builtin"), options)
         return found, model, load.share()
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from mesh.capacity import Device
 from mesh.routing.machines import ITEMSIZE, Demand, Machine, ModelShape, Quant, Timed
 from mesh.routing.seating import Seat
-from mesh.types import LayerRange
+from mesh.types import HALVED_FORMAT, LayerRange
 
 PADDING = (3, 20)
 """Share of weights and caches that is asked for on top, 0.15, as a fraction: it is exact."""
 
-SPARE_BYTES = 64 << 20
-"""What allocators and a runtime's tables take beside all that is counted."""
+SPARE_BYTES = (64 + 3) << 20
+"""What allocators and a runtime's tables take beside all that is counted, and what a shard, which
+says weights, caches and the rest in MiB, rounds up."""
 
 HOP_MS = 0.6
 """What a hop costs besides computing and the way: packing, system calls (measured on loopback)."""
@@ -177,7 +178,9 @@ def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
     device = ends_device(machine)
     if device is None:
         return 0.0
-    name = "int8" if quant != "none" and device.kind == "cpu" else float_format(model, device)
+    quantised = quant != "none" and device.kind == "cpu"
+    # A head can be halved whatever the layers are.
+    name = "int8" if quantised else _float_format(model, device, halves=True)
     speed = device.speed(name)
     if speed is None:
         return 0.0
@@ -190,11 +193,19 @@ def ends_device(machine: Machine) -> Device | None:
 
 
 def float_format(model: ModelShape, device: Device) -> str:
-    """In which numbers a device computes the model where it is not quantised."""
+    """In which numbers a device computes the model's layers where they are not quantised."""
+    return _float_format(model, device, halves=model.is_standard)
+
+
+def _float_format(model: ModelShape, device: Device, *, halves: bool) -> str:
     stored = model.dtype
     if stored not in ("fp32", "fp16", "bf16"):  # blocks are decoded
         stored = "fp32" if device.kind == "cpu" else "bf16"
-    return stored if device.speed(stored) is not None else "fp32"
+    near = ["fp16"] if stored == "bf16" and device.kind != "cpu" else []
+    near += [HALVED_FORMAT] if halves and stored != "fp32" else []
+    # A device whose owner wants all in one of them has a speed in no other.
+    known = (each for each in (stored, *near, "fp32", "bf16", "fp16") if device.speed(each))
+    return next(known, "fp32")
 
 
 def computed_itemsize(name: str) -> int:

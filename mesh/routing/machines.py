@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mesh.capacity import Device
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import HALVED_FORMAT, LayerRange, ModelId, NodeId
 
 Quant = Literal["none", "int8", "int4"]
 QUANTS: tuple[Quant, ...] = ("none", "int8", "int4")
 
-ITEMSIZE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125, "int4": 0.640625}
+ITEMSIZE = {
+    "fp32": 4.0, "fp16": 2.0, "bf16": 2.0, HALVED_FORMAT: 2.0, "int8": 1.125, "int4": 0.640625,
+}  # fmt: skip
 """Bytes that a weight takes in each format, scales and zero points counted in: those of
 `mesh.shard.compiled.formats.bytes_per_weight`, and a test holds the two together."""
 
@@ -32,7 +34,8 @@ class ModelShape:
     bf16, or else a type of blocks that are decoded; there, layers and ends take `layer_bytes` and
     `ends_bytes`. `kv_numbers` are what one position adds to the caches of one layer.
     `scratch_bytes` is what computing takes beside weights and caches, however many layers there
-    are. `quants` are the formats that its family can be served in.
+    are. `quants` are the formats that its family can be served in; with `is_standard` layers it can
+    be halved.
     """
 
     model_id: ModelId
@@ -47,6 +50,7 @@ class ModelShape:
     kv_numbers: int
     scratch_bytes: int = 0
     quants: tuple[Quant, ...] = QUANTS
+    is_standard: bool = False
 
     @property
     def total_layers(self) -> int:

@@ -145,12 +145,14 @@ class Pause(Request[None], frozen=True):
 
 class Measure(Request[Measurement], frozen=True):
     """To the process that measures: how fast are this device, with so many threads (0: as kept in
-    `threads_dir`), and an asker on it; with `memory_only`, just what is free there."""
+    `threads_dir`), in the formats of shards that are asked for in `dtype`, and an asker on it; with
+    `memory_only`, just what is free there."""
 
     device: str
     threads: int
     threads_dir: Path | None
     memory_only: bool = False
+    dtype: str = "auto"
 
 
 # What it says of itself

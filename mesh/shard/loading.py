@@ -39,7 +39,7 @@ from mesh.shard.device import (
 from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb, estimate
 from mesh.shard.lean_proof import require_lean
-from mesh.shard.linear import kept_dtype
+from mesh.shard.linear import HALVED, kept_dtype
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
@@ -401,4 +401,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         embeds=manifest.has_ends and plan.request.layers.start == 0,
         head=manifest.has_ends and plan.request.layers.stop == manifest.total_layers,
         kv_tokens=settings.kv_tokens,
+        halved=runtime.kernels.startswith(HALVED),
     )

@@ -23,11 +23,11 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.processes.headroom import ram
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
-from mesh.shard.device import DTYPES, cpu_fast_dtypes, dtype_name, headroom
-from mesh.shard.linear import choose_kernels
+from mesh.shard.device import DTYPES, cpu_fast_dtypes, headroom
+from mesh.shard.linear import choose_kernels, halving_fails
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
 from mesh.shard.runtime import StepInput
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from mesh.types import HALVED_FORMAT, Endpoint, LayerRange, ModelId, NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,14 @@ _PAUSE_S = 0.008
 """What a hop waits for the others of its route, about."""
 
 
-def measure(device: torch.device, threads: int) -> Device:
-    """The device with its memory as it is now and a speed for each format that works there."""
+def measure(device: torch.device, threads: int, dtype: str = "auto") -> Device:
+    """The device with its memory as it is now and a speed for each format that works there and that
+    shards which are asked for in `dtype` have."""
     torch.set_num_threads(threads)
     memory = headroom(device, ram())
     speeds = []
     with torch.inference_mode():
-        for one in _speeds(device, threads):
+        for one in _speeds(device, threads, dtype):
             try:
                 speeds.append(one())
             except (MeshError, RuntimeError) as error:  # a kernel that this machine has not
@@ -58,27 +59,33 @@ def measure(device: torch.device, threads: int) -> Device:
     return Device(str(device), *size, tuple(speeds), visit_ms)
 
 
-def _speeds(device: torch.device, threads: int) -> Iterator[Callable[[], Speed]]:
-    dtypes = [torch.float32]
+def float_formats(device: torch.device, dtype: str) -> tuple[str, ...]:
+    """The formats of unquantised shards there that are asked for in `dtype`, whatever is stored."""
+    if dtype != "auto":
+        return (dtype,)
     if device.type != "cpu":
-        dtypes += [torch.float16, torch.bfloat16]
-    else:
-        dtypes += [DTYPES[name] for name in sorted(cpu_fast_dtypes())]
-    for dtype in dtypes:
-        yield lambda dtype=dtype: _plain(device, dtype)  # type: ignore[misc]
+        return ("fp32", "fp16", "bf16")
+    halved = () if halving_fails() else (HALVED_FORMAT,)
+    return ("fp32", *sorted(cpu_fast_dtypes()), *halved)
+
+
+def _speeds(device: torch.device, threads: int, dtype: str) -> Iterator[Callable[[], Speed]]:
+    for name in float_formats(device, dtype):
+        yield lambda name=name: _plain(device, name)  # type: ignore[misc]
     if device.type == "cpu":
         for quant in BITS:
             yield lambda quant=quant: _quantised(quant, threads)  # type: ignore[misc]
 
 
-def _plain(device: torch.device, dtype: torch.dtype) -> Speed:
+def _plain(device: torch.device, name: str) -> Speed:
     # Not zeros: memory that nobody has written to is one page, again and again.
-    wide = _SIDE // 2
-    weights, name = _SIDE * wide, dtype_name(dtype)
-    count = math.ceil(_BYTES / (weights * dtype.itemsize))
-    layers = nn.ModuleList(_linear(wide, device, dtype) for _ in range(count))
-    choose_kernels(layers, dtype, device)  # as a shard would
-    row, rows = (torch.ones(n, wide, dtype=dtype, device=device) for n in (1, _ROWS))
+    halved, wide = name == HALVED_FORMAT, _SIDE // 2
+    kept, computed = (torch.float16, torch.float32) if halved else (DTYPES[name],) * 2
+    weights = _SIDE * wide
+    count = math.ceil(_BYTES / (weights * kept.itemsize))
+    layers = nn.ModuleList(_linear(wide, device, kept) for _ in range(count))
+    choose_kernels(layers, computed, device, halved=halved)  # as a shard would
+    row, rows = (torch.ones(n, wide, dtype=computed, device=device) for n in (1, _ROWS))
 
     def decode() -> None:
         for layer in layers:
@@ -89,8 +96,9 @@ def _plain(device: torch.device, dtype: torch.dtype) -> Speed:
         layers[0](rows)
         _wait(device)
 
-    read, operations = count * weights * dtype.itemsize, 2 * _ROWS * weights
-    return _speed(name, (read, decode), (operations, prefill), _layer_ms(device, name, "none"))
+    read, operations = count * weights * kept.itemsize, 2 * _ROWS * weights
+    layer_ms = _layer_ms(device, "auto" if halved else name, "none")  # it is stored in fp16
+    return _speed(name, (read, decode), (operations, prefill), layer_ms)
 
 
 def _linear(columns: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:

@@ -63,6 +63,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         determinism_class=draw(texts),
         advertised_at=draw(moments),
         kv_tokens=draw(counts),
+        halved=draw(st.booleans()),
     )
     health = ShardHealth(
         draw(st.booleans()), draw(moments), draw(durations), draw(durations),

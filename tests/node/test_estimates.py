@@ -376,7 +376,7 @@ def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) 
             manifest, layers, 4, kv_tokens=512, rows=256,
             weight_size=None if quant == "none" else bytes_per_weight(quant),
         )  # fmt: skip
-        assert bench.need(layers).total >> 20 >= said.total_mb - 3  # it rounds each part up
+        assert bench.need(layers).total >> 20 >= said.total_mb
 
 
 @pytest.mark.parametrize(("quant", "weight_size"), [("none", 4.0), ("int8", 1.125)])
@@ -393,7 +393,7 @@ def test_weights_in_blocks_count_as_what_they_are_computed_as(
     need = bench.need(whole)
     assert said.weights_mb - 1 < need.weights / MB <= said.weights_mb
     assert said.caches_mb - 1 < need.caches / MB <= said.caches_mb
-    assert said.total_mb - 3 < shard_bytes(model, whole, bench.format, 512) / MB <= said.total_mb
+    assert 0 <= shard_bytes(model, whole, bench.format, 512) / MB - said.total_mb < 4
     assert sum(bench.fetch_bytes) < need.weights / 1.5, "as stored"
 
 

@@ -20,10 +20,11 @@ from mesh.capacity import Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
 from mesh.models.partial_writer import lock_directory
 from mesh.node.own_capacity import KeptMeasurement, MeasuringTimes, OwnCapacity, OwnHooks
+from mesh.node.served_speed import ServedSpeed
 from mesh.processes.headroom import Headroom
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
-from mesh.types import NodeId, ShardMemory
+from mesh.types import HALVED_FORMAT, NodeId, ShardMemory
 from tests.cgroups import limited_group
 from tests.discovery.network import advertised
 
@@ -89,7 +90,7 @@ QUICK = MeasuringTimes((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_
 class Machine:
     """What a measurement would find, how often it was made, and whether it is wanted again."""
 
-    def __init__(self, directory: Path, *shares: float) -> None:
+    def __init__(self, directory: Path, *shares: float, order: Measure = CPU) -> None:
         self.is_quiet = self.is_idle = True
         self.device = "cpu"
         self.shards: list[Advertisement] = []
@@ -97,7 +98,7 @@ class Machine:
         self._shares = list(shares)
         self.told: list[float] = []
         hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, self._tell)
-        self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure, self._quiet)
+        self.own = OwnCapacity(order, directory, hooks, QUICK, self._measure, self._quiet)
 
     def _tell(self) -> None:
         if self.gb_s and self.told[-1:] != [self.gb_s]:  # what is free may move as well
@@ -178,6 +179,27 @@ async def test_serving_corrects_what_was_measured_and_has_it_measured_again(
         machine.is_idle = True
         await machine.until(lambda: machine.made == 2)
         await machine.until(lambda: machine.gb_s > 15.0)
+
+
+@pytest.mark.parametrize(("halved", "format_"), [(False, "fp32"), (True, HALVED_FORMAT)])
+def test_a_shard_corrects_the_format_that_its_weights_are_in(*, halved: bool, format_: str) -> None:
+    speeds = tuple(Speed(name, 10.0, 50.0) for name in ("fp32", HALVED_FORMAT))
+    device, served = Device("cpu", 1, 1, speeds), ServedSpeed()
+    for step in range(50):
+        said = shard_that_took(20.0 + step / 1000)
+        shard = replace(said.descriptor, dtype="fp32", halved=halved)
+        served.look(device, [replace(said, descriptor=shard)])
+    moved = [each.format for each in served.corrected(device).speeds if each.decode_gb_s != 10.0]
+    assert moved == [format_]
+
+
+async def test_what_was_measured_for_one_dtype_holds_for_no_other(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    async with looking(machine):
+        await machine.until(lambda: machine.gb_s == 10.0)
+    other = Machine(tmp_path, order=Measure("cpu", 1, None, dtype="fp32"))
+    async with looking(other):
+        await other.until(lambda: other.made == 1)
 
 
 async def test_two_nodes_of_a_machine_do_not_measure_at_the_same_time(

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mesh.capacity import Device, Speed
 from mesh.routing.fitting import Bench, benches
-from mesh.routing.forecast import Forecast
+from mesh.routing.forecast import Forecast, Placed
 from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
-from mesh.types import LayerRange, NodeId
+from mesh.types import HALVED_FORMAT, LayerRange, NodeId
 from tests.routing.shapes import model_of, with_layers
 
 GB = 2**30
@@ -124,6 +124,31 @@ def test_bf16_counts_as_fp32_where_it_is_not_computed() -> None:
     found = lay_out(model(), [Machine(ASKER, "a", (old,))], Demand(quant="none"))
     assert found.replicas[0].shards[0].format == "fp32"
     assert found.replicas[0].shards[0].need.weights == 2 * 16 * (200 << 20)
+
+
+def test_weights_stay_in_16_bit_where_they_are_widened_on_the_way() -> None:
+    fp32, halved = Speed("fp32", 20.0, 100.0, 0.5), Speed(HALVED_FORMAT, 10.0, 100.0, 0.1)
+    device = Device("cpu", 9 * GB, 9 * GB, (fp32, halved))
+    standard, other = replace(model(), is_standard=True), model()
+
+    def planned(shape: ModelShape, *speeds: Speed, timed: tuple[Timed, ...] = ()) -> Placed:
+        one = Machine(ASKER, "a", (replace(device, speeds=speeds),), timed=timed)
+        (shard,) = lay_out(shape, [one], Demand(quant="none")).replicas[0].shards
+        return shard
+
+    kept = planned(standard, fp32, halved)
+    assert (kept.format, kept.need.weights) == (HALVED_FORMAT, 16 * (200 << 20))
+    assert kept.decode_ms == pytest.approx(16 * (0.1 + (200 << 20) / 10e6))
+    # Families whose layers are not standard, fp32 asked for explicitly, and older nodes.
+    for wide in (planned(other, fp32, halved), planned(standard, fp32)):
+        assert (wide.format, wide.need.weights) == ("fp32", 2 * 16 * (200 << 20))
+        assert wide.need.caches == kept.need.caches, "fp32 is computed either way"
+    fast = planned(standard, fp32, Speed("bf16", 20.0, 100.0), halved)
+    assert (fast.format, 2 * fast.need.caches) == ("bf16", kept.need.caches)
+    # All in one format, as an owner may wish.
+    assert planned(replace(standard, dtype="fp32"), Speed("bf16", 20.0, 100.0)).format == "bf16"
+    took = planned(standard, fp32, halved, timed=(Timed("cpu", HALVED_FORMAT, 3.0),))
+    assert took.decode_ms == pytest.approx(48.0)
 
 
 def test_what_layers_took_counts_before_what_they_should_take() -> None:

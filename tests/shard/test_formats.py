@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from mesh.capacity import Device, Speed
+from mesh.deployments.shape import shape_of
+from mesh.routing.fitting import asking_bytes, benches, shard_bytes
+from mesh.routing.machines import Demand, Machine
 from mesh.shard.commands import ShardRequest
 from mesh.shard.linear import HALVED, halving_fails
 from mesh.shard.loading import HostedOn, LoadPlan, load_shard, plan_shard
+from mesh.shard.speed import float_formats
 from mesh.shard.torch_runtime import TorchRuntime
-from mesh.types import Endpoint, ModelId, NodeId
+from mesh.types import HALVED_FORMAT, Endpoint, ModelId, NodeId
 from tests.checkpoints import make_checkpoint
 from tests.shard.spans import CPU, WHOLE
 
@@ -70,3 +75,33 @@ def test_layers_that_are_not_standard_are_widened_and_it_is_said_why(tmp_path: P
     assert loaded.load().dtype == torch.float32
     assert HALVED not in loaded.descriptor.determinism_class
     assert any("qwen3_moe has no lean ones" in reason for reason in loaded.reasons)
+
+
+@pytest.mark.parametrize(("family", "dtype", "format_"), [
+    pytest.param("llama", "auto", HALVED_FORMAT, marks=needs_halving), ("llama", "fp32", "fp32"),
+    ("llama", "fp16", "fp16"), ("qwen3_moe", "auto", "fp32"),
+])  # fmt: skip
+def test_a_plan_counts_what_the_shard_counts(
+    tmp_path: Path, family: str, dtype: str, format_: str
+) -> None:
+    stored = make_checkpoint(tmp_path / family, family, layers=4, hidden=256, dtype="float16")
+    planned = plan(stored, dtype)
+    positions = planned.request.settings.kv_tokens
+    model = shape_of(planned.manifest, positions)
+    formats = float_formats(CPU, dtype)
+    device = Device("cpu", 1 << 40, 1 << 40, tuple(Speed(each, 10.0, 50.0) for each in formats))
+    (bench,) = benches(
+        model, Machine(HERE.node_id, "here", (device,)), Demand(context=positions), "none"
+    )
+    assert bench.format == format_
+    said, need = planned.need, bench.need(WHOLE)
+    assert said.weights_mb - 1 < need.weights / 2**20 <= said.weights_mb
+    assert said.caches_mb - 1 < need.caches / 2**20 <= said.caches_mb
+    beside_mb = shard_bytes(model, WHOLE, format_, positions) / 2**20 - said.total_mb
+    assert 0 <= beside_mb < 4
+    assert need.total >> 20 >= said.total_mb
+    ends_mb = asking_bytes(model, device, thin=False) / 2**20
+    assert 0 <= ends_mb - planned.ends_need.total_mb < 4
+    descriptor = load_shard(planned).descriptor
+    assert descriptor.format == format_
+    assert descriptor.dtype == planned.dtype.reason.split()[1].rstrip(":")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mesh.errors import BadSteering
+from mesh.models import standard
 from mesh.models.families import family_of
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
+from mesh.models.standard import has_standard_layers
 from mesh.shard import linear, twins
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled import parts
@@ -81,7 +85,9 @@ def outputs(span: TorchRuntime) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", STANDARD)
 def test_lean_layers_give_what_modules_give(family: str) -> None:
-    require_lean(family_of(checkpoint(family)), None)
+    manifest = checkpoint(family)
+    require_lean(family_of(manifest), None)
+    assert has_standard_layers(manifest.config, manifest.model_type), "and plans know it"
     span = runtime(family)
     assert span.is_lean
     assert "+lean+" in span.kernels
@@ -92,9 +98,33 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
 def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
     with pytest.raises(NotCompilable, match=SINGULAR[family]):
         require_lean(family_of(checkpoint(family)), None)
+    manifest = checkpoint(family)
+    assert not has_standard_layers(manifest.config, manifest.model_type)
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hidden_act": "tanh"},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ],
+)  # fmt: skip
+def test_a_plan_knows_of_no_layers_as_standard_that_are_not(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    directory = make_checkpoint(tmp_path / "other", "llama", layers=2)
+    config = json.loads((directory / "config.json").read_text())
+    config = {k: v for k, v in config.items() if not k.startswith("rope")} | other
+    (directory / "config.json").write_text(json.dumps(config))
+    manifest = read_manifest(directory)
+    with pytest.raises(NotCompilable):
+        require_lean(family_of(manifest), None)
+    assert not has_standard_layers(manifest.config, manifest.model_type)
+    assert parts.ACTIVATION_NAMES.keys() == standard.ACTIVATIONS
 
 
 def test_some_layers_of_a_span_are_those_layers() -> None:
