@@ -71,8 +71,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The devices that a node computes on, the one that its askers use first, and what weights
-    may take on the disk that they are fetched to; None where that is not said."""
+    """The devices that a node computes on, the one that its askers use first; what weights may take
+    on the disk that they are fetched to; and for how many positions a shard there sets aside caches
+    at least. None where that is not said."""
 
     devices: Annotated[tuple[Device, ...], Meta(max_length=MAX_DEVICES)] = ()
     disk_free_bytes: Int63 | None = None
+    kv_tokens: Int63 | None = None

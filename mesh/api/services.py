@@ -250,13 +250,14 @@ class PlanControl(Protocol):
     async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.plan.PlanBody` that were given: ``{"model_id",
         "weights_sha256", "total_layers", "quant", "context", "streams", "positions", "dedicated",
-        "replicas": [{"shards": [{"node_id", "node", "device", "format", "layers", "need":
-        {"weights", "caches", "head_room", "total"}, "have", "decode_ms", "hop_ms", "fetch_bytes",
-        "gap"}], "token_ms", "head_ms", "asker_ms", "tokens_per_second", "all_tokens_per_second",
-        "first_token_ms", "bottleneck": {"what", "node", "ms", "share", "help"}}], "machines":
-        [{"node_id", "node", "free_bytes", "total_bytes", "layers_that_fit", "used", "why"}],
-        "refusal": {"code", "message", "fix", "missing_bytes", "node"} | None, "others_rest":
-        whether it fits once other deployments rest, and not before}``. Sizes are bytes. May raise
+        "replicas": [{"shards": [{"node_id", "node", "device", "format", "layers", "positions",
+        "need": {"weights", "caches", "head_room", "total"}, "have", "decode_ms", "hop_ms",
+        "fetch_bytes", "gap"}], "token_ms", "head_ms", "asker_ms", "tokens_per_second",
+        "all_tokens_per_second", "first_token_ms", "bottleneck": {"what", "node", "ms", "share",
+        "help"}}], "machines": [{"node_id", "node", "free_bytes", "total_bytes", "layers_that_fit",
+        "used", "why"}], "refusal": {"code", "message", "fix", "missing_bytes", "node"} | None,
+        "others_rest": whether it fits once other deployments rest, and not before}``. Sizes are
+        bytes. May raise
         MeshError."""
 
 

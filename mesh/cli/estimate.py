@@ -14,8 +14,10 @@ def print_plan(plan: dict[str, Any]) -> None:
     """Print what `POST /mesh/v1/plan` returned."""
     count, streams = plan["total_layers"], plan["streams"]
     beside = ""
-    if plan["positions"] > streams * plan["context"]:
-        beside = f"; a shard sets {plan['positions']} aside (host.kv_tokens)"
+    shards = [shard for replica in plan["replicas"] for shard in replica["shards"]]
+    if (most := plan["positions"]) > streams * plan["context"]:
+        sizes = {min((each["positions"] for each in shards), default=most), most}
+        beside = f"; a shard sets {' to '.join(map(str, sorted(sizes)))} aside (host.kv_tokens)"
     say(
         f"{plan['model_id']}: {count} layers in {_format(plan['quant'])}, caches for"
         f" {streams} stream{'s' if streams > 1 else ''} of {plan['context']} positions{beside}"

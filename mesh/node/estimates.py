@@ -95,8 +95,7 @@ class Estimates:
     async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
-        context = max(order["context"], self._kv_tokens)
-        known = await self._look_up(order["model"], context)
+        known = await self._look_up(order["model"], order["context"])
         model = known.shape
         machines, demand = self._asked(model, order)
         what = model.model_id, model.weights_sha256
@@ -135,7 +134,7 @@ class Estimates:
             return UNKNOWN
         # It is known by its id where it is deployed, whatever it was called when that was asked.
         context = wish.context or DEFAULT_CONTEXT
-        known = await self._look_up(wish.model_id, max(context, self._kv_tokens))
+        known = await self._look_up(wish.model_id, context)
         model = known.shape
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
@@ -149,7 +148,6 @@ class Estimates:
             asker=self._house.node,
             quant=self._quant(wish.quant, machines),
             context=context,
-            least_positions=self._kv_tokens,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
         )
@@ -190,7 +188,7 @@ class Estimates:
 
     @property
     def _kv_tokens(self) -> int:
-        """A shard that is loaded sets its whole cache aside, however short prompts are to be."""
+        """Of this node: a shard sets its whole cache aside, however short prompts are to be."""
         return self._house.config.distributed.host.kv_tokens
 
     @property
@@ -200,10 +198,11 @@ class Estimates:
 
     async def _look_up(self, name: str, context: int) -> _KnownModel:
         manifest = await self._weights.manifest(name)
-        known = await asyncio.to_thread(_known, manifest, context)
-        shards = [
-            each.descriptor for view in self._house.store.nodes() for each in view.offers.shards
-        ]
+        house = [view.offers for view in self._house.store.nodes()]
+        aside = (each.capacity.kv_tokens or 0 for each in house if each.capacity is not None)
+        longest = max(context, self._kv_tokens, *aside)
+        known = await asyncio.to_thread(_known, manifest, longest)
+        shards = [shard.descriptor for each in house for shard in each.shards]
         if any(each.halved for each in shards if each.weights_sha256 == known.shape.weights_sha256):
             known = replace(known, shape=replace(known.shape, is_standard=True))
         key = known.shape.model_id, known.shape.weights_sha256
@@ -241,14 +240,14 @@ class Estimates:
             quant=self._quant(order["quant"] or "", usable),
             context=order["context"],
             streams=order["streams"],
-            least_positions=self._kv_tokens,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
         )
         return known, demand
 
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
-        node, devices = view.info.node_id, (view.offers.capacity or Capacity()).devices
+        node, capacity = view.info.node_id, view.offers.capacity or Capacity()
+        devices, free = capacity.devices, capacity.disk_free_bytes
         here = node == self._house.node
         own = [
             each
@@ -259,7 +258,6 @@ class Estimates:
         known = self._known.get((model.model_id, model.weights_sha256)) if here else None
         held += [HeldLayers(layers) for layers in (known.here if known is not None else ())]
         has_ends_here = any(each.ends for each in own)
-        free = view.offers.capacity.disk_free_bytes if view.offers.capacity is not None else None
         if free is not None and not (has_ends_here or self._is_thin):
             free = max(0, free - model.ends_bytes)
         rtt_ms, timed = self._house.rtt_ms(node), []
@@ -287,6 +285,7 @@ class Estimates:
             way_ms=self._house.asked.way_ms(node),
             mb_s=self._house.asked.mb_s(node) or _UNMEASURED_MB_S,
             disk_bytes=free,
+            kv_tokens=self._kv_tokens if capacity.kv_tokens is None else capacity.kv_tokens,
         )
 
     def _asks(self, view: NodeView, model: ModelShape) -> bool:
@@ -334,7 +333,9 @@ class Estimates:
         if gb_s is not None:
             speeds = tuple(replace(each, decode_gb_s=float(gb_s)) for each in speeds)
         device = Device(own.devices[0].name, memory, memory, speeds)
-        return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
+        return Machine(
+            NodeId(f"imagined {name}"), name, (device,), _UNMEASURED_MS, kv_tokens=self._kv_tokens
+        )
 
 
 def _require_layers_of(model: ModelShape, wish: Wish) -> None:

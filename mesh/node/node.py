@@ -88,7 +88,8 @@ class Node:
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
         looks = (self._is_idle, self._served, self.asker_changed, *wiring.blocking_looks(config))
-        hooks = OwnHooks(lambda: self._held.host.health.memory, *looks)
+        kv_tokens = config.distributed.host.kv_tokens
+        hooks = OwnHooks(lambda: self._held.host.health.memory, *looks, kv_tokens=kv_tokens)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(
             config, key, self._store, self._events, self._advertise, lambda: self._held.is_used

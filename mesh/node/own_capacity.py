@@ -92,8 +92,8 @@ class OwnHooks:
     """`memory` is what the shard process last said is free, None without one; `is_idle` whether
     nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
     or what is free become known or move; `disk` reads what weights may take on theirs, in bytes,
-    `cap` what the owner gives to models of the memory of a device that has so many MiB. These two
-    may block and raise OSError."""
+    `cap` what the owner gives to models of the memory of a device that has so many MiB; these two
+    may block and raise OSError. `kv_tokens` is told as it is."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
@@ -101,6 +101,7 @@ class OwnHooks:
     on_change: Callable[[], None]
     disk: Callable[[], int | None] = lambda: None
     cap: Callable[[str, int], CappedMemory | None] = lambda device, total_mb: None
+    kv_tokens: int | None = None
 
 
 async def measured(order: Measure) -> Measurement:
@@ -199,7 +200,7 @@ class OwnCapacity:
         if (cap := self.cap) is not None:
             free_mb, total_mb = min(free_mb, cap.left_mb), min(total_mb, cap.limit_mb)
         device = replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
-        return Capacity((device,), self._disk_bytes)
+        return Capacity((device,), self._disk_bytes, self._hooks.kv_tokens)
 
     def asker_ms(self) -> float:
         """What a token costs here where it is asked for, besides head and hops; 0 while nobody

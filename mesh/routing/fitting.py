@@ -54,7 +54,8 @@ class Bench:
     `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
     of this very model, less what asking for it takes. `layer_bytes` is the largest layer in the
     numbers that are computed in, as which it is held for a while beside the others. `edge_bytes`
-    come with the first and with the last layer, once for a shard with both. `prefill_ms` are those
+    come with the first and with the last layer, once for a shard with both. `cache_bytes` are a
+    layer's, for `positions`. `prefill_ms` are those
     of 512 rows of each layer. `fetch_bytes` are what each takes on the disk, as stored, where it is
     not there yet.
     """
@@ -71,6 +72,7 @@ class Bench:
     have_bytes: int
     fetch_bytes: tuple[int, ...]
     edge_bytes: int = 0
+    positions: int = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -236,7 +238,7 @@ def _bench(
             rows_ms = rows_ms or _long(timed)
         decode.append(step_ms)
         prefill.append(rows_ms)
-    wide = computed_itemsize(name)
+    wide, positions = computed_itemsize(name), max(machine.kv_tokens, demand.positions)
     here = [held.layers for held in machine.held]
     lacking = tuple(
         0 if any(layer in held for held in here) else size
@@ -248,13 +250,14 @@ def _bench(
         name,
         tuple(taken),
         max(weights) * wide,
-        model.kv_numbers * wide * demand.positions,
+        model.kv_numbers * wide * positions,
         model.scratch_bytes,
         tuple(decode),
         tuple(prefill),
         _have(model, machine, device, demand),
         lacking,
         ends_bytes(model, device) - SPARE_BYTES if demand.thin else 0,
+        positions,
     )
 
 

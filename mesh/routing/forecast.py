@@ -26,9 +26,9 @@ _CABLE_MS = 1.0
 class Placed:
     """One shard of a layout: layers on a device, what they need, what there is, what they cost.
 
-    `have` is what they may take there. `decode_ms` is computing a token, `hop_ms` the way there and
-    back; `fetch_bytes` have to be brought there first. With `gap`, what the node serves of the
-    model has to go before, as both do not fit.
+    Its caches are for `positions`. `have` is what they may take there. `decode_ms` is computing a
+    token, `hop_ms` the way there and back; `fetch_bytes` have to be brought there first. With
+    `gap`, what the node serves of the model has to go before, as both do not fit.
     """
 
     node_id: NodeId
@@ -36,6 +36,7 @@ class Placed:
     device: str
     format: str
     layers: LayerRange
+    positions: int
     need: Need
     have: int
     decode_ms: float
@@ -142,6 +143,7 @@ def _placed(model: ModelShape, bench: Bench, layers: LayerRange) -> Placed:
         bench.device.name,
         bench.format,
         layers,
+        bench.positions,
         need,
         bench.have_bytes,
         sum(bench.decode_ms[layers.start : layers.stop]),

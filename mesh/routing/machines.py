@@ -98,7 +98,8 @@ class Machine:
     model is asked for already, its ends loaded. As the asker it takes `asker_ms` for a token
     besides head and hops; `asked_ms`, head included, is what tokens of this very model took there,
     and counts first, as `way_ms` does, which is what steps lately took besides computing. Layers
-    that it has to fetch may take `disk_bytes`; None where nobody knows.
+    that it has to fetch may take `disk_bytes`; None where nobody knows. A shard there sets aside
+    caches for `kv_tokens` positions in any case.
     """
 
     node_id: NodeId
@@ -114,6 +115,7 @@ class Machine:
     asked_ms: float | None = None
     way_ms: float | None = None
     disk_bytes: int | None = None
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,7 @@ class Demand:
     `only` are the nodes that may be used, all of them when it is empty; those in `without` may not.
     A node in `pins` serves exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit
     and int8 that fits, and int4 where neither does. Caches are for `streams` sessions of `context`
-    positions each, and for `least_positions` in any case, which a shard sets aside. `dedicated`
-    copies are never evicted; where they lie does not depend on it.
+    positions each. `dedicated` copies are never evicted; where they lie does not depend on it.
     """
 
     asker: NodeId | None = None
@@ -138,11 +139,10 @@ class Demand:
     quant: str = "auto"
     context: int = DEFAULT_CONTEXT
     streams: int = 1
-    least_positions: int = 0
     max_shards: int = MAX_SHARDS
     thin: bool = False
 
     @property
     def positions(self) -> int:
-        """What the caches of a shard are for."""
-        return max(self.least_positions, self.context * max(1, self.streams))
+        """What the caches of a shard are for at least."""
+        return self.context * max(1, self.streams)

@@ -28,7 +28,7 @@ class Layout:
     """Where a model is to lie: its replicas, or why there are not as many as wished.
 
     `refusal` is None exactly when all are there. `machines` has a line for each machine, used or
-    not, by id. `positions` are what the caches of each shard are for.
+    not, by id. `positions` are the most that the caches of a shard are for.
     """
 
     model_id: ModelId
@@ -80,20 +80,22 @@ def lay_out(model: ModelShape, machines: Sequence[Machine], demand: Demand) -> L
     asker = _asker(machines, demand)
     replicas = tuple(forecast(model, parts, asker, quant, demand.streams) for parts in laid)
     rows = appraise(model, machines, demand, quant, laid)
-    return _layout(model, demand, quant, replicas, rows, None)
+    most = max(bench.positions for parts in laid for bench, _ in parts)
+    return _layout(model, demand, quant, most, replicas, rows)
 
 
 def _layout(
     model: ModelShape,
     demand: Demand,
     quant: Quant,
+    positions: int,
     replicas: tuple[Forecast, ...],
     rows: tuple[Appraisal, ...],
-    refusal: Refusal | None,
+    refusal: Refusal | None = None,
 ) -> Layout:
     return Layout(
         model.model_id, model.weights_sha256, model.total_layers, quant, demand.context,
-        demand.streams, demand.positions, demand.dedicated, replicas, rows, refusal,
+        demand.streams, positions, demand.dedicated, replicas, rows, refusal,
     )  # fmt: skip
 
 
@@ -101,7 +103,8 @@ def _refused(
     model: ModelShape, machines: Sequence[Machine], demand: Demand, quant: Quant, refusal: Refusal
 ) -> Layout:
     rows = appraise(model, machines, demand, quant, ())
-    return _layout(model, demand, quant, (), rows, refusal)
+    most = max((each.kv_tokens for each in _usable(machines, demand)), default=0)
+    return _layout(model, demand, quant, max(most, demand.positions), (), rows, refusal)
 
 
 def _quants(model: ModelShape, demand: Demand) -> list[Quant]:

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def house(start_node: StartNode) -> tuple[LocalNode, LocalNode]:
-    attic, study = (start_node(name, "--layers", "none") for name in ("attic", "study"))
+    less = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__KV_TOKENS": "4096"}
+    attic = start_node("attic", "--layers", "none")
+    study = start_node("study", "--layers", "none", environment=less)
     for node in (attic, study):
         node.wait_up()
         until(lambda node=node: len(peers(node)) == 1, "they see each other")
@@ -48,10 +50,16 @@ def test_replicas_go_where_the_estimate_put_them(house: tuple[LocalNode, LocalNo
 
     until(lies_as_estimated, "each has its replica", *house)
     # What it needs there is what the shard says that it takes, of which the plan pads the most.
+    assert {s["node"]: s["positions"] for r in plan["replicas"] for s in r["shards"]} == {
+        "attic": 16384,
+        "study": 4096,
+    }
     for node, replica in zip(house, plan["replicas"], strict=True):
         (served,), (planned,) = node.get("/mesh/v1/status")["shards"], replica["shards"]
         said_mb, need = served["memory"], planned["need"]
         assert said_mb["weights_mb"] - 1 < need["weights"] / 2**20 <= said_mb["weights_mb"]
+        caches_mb = served["vram_required_mb"] - said_mb["weights_mb"] - said_mb["headroom_mb"]
+        assert caches_mb - 1 < need["caches"] / 2**20 <= caches_mb
         assert 1.0 <= need["total"] / 2**20 / served["vram_required_mb"] < 1.2
     assert hearthnet("evict", "builtin", node=attic).returncode == 0
 

@@ -245,6 +245,26 @@ async def test_what_nobody_knows_is_refused(
         await estimates.plan({**ASK, **more})
 
 
+async def test_each_machine_sets_aside_caches_as_its_own_settings_say(
+    store: ShardStore, estimates: Estimates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = HostSection().kv_tokens
+    for node, kv_tokens in ((OWN, own), (NEAR, own // 4), (FAR, None)):  # that one is older
+        capacity = replace(cpu(1000), kv_tokens=kv_tokens)
+        store.update(NodeInfo(node, node.title(), "", "test"), Offering(capacity=capacity))
+    plans = [await estimates.plan({**ASK, "nodes": [name]}) for name in ("Own", "Near", "Far")]
+    shards = [plan["replicas"][0]["shards"][0] for plan in plans]
+    assert [shard["positions"] for shard in shards] == [own, own // 4, own]
+    mine, less, older = (shard["need"]["caches"] for shard in shards)
+    assert mine == older == 4 * less
+    both = await estimates.plan({**ASK, "nodes": ["Own", "Near"], "layers": ["Near=0-2"]})
+    print_plan(both)
+    assert f"a shard sets {own // 4} to {own} aside" in capsys.readouterr().out
+    assert both["positions"] == own
+    long = await estimates.plan({**ASK, "nodes": ["Near"], "context": own // 2})
+    assert long["replicas"][0]["shards"][0]["positions"] == own // 2
+
+
 async def test_what_lies_on_disks_need_not_be_fetched(
     store: ShardStore, estimates: Estimates
 ) -> None:
