@@ -14,13 +14,13 @@ from mesh.capacity import Device, Speed
 from mesh.deployments.laid import Gap, Laid
 from mesh.deployments.placement import overlap
 from mesh.deployments.wishes import Plan, Quant, Span, Wish
-from mesh.errors import NotEnoughMemory
+from mesh.errors import NotEnoughMemory, UnsupportedFamily, WeightsMismatch
 from mesh.routing.appraisal import Appraisal
 from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import ITEMSIZE, Demand, HeldLayers, Machine, ModelShape
-from mesh.routing.placement import Layout, lay_out
+from mesh.routing.placement import NO_SUCH_FORMAT, UNQUANTISED, Layout, lay_out
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
 from mesh.units import memory_size
@@ -43,6 +43,22 @@ class RoomAdjustments:
 
 
 NOTHING = RoomAdjustments()
+
+
+def require_possible(model: ModelShape, wish: Wish, quant: str) -> None:
+    """Raise WeightsMismatch where a wish for these weights counts other layers than they have, and
+    UnsupportedFamily where it is certain that no machine serves them in this format."""
+    if model.total_layers != wish.total_layers:
+        raise WeightsMismatch(
+            f"the wish for {wish.model_id} counts {wish.total_layers} layers, its weights have"
+            f" {model.total_layers}.",
+            fix=f"`hearthnet evict {wish.model_id}`, and deploy it again.",
+            param="total_layers",
+        )
+    if quant not in ("auto", *model.quants):
+        raise UnsupportedFamily(
+            f"{wish.model_id} {NO_SUCH_FORMAT} {quant}.", fix=UNQUANTISED, param="quant"
+        )
 
 
 def lay(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.manifest import Manifest
-from mesh.models.standard import has_standard_layers
-from mesh.routing.machines import ModelShape
+from mesh.models.standard import has_other_layers, has_standard_layers
+from mesh.routing.machines import QUANTS, ModelShape
 from mesh.shard.footprint import computing_bytes, position_bytes, weight_bytes
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
@@ -30,5 +30,6 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         manifest.hidden_size,
         position_bytes(manifest, LayerRange(0, 1), 1),
         computing_bytes(manifest, ShardSettings().prefill_rows, context),
+        quants=("none",) if has_other_layers(manifest.config) else QUANTS,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
     )

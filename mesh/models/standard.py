@@ -1,8 +1,8 @@
-"""Which models are known to have standard layers, by their config alone.
+"""Which models have standard layers, as far as their config alone tells.
 
-For whoever plans without loading anything: what is said here holds of the families that the tests
-look at, and no is said of all others, whose layers are looked at when they are loaded
-(`mesh.shard.lean_proof`).
+For whoever plans without loading anything. Of the families that the tests look at it is known, and
+of layers that have experts or latent attention that they are not; all others are looked at when
+they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,28 @@ ACTIVATIONS = frozenset(
 )
 _ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the language model of this config, of that type, is known to have."""
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, Mapping) else config
+    text = _text(config)
     named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
     activation = next((name for name in named if name), "silu")
     return model_type in STANDARD and activation in ACTIVATIONS and _ROPES.issuperset(_ropes(text))
+
+
+def has_other_layers(config: Mapping[str, Any]) -> bool:
+    """Whether its layers are certainly not standard."""
+    text = _text(config)
+    counts = (text.get(name) for name in _EXPERTS)
+    is_latent = bool(text.get("qk_nope_head_dim"))
+    return is_latent or any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
 
 
 def _ropes(text: Mapping[str, Any]) -> Iterator[str]:

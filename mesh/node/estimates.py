@@ -17,13 +17,13 @@ from mesh import codec
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.laid import UNKNOWN, Laid
-from mesh.deployments.laying import RoomAdjustments, lay, rooms, with_more
+from mesh.deployments.laying import RoomAdjustments, lay, require_possible, rooms, with_more
 from mesh.deployments.placement import gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, NotEnoughMemory, WeightsMismatch
+from mesh.errors import BadRequest, NotEnoughMemory
 from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.manifest import Manifest
@@ -126,10 +126,15 @@ class Estimates:
         split `evenly`, or not all of them were measured, only how much fits on each.
 
         Raises ModelNotFound, BadCheckpoint, WeightsMismatch where the wish counts other layers than
-        the weights have, and what fetching raises.
+        the weights have, UnsupportedFamily for a format that they are not served in, and what
+        fetching raises.
         """
         lacking = wish.replicas - (0 if before is None else len(before.replicas))
         open_gaps = gaps(wish, before, alive)
+        # What was planned once may run in the format of other nodes' settings.
+        quant = wish.quant or (self._house.config.quant if before is None else "auto")
+        if asked := self._known.get((wish.model_id, wish.weights_sha256)):
+            require_possible(asked.shape, wish, quant)
         if lacking < 1 and not open_gaps:
             return UNKNOWN
         # It is known by its id where it is deployed, whatever it was called when that was asked.
@@ -138,7 +143,7 @@ class Estimates:
         model = known.shape
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
-        _require_layers_of(model, wish)
+        require_possible(model, wish, quant)
         machines = [
             each
             for each in self.machines(model)
@@ -146,7 +151,7 @@ class Estimates:
         ]
         demand = Demand(
             asker=self._house.node,
-            quant=self._quant(wish.quant, machines),
+            quant=self._quant(model, wish.quant, machines),
             context=context,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
@@ -167,7 +172,7 @@ class Estimates:
             return None
         model = known.shape
         own = [each for each in self.machines(model) if each.node_id == self._house.node]
-        quant = self._quant(wish.quant, own)
+        quant = self._quant(model, wish.quant, own)
         devices = own[0].devices if own else ()
         if quant in ("none", "auto"):
             name = float_format(model, devices[0]) if devices else "fp32"
@@ -176,11 +181,13 @@ class Estimates:
         positions = max(wish.context, self._kv_tokens)
         return math.ceil(shard_bytes(model, layers, name, positions) / 2**20)
 
-    def _quant(self, wished: str, machines: Iterable[Machine]) -> str:
-        """The format that is planned with: shards on processors make int8 of ``auto``."""
+    def _quant(self, model: ModelShape, wished: str, machines: Iterable[Machine]) -> str:
+        """The format that is planned with: of ``auto`` processors make int8 where they can."""
         quant = wished or self._house.config.quant
         kinds = {device.kind for each in machines for device in each.devices}
-        return "int8" if quant == "auto" and kinds <= {"cpu"} else quant
+        if quant == "auto" and kinds <= {"cpu"}:
+            return "int8" if "int8" in model.quants else "none"
+        return quant
 
     def machines(self, model: ModelShape) -> list[Machine]:
         """Every node that is known, with what it has of the model."""
@@ -237,7 +244,7 @@ class Estimates:
             only=only,
             without=without,
             pins=tuple(_pin(text, known) for text in order["layers"]),
-            quant=self._quant(order["quant"] or "", usable),
+            quant=self._quant(model, order["quant"] or "", usable),
             context=order["context"],
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
@@ -335,17 +342,6 @@ class Estimates:
         device = Device(own.devices[0].name, memory, memory, speeds)
         return Machine(
             NodeId(f"imagined {name}"), name, (device,), _UNMEASURED_MS, kv_tokens=self._kv_tokens
-        )
-
-
-def _require_layers_of(model: ModelShape, wish: Wish) -> None:
-    """Raise WeightsMismatch where a wish for these weights counts other layers than they have."""
-    if model.total_layers != wish.total_layers:
-        raise WeightsMismatch(
-            f"the wish for {wish.model_id} counts {wish.total_layers} layers, its weights have"
-            f" {model.total_layers}.",
-            fix=f"`hearthnet evict {wish.model_id}`, and deploy it again.",
-            param="total_layers",
         )
 
 

@@ -20,7 +20,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
-from mesh.errors import MeshError, WeightsMismatch
+from mesh.errors import MeshError, UnsupportedFamily, WeightsMismatch
 from mesh.node.estimates import Estimates
 from mesh.node.shards_as_seen import becomes_free_mb, served_shard
 from mesh.routing.machines import ITEMSIZE
@@ -61,7 +61,7 @@ class Layouts:
         """Where the planner lays what `before` lacks of a wish on nodes that are `alive`, were
         `freed_mb` more free; what is `there` is loaded. `UNKNOWN` where it cannot say in time.
 
-        Raises WeightsMismatch: layers that the weights do not have are not split evenly either.
+        Raises WeightsMismatch and UnsupportedFamily: what cannot be is not split evenly either.
         """
         if self.planner is None:
             return UNKNOWN
@@ -73,7 +73,7 @@ class Layouts:
         try:
             async with asyncio.timeout(LAYOUT_S):
                 return await self.planner.layout(wish, before, alive, said, evenly=evenly)
-        except WeightsMismatch:
+        except (WeightsMismatch, UnsupportedFamily):
             raise
         except (MeshError, TimeoutError) as error:
             logger.info("deployment=%s is split evenly: %s", wish.deployment, error)

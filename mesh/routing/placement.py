@@ -19,6 +19,9 @@ from mesh.routing.machines import QUANTS, Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import Seat, Seating, seat
 from mesh.types import LayerRange, ModelId, NodeId
 
+NO_SUCH_FORMAT = "has layers that are not standard: it cannot be served in"
+UNQUANTISED = "Serve it unquantised (--quant none)."
+
 _LEAST_CONTEXT = 512
 _MAX_REPLICAS = 64
 
@@ -263,6 +266,7 @@ def _contradiction(
     model: ModelShape, machines: Sequence[Machine], demand: Demand
 ) -> Refusal | None:
     """Why this cannot be wished, whatever there is."""
+    fix = "Ask for something else."
     known = {machine.node_id for machine in machines}
     named = {*demand.only, *demand.without, *(node for node, _ in demand.pins)}
     numbers = (
@@ -277,7 +281,7 @@ def _contradiction(
     elif demand.quant not in ("auto", *QUANTS):
         why = f"quant {demand.quant!r} is not auto, none, int8 or int4."
     elif demand.quant not in ("auto", *model.quants):
-        why = f"{model.model_id} cannot be served in {demand.quant}."
+        why, fix = f"{model.model_id} {NO_SUCH_FORMAT} {demand.quant}.", UNQUANTISED
     elif named - known:
         why = f"nobody knows {', '.join(sorted(named - known))}."
     elif out:
@@ -286,7 +290,7 @@ def _contradiction(
         why = "layers that are given to several nodes are more copies than replicas."
     else:
         return None
-    return Refusal("bad_request", why, "Ask for something else.")
+    return Refusal("bad_request", why, fix)
 
 
 def _remedies(

@@ -24,7 +24,7 @@ from mesh.deployments.weights import LocalWeights
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, Offering, ShardStore
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, MeshError, ModelNotFound, WeightsMismatch
+from mesh.errors import BadRequest, MeshError, ModelNotFound, UnsupportedFamily, WeightsMismatch
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
@@ -33,6 +33,7 @@ from mesh.node.layouts import Layouts
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
+from mesh.routing.placement import UNQUANTISED
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import ends_mb, estimate
 from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
@@ -370,6 +371,28 @@ async def test_a_wish_that_counts_other_layers_than_its_weights_have_is_refused(
         # Nor is it split evenly, as what nobody can lay out.
         with pytest.raises(WeightsMismatch):
             await layouts.laid_out(replace(wish, replicas=2), plan, {}, (), alive)
+
+
+async def test_a_format_that_no_machine_serves_the_model_in_is_refused_before_it_is_fetched(
+    store: ShardStore, estimates: Estimates, tmp_path: Path
+) -> None:
+    stored = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "moe", "qwen3_moe", layers=2, dtype="float16"
+    )
+    ask = {**ASK, "model": str(stored)}
+    refusal = (await estimates.plan({**ask, "quant": "int8"}))["refusal"]
+    assert (refusal["code"], refusal["fix"]) == ("bad_request", UNQUANTISED)
+    plain = await estimates.plan(ask)
+    assert await estimates.plan({**ask, "quant": "auto"}) == plain, "what a shard makes of auto"
+    assert plain["replicas"][0]["shards"][0]["format"] == "fp32"
+    assert "int8" not in plain["replicas"][0]["bottleneck"]["help"]
+    wish = Wish("0" * 16, ModelId(plain["model_id"]), plain["weights_sha256"], 2, 8, quant="int8")
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
+    layouts.planner = estimates
+    held = Replica(0, (Span(OWN, LayerRange(0, 2)),))
+    for before in (None, Plan(wish.deployment, "ab" * 32, 0, (held,), 1, asked=True)):
+        with pytest.raises(UnsupportedFamily, match="cannot be served in int8"):
+            await layouts.laid_out(wish, before, {}, (), {OWN})
 
 
 async def test_what_may_rest_makes_the_room_that_it_says_it_takes(store: ShardStore) -> None:

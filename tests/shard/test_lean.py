@@ -18,7 +18,7 @@ from mesh.models import standard
 from mesh.models.families import family_of
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.models.standard import has_standard_layers
+from mesh.models.standard import has_other_layers, has_standard_layers
 from mesh.shard import linear, twins
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled import parts
@@ -88,6 +88,7 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
     assert has_standard_layers(manifest.config, manifest.model_type), "and plans know it"
+    assert not has_other_layers(manifest.config)
     span = runtime(family)
     assert span.is_lean
     assert "+lean+" in span.kernels
@@ -100,6 +101,7 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
         require_lean(family_of(checkpoint(family)), None)
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
+    assert has_other_layers(manifest.config)
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels
