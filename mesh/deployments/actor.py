@@ -148,6 +148,9 @@ class Reconciler:
         world = self._world
         held = {each.shard: each for each in world.held()}
         deployments = world.deployments()
+        self.phases.wished(
+            {name: each.event for each in live(deployments) for name in each.shards_of(world.node)}
+        )
         busy = [
             (shard, ShardStage.LEAVING if shard in self._drops else ShardStage.LOADING)
             for shard in [*self._drops, *self._loads]

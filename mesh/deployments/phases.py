@@ -5,7 +5,7 @@ Told by whoever acts; forgets what nobody wishes for any more. Time is told to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -82,6 +82,14 @@ class Phases:
         self._on_change = on_change
         self._now: dict[ShardId, PhaseProgress] = {}
         self._failures: dict[ShardId, _Failure] = {}
+        self._wishes: Mapping[ShardId, str] = {}
+
+    def wished(self, wishes: Mapping[ShardId, str]) -> None:
+        """By which wish each is here now: how it failed for another says nothing of this one."""
+        for shard in self._failures.keys() & wishes.keys():
+            if self._wishes.get(shard, wishes[shard]) != wishes[shard]:
+                del self._failures[shard], self._now[shard]
+        self._wishes = wishes
 
     def get(self, shard: ShardId) -> PhaseProgress | None:
         """How far it is."""

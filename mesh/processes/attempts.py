@@ -86,6 +86,10 @@ class Attempts:
         self._failures.clear()
         self._corrupted.clear()
 
+    def forget_one(self, name: str) -> None:
+        """This is to be loaded otherwise: how it failed before says nothing of that."""
+        self._failures.pop(name, None)
+
     def why_not(self, name: str, now: float, free_mb: int) -> MeshError | None:
         """Why it is not to be tried now; None when it may be."""
         failure = self._failures.get(name)

@@ -85,6 +85,8 @@ class ShardSupervisor(Supervisor):
         self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
         self._leaving: dict[ShardId, asyncio.Future[int]] = {}
         self._asked: dict[ShardId, ShardRequest] = {}
+        self._ordered: dict[ShardId, ShardRequest] = {}
+        """How each was last to be served, also of those that are no more."""
         """How each was asked for last."""
 
     @property
@@ -138,6 +140,9 @@ class ShardSupervisor(Supervisor):
         is_private = name not in self.wanted() and (name in self.private or name in self._loading)
         if is_private and self._asked.get(name) != request:
             await self.drop(name, 0.0)  # this node alone wanted it otherwise
+        if self._ordered.get(name, request) != request:
+            self._attempts.forget_one(name)
+        self._ordered[name] = request
         if name not in self.wanted():
             self.requests = (*self.requests, request)
         if (here := self.private.pop(name, None)) is not None:

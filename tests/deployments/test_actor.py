@@ -412,6 +412,18 @@ async def test_what_cannot_be_fetched_fails_with_the_reason_and_is_tried_again(
     await watched.until(("0-1", "none"))
 
 
+async def test_what_failed_for_one_wish_does_not_keep_another_waiting(watched: Watched) -> None:
+    watched.disk.error = TransferFailed("nobody has it.", fix="Start who has.")
+    watched.wish(["0-1"], "int8")
+    await watched.until_phase("0-1", Phase.FAILED)
+    shard = shard_id(watched.checkpoint.model_id, LayerRange(0, 2))
+    for _ in range(8):  # it waits for minutes
+        watched.loop.phases.failed(shard, watched.disk.error, asyncio.get_running_loop().time())
+    watched.disk.error = None
+    watched.wish(["0-1"])
+    await watched.until(("0-1", "none"))
+
+
 async def test_what_loads_takes_its_memory_bit_by_bit_and_is_promised_all_of_it(
     watched: Watched,
 ) -> None:

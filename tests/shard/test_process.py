@@ -239,6 +239,22 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
         await host.stop()
 
 
+async def test_what_cannot_be_loaded_in_one_way_is_tried_in_another(
+    served: tuple[dict[str, Any], TorchRuntime], tmp_path: Path
+) -> None:
+    shard, _ = served
+    odd = await asyncio.to_thread(shutil.copytree, shard["directory"], tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text()) | {"hidden_act": "tanh"}
+    (odd / "config.json").write_text(json.dumps(config))
+    plain = secure.request(**{**shard, "directory": str(odd)})
+    async with secure.hosting(None) as host, asyncio.timeout(TIMEOUT_S):
+        few = replace(plain, quant="int8")
+        for _ in range(2):
+            with pytest.raises(BadRequest, match="cannot be served in int8"):
+                await host.serve(few)
+        assert (await host.serve(plain)).descriptor.dtype == "fp32"
+
+
 async def test_pausing_and_stopping_do_not_wait_for_a_shard_that_loads(
     served: tuple[dict[str, Any], TorchRuntime],
 ) -> None:
