@@ -143,14 +143,16 @@ class HearthControl(Protocol):
         "port"}``."""
 
     async def invitation(self, port: int) -> dict[str, Any]:
-        """``{"open", "ending", "node_id", "name", "error"}`` of the window at `port`, once it has
-        ended or after half a minute; `error`: why nobody came in who had the code."""
+        """``{"open", "ending", "node_id", "name", "level", "before", "error"}`` of the window at
+        `port`, once it has ended or after half a minute; `level` is what the node is now, `before`
+        what it was if it was in already; `error`: why nobody came in who had the code."""
 
     async def close_invitation(self) -> dict[str, Any]:
         """Shut the open window: ``{"open": False}``."""
 
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
-        """Join another's hearth: ``{"id", "name"}`` of that which this node is in now."""
+        """Join another's hearth: ``{"id", "name", "level"}`` of that which this node is in now, and
+        what it is there."""
 
     async def promote(self, who: str, level: str | None) -> dict[str, Any]:
         """Raise a member's level: ``{"done", "action", "votes_missing", "member"}``; `who` is a

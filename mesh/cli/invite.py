@@ -68,7 +68,18 @@ async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> No
             fix="Run `hearthnet invite` again.",
             param=outcome["ending"],
         )
-    say(f"{outcome['name']} joined as {window['level']}.")
+    say(_joined(outcome, window["level"]))
+
+
+def _joined(outcome: dict[str, Any], invited: str) -> str:
+    name, level, before = outcome["name"], outcome["level"], outcome["before"]
+    if before is None:
+        return f"{name} joined as {level}."
+    if level != before:
+        return f"{name} was in already, as {before}; it is {level} now."
+    if level == invited:
+        return f"{name} was in already, as {level}."
+    return f"{name} was in already, and stays {level}: see `hearthnet members`."
 
 
 async def _ended(client: Client, port: int) -> dict[str, Any]:

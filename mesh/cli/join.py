@@ -36,7 +36,8 @@ def join(
     if json:
         print_json(joined)
         return
-    say(f"This node is in {joined['name']!r} now; distributed inference is on.")
+    name, level = joined["name"], joined["level"]
+    say(f"This node is in {name!r} now, as {level}; distributed inference is on.")
     if not joined["running"]:
         say("Start it with `hearthnet up`.")
 
@@ -72,4 +73,5 @@ def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
         joiner = JoiningNode(load_or_create(paths.identity_key), config.name, paths, SystemClock())
         interfaces = choose(list(config.interface))[0]
         record = asyncio.run(join_hearth(joiner, code, peer, interfaces))
-    return {"id": record.hearth_id, "name": record.name}
+    level = record.level_of(joiner.key.node_id)
+    return {"id": record.hearth_id, "name": record.name, "level": level.label}

@@ -96,13 +96,16 @@ class Control:
         """What became of the window at `port`; answers when it ends, or after a while."""
         outcome = await self._network.invitation(port, _ANSWER_S)
         if outcome is None:
-            return {"open": True, "ending": None, "node_id": None, "name": None, "error": None}
+            said = ("ending", "node_id", "name", "level", "before", "error")
+            return {"open": True, **dict.fromkeys(said)}
         joined, refused = outcome.joined, outcome.refused
         return {
             "open": False,
             "ending": outcome.ending.value,
             "node_id": joined.node_id if joined is not None else None,
             "name": joined.name if joined is not None else None,
+            "level": outcome.level.label if outcome.level is not None else None,
+            "before": outcome.before.label if outcome.before is not None else None,
             "error": refused.to_dict() if refused is not None else None,
         }
 
@@ -114,7 +117,8 @@ class Control:
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
         """Take up an invitation."""
         record = await self._network.join(code, peer)
-        return {"id": record.hearth_id, "name": record.name}
+        level = record.level_of(self._network.require_hearth().key.node_id)
+        return {"id": record.hearth_id, "name": record.name, "level": level.label}
 
     async def promote(self, who: str, level: str | None) -> dict[str, Any]:
         """Raise a member to `level`, or by one."""

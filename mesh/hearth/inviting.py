@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 from mesh.clock import Clock
 from mesh.errors import MeshError, NotFound, PairingRejected
 from mesh.hearth.hearth import Hearth
-from mesh.identity.decisions import Added
+from mesh.identity.decisions import Added, LevelChanged
 from mesh.identity.invitations import Invitation, Window, WindowEnding
 from mesh.identity.pairing import JoinRequest, Welcome
 from mesh.identity.pairing_tcp import PairingListener, listen
 from mesh.identity.roster import TrustLevel
+from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +37,14 @@ class OpenWindow:
 
 @dataclass(frozen=True, slots=True)
 class WindowOutcome:
-    """The end of a pairing window: why it ended, and the member it let in; or why it let in nobody
-    who had the code."""
+    """The end of a pairing window: why it ended, and the member that took it up, or why nobody who
+    had the code is in. `level` is the member's now; `before` is what it was, if it was in then."""
 
     ending: WindowEnding
     joined: JoinRequest | None
     refused: MeshError | None = None
+    level: TrustLevel | None = None
+    before: TrustLevel | None = None
 
 
 class Inviting:
@@ -83,11 +87,13 @@ class Inviting:
         async with self._changing:
             await self._shut()
             window = Window(invitation, self._clock)
+            levels: dict[NodeId, TrustLevel] = {}
             listener = await listen(
-                listen_at, 0, key=self._hearth.key, window=window, admit=self._admit
-            )
+                listen_at, 0, key=self._hearth.key, window=window,
+                admit=partial(self._admit, levels),
+            )  # fmt: skip
             self._listener = listener
-            self._task = asyncio.create_task(self._watch(listener), name="pairing window")
+            self._task = asyncio.create_task(self._watch(listener, levels), name="pairing window")
             await self._announce(listener.port)
         return OpenWindow(
             invitation, invitation.link(own, host, listener.port), host, listener.port
@@ -123,10 +129,15 @@ class Inviting:
                     await self._news.wait()
         return self._ended.get(port)
 
-    async def _watch(self, listener: PairingListener) -> None:
+    async def _watch(self, listener: PairingListener, levels: Mapping[NodeId, TrustLevel]) -> None:
         ending, joined = await listener.wait()
         logger.info("invitation ended: %s%s", ending, f" by {joined.name}" if joined else "")
-        self._ended[listener.port] = WindowOutcome(ending, joined, listener.refused)
+        outcome = WindowOutcome(ending, joined, listener.refused)
+        if joined is not None:
+            now = self._hearth.roster.members.get(joined.node_id)
+            level = now.level if now is not None else None
+            outcome = replace(outcome, level=level, before=levels.get(joined.node_id))
+        self._ended[listener.port] = outcome
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
         self._news.set()
@@ -135,17 +146,27 @@ class Inviting:
             await self._announce(None)
         self._on_end(ending, joined)
 
-    async def _admit(self, request: JoinRequest) -> Welcome:
-        """Make whoever proved itself a member, before it is told so."""
+    async def _admit(self, levels: dict[NodeId, TrustLevel], request: JoinRequest) -> Welcome:
+        """Make whoever proved itself a member, before it is told so; `levels` keeps what one was.
+
+        Who is a member gets the invitation's level. It takes from no anchor what it decides, nor
+        from one that has signed two histories what it would decide again: no invitation gives that.
+        """
         hearth = self._hearth
+        member = hearth.roster.members.get(request.node_id)
         if request.node_id in hearth.roster.cuts:
             raise PairingRejected(
                 f"The key of {request.name} was revoked.",
                 fix="Give that machine a new --state-dir, which makes a new key.",
                 param="revoked",
             )
-        if not hearth.roster.is_member(request.node_id):
+        if member is None:
             await hearth.decide(Added(request.certificate, request.name, request.level))
+        else:
+            levels[member.node_id] = member.level
+            decides = member.level is TrustLevel.ANCHOR or member.node_id in hearth.roster.forked
+            if member.level is not request.level and not decides:
+                await hearth.decide(LevelChanged(member.node_id, request.level))
         roster, own = hearth.roster, hearth.key.node_id
         first = (own, request.node_id)
         members = sorted(roster.members.values(), key=lambda m: (m.node_id not in first, -m.level))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh.clock import Clock
 from mesh.discovery.announcement import Announcement
@@ -22,11 +22,17 @@ from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.decisions import HEARTH_PREFIX
 from mesh.identity.invitations import Ticket, parse_ticket
 from mesh.identity.keys import NodeKey
-from mesh.identity.pairing import Joined
+from mesh.identity.pairing import ELSEWHERE, Joined
 from mesh.identity.pairing_tcp import join
+from mesh.identity.roster import Roster
 from mesh.paths import StatePaths
 
 SEARCH_S = 15.0
+_MORE_S = 2.0
+"""For another window, once one has answered that the code is not its own: what is announced is
+found within a second of what was found first, and people wait for an answer."""
+_ANSWERS = frozenset({"code", "revoked", "refused", ELSEWHERE})
+"""Refusals that the same code and key get again, however often they call."""
 _MAX_WINDOWS = 8
 
 
@@ -46,12 +52,48 @@ async def join_hearth(
     """Take up an invitation and keep what it says; the node is a member when this returns.
 
     `code` is what the inviter's screen shows, short or long; `peer` is ``HOST:PORT`` of its window,
-    which else is in the long form or searched by mDNS. Raises BadValue for a code or address of the
-    wrong form, ConnectFailed when there is no window, and PairingRejected, also when this node
-    shares a hearth with others already.
+    which else is in the long form or searched by mDNS. Who shares a hearth with others is invited
+    by them only: to another level. Raises BadValue for a code or address of the wrong form,
+    ConnectFailed when there is no window, and PairingRejected.
     """
+    parse_ticket(code)
+    return await take_up(joiner, code, peer, interfaces, await _company(joiner))
+
+
+async def take_up(
+    joiner: JoiningNode,
+    code: str,
+    peer: str | None,
+    interfaces: Sequence[InterfaceChoice],
+    home: Roster | None,
+) -> HearthRecord:
+    """As `join_hearth`, for whoever knows the hearth that this node shares with others, if any."""
     ticket = parse_ticket(code)
-    await require_alone(joiner)
+    if home is not None:
+        others = frozenset(home.members) - {joiner.key.node_id}
+        ticket = replace(ticket, among=others)
+    try:
+        record = await _take_up(joiner, ticket, peer, interfaces)
+    except PairingRejected as error:
+        if home is not None and error.param == ELSEWHERE:
+            raise _in_already(home) from error
+        raise
+    if home is not None and home.hearth_id != record.hearth_id:
+        raise _in_already(home)  # whoever invited has left it, and that is not known here
+    return record
+
+
+def _in_already(home: Roster) -> PairingRejected:
+    return PairingRejected(
+        f"This node is in {home.name!r} already, with {len(home.members) - 1} other node(s).",
+        fix="Take it out first (`hearthnet members leave`), or use another --state-dir.",
+        param="member",
+    )
+
+
+async def _take_up(
+    joiner: JoiningNode, ticket: Ticket, peer: str | None, interfaces: Sequence[InterfaceChoice]
+) -> HearthRecord:
     if peer is not None:
         return await _join_at(joiner, ticket, *parse_endpoint(peer))
     if ticket.host is not None and ticket.port is not None:
@@ -59,31 +101,24 @@ async def join_hearth(
     return await _search(joiner, ticket, interfaces)
 
 
-async def require_alone(joiner: JoiningNode) -> None:
-    """A node is in one hearth. Raises PairingRejected when others are in this one's."""
+async def _company(joiner: JoiningNode) -> Roster | None:
     paths = joiner.paths
     record = await asyncio.to_thread(read_record, paths.hearth)
     if record is None:
-        return
+        return None
     hearth = await Hearth.open(
         joiner.key, record, paths.events_dir, joiner.clock, lambda report: None
     )
     try:
-        check_alone(hearth)
+        return company(hearth)
     finally:
         await hearth.close()
 
 
-def check_alone(hearth: Hearth) -> None:
-    """Refuse, for a hearth that is open already, when it has other members than this node."""
+def company(hearth: Hearth) -> Roster | None:
+    """The members of a hearth that is open, where this node is one of several; else None."""
     roster, own = hearth.roster, hearth.key.node_id
-    others = len(roster.members) - 1
-    if own in roster.members and others:
-        raise PairingRejected(
-            f"This node is in {roster.name!r} already, with {others} other node(s).",
-            fix="Take it out first (`hearthnet members leave`), or use another --state-dir.",
-            param="member",
-        )
+    return roster if own in roster.members and len(roster.members) > 1 else None
 
 
 async def _search(
@@ -91,8 +126,10 @@ async def _search(
 ) -> HearthRecord:
     """Try the code at every window that the network shows, until one takes it."""
     failure: MeshError | None = None
+    now = asyncio.get_running_loop().time
+    ends = now() + SEARCH_S
     with suppress(TimeoutError):
-        async with asyncio.timeout(SEARCH_S), aclosing(windows(interfaces)) as found:
+        async with asyncio.timeout_at(ends) as search, aclosing(windows(interfaces)) as found:
             tried = 0
             async for window in found:
                 for address in window.addresses:
@@ -102,6 +139,8 @@ async def _search(
                         failure = failure or error
                     except PairingRejected as error:
                         failure = error
+                        if error.param in _ANSWERS:
+                            search.reschedule(min(ends, now() + _MORE_S))
                         break
                 tried += 1
                 if tried >= _MAX_WINDOWS:
@@ -136,7 +175,8 @@ async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) ->
 
     async def keep(joined: Joined) -> None:
         record = _record(joined, joiner.name)
-        await asyncio.to_thread(write_record, joiner.paths.hearth, record)
+        if ticket.among is None:  # else its log says more than what it is told here
+            await asyncio.to_thread(write_record, joiner.paths.hearth, record)
         kept.append(record)
 
     await join(host, port, key=joiner.key, name=joiner.name, ticket=ticket, keep=keep)

@@ -30,7 +30,7 @@ from mesh.hearth.epoch import next_epoch
 from mesh.hearth.founding import Founding, found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
-from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
+from mesh.hearth.joining import JoiningNode, company, join_hearth, take_up
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices, warned
 from mesh.hearth.publishing import Publisher
@@ -224,11 +224,15 @@ class Network:
             await self._inviting.close()
 
     async def join(self, code: str, peer: str | None) -> HearthRecord:
-        """Leave a hearth in which this node is alone for the one it is invited to."""
-        check_alone(self.require_hearth())
+        """Leave a hearth in which this node is alone for the one it is invited to; or, among
+        others, take up their invitation to another level."""
+        self.require_hearth()
         async with self._moving:
             joiner = JoiningNode(self._key, self.name, self._paths, self._clock)
             choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))
+            home = company(self.require_hearth())
+            if home is not None:
+                return await take_up(joiner, code, peer, choices[0], home)
             # The log of the hearth that is left must be closed while it is looked at again.
             async with self._closed():
                 return await join_hearth(joiner, code, peer, choices[0])

@@ -35,6 +35,11 @@ class HearthRecord:
     members: tuple[Member, ...] = ()
     node_name: str = ""
 
+    def level_of(self, node: NodeId) -> TrustLevel:
+        """The level at which it was told of the node; ``member`` where it was told of none."""
+        levels = (member.level for member in self.members if member.node_id == node)
+        return next(levels, TrustLevel.MEMBER)
+
 
 def read_record(path: Path) -> HearthRecord | None:
     """The record; None when the node is in no hearth. Raises KeyUnreadable, and SchemaTooOld for a

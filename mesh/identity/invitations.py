@@ -45,13 +45,15 @@ class Form(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A joiner's secret. `inviter`, `host` and `port` are known from a link only."""
+    """A joiner's secret. `inviter`, `host` and `port` are known from a link only; `among` are the
+    only ones that may be the inviter, where that is known from elsewhere."""
 
     form: Form
     password: bytes = field(repr=False)
     inviter: NodeId | None = None
     host: str | None = None
     port: int | None = None
+    among: frozenset[NodeId] | None = None
 
 
 @dataclass(frozen=True, slots=True)

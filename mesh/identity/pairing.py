@@ -48,16 +48,15 @@ from mesh.types import NodeId
 
 MAX_FRAME_BYTES = 16 << 10
 MAX_NAME = 64
+ELSEWHERE = "elsewhere"
+"""Why a joiner gives its proof to nobody but those that it knows."""
 
 _VERSION = 1
 _DOMAIN = b"hearthnet/pair/v1\0"
 _MEMBERS_BYTES = 14 << 10
 _SPAKE_BYTES = 33
 _MAC_BYTES = 32
-
-
 T = TypeVar("T")
-
 _Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME), printable]
 
 
@@ -196,8 +195,11 @@ class Joiner:
         self._peer_key, message = _open(reply, _Kind.REPLY, tuple[bytes, bytes])
         if len(self._peer_key) != 32 or len(message) != _SPAKE_BYTES:
             _refuse("protocol", "The inviter's reply has the wrong form.")
-        if self._ticket.inviter not in (None, node_id(self._peer_key)):
+        inviter = node_id(self._peer_key)
+        if self._ticket.inviter not in (None, inviter):
             _refuse("code", "Another node answers than the one that made the link.")
+        if inviter not in (self._ticket.among or {inviter}):
+            _refuse(ELSEWHERE, "Another node answers than those that may invite this one.")
         spake = SPAKE2_A(
             _password(self._ticket.form, self._ticket.password),
             idA=_spki_hash(self._key.public_bytes), idB=_spki_hash(self._peer_key),
