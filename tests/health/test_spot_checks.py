@@ -34,6 +34,7 @@ from tests.pipeline.toy_mesh import (
     encode,
     expected_tokens,
     toy_request,
+    until,
 )
 from tests.simulation.virtual_loop import run_virtually
 from tests.wire.memory import MemoryLink
@@ -92,8 +93,7 @@ async def test_honest_hosts_agree_in_every_check() -> None:
         assert sum(count.get("agreed", 0) for count in counts) > 100
         assert all(set(count) <= {"agreed"} for count in counts)
         await mesh.engine.close()
-        await asyncio.sleep(0.01)
-        assert not any(shard.sessions for shard in network.shards.values())
+        await network.until_free()
         assert shards
 
 
@@ -241,8 +241,7 @@ async def test_a_check_leaves_its_stream_to_a_generation() -> None:
         assert tokens_of(begun + rest) == expected_tokens(PROMPT, 30)
         assert mesh.checks(one).get("agreed", 0) == 0
         await mesh.engine.close()
-        await asyncio.sleep(0.01)
-        assert not other.sessions
+        await network.until_free()
 
 
 async def test_probability_zero_checks_nobody() -> None:
@@ -337,8 +336,7 @@ async def test_a_judge_that_answers_whole_numbers_has_not_judged_and_is_let_go()
         await mesh.idle()
         assert judge.steps
         assert set(mesh.checks(shard)) == {"unchecked"}
-        await asyncio.sleep(0.01)
-        assert not judge.sessions
+        await until(lambda: not judge.sessions)
         await mesh.engine.close()
 
 
@@ -380,5 +378,4 @@ async def test_closing_ends_checks_under_way() -> None:
         assert mesh.engine.spot_checks.running
         await mesh.engine.close()
         assert not mesh.engine.spot_checks.running
-        await asyncio.sleep(0.01)
-        assert not judge.sessions
+        await until(lambda: not judge.sessions)

@@ -46,11 +46,6 @@ def nodes(found: dict[str, Any]) -> list[str]:
     return [layer["node"] for layer in found["layers"]]
 
 
-async def nothing_is_held(network: ToyNetwork) -> bool:
-    await asyncio.sleep(0.01)  # what was said last arrives
-    return not any(shard.sessions for shard in network.shards.values())
-
-
 @pytest.mark.parametrize("length", [6, 300])
 async def test_each_layer_says_what_it_would_as_the_last_one(length: int) -> None:
     network = ToyNetwork()
@@ -63,7 +58,7 @@ async def test_each_layer_says_what_it_would_as_the_last_one(length: int) -> Non
         assert nodes(found) == ["low"] * 3 + ["high"] * 5
         assert found["prompt_tokens"] == length
         assert {len(layer["top"]) for layer in found["layers"]} == {3}
-        assert await nothing_is_held(network)
+        await network.until_free()
         await mesh.engine.close()
 
 
@@ -168,7 +163,7 @@ async def test_who_leaves_frees_the_hop() -> None:
         await began.wait()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        assert await nothing_is_held(network)
+        await network.until_free()
         await mesh.engine.close()
 
 

@@ -12,7 +12,13 @@ from mesh.errors import NoRoute
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.room_line import LONGEST_PAUSE_S, RoomLine
 from mesh.types import Done, Principal, PrincipalKind, Queued, StreamFrame, TokenDelta
-from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_orchestrator, toy_request
+from tests.pipeline.toy_mesh import (
+    ToyNetwork,
+    expected_tokens,
+    toy_orchestrator,
+    toy_request,
+    until,
+)
 from tests.simulation.virtual_loop import run_virtually
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -52,9 +58,8 @@ class Household:
     async def close(self) -> None:
         """Nothing is left in line, nor at the shard."""
         await self.sessions.close()
-        await asyncio.sleep(0.01)  # what was said last arrives
         assert not self.line.positions()
-        assert self.shard.open_streams() == 0
+        await until(lambda: self.shard.open_streams() == 0)
 
 
 async def asked_in_order(

@@ -306,6 +306,10 @@ class ToyNetwork:
         home.is_advertised = False
         return home
 
+    async def until_free(self) -> None:
+        """Until no session is left at any shard; what was said last takes turns of the loop."""
+        await until(lambda: not any(shard.sessions for shard in self.shards.values()))
+
     async def dial(self, host: str, port: int, handler: LinkHandler) -> Link:
         shard = self.shards[port]
         if not shard.alive:
@@ -438,6 +442,13 @@ def toy_orchestrator(
         settings=LoopSettings(noise=noise),
     )
     return orchestrator, sessions
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what is about to hold."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nobody says so
+            await asyncio.sleep(0.01)
 
 
 def plainly(model: AskerModel, wire_dtype: WireDtype) -> Prepared:
