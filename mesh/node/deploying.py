@@ -6,7 +6,7 @@ Part of the composition root, like `mesh.node.node`, which starts and stops it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from mesh.config import Config
 from mesh.deployments.laid import AvailableNode, Laid
@@ -37,9 +37,17 @@ class House(World):
     """This node."""
 
     def __init__(
-        self, config: Config, node: NodeId, held: Holdings, network: Network, store: ShardStore
+        self,
+        config: Config,
+        node: NodeId,
+        held: Holdings,
+        network: Network,
+        store: ShardStore,
+        awaits: Callable[[ModelId], bool],
     ) -> None:
+        """`awaits`: whether a request for a model waits here to be let in."""
         self.node = node
+        self._awaits = awaits
         self._config = config
         self._held = held
         self._network = network
@@ -125,7 +133,8 @@ class House(World):
         healths = [each.health for each in self._shards(wish.model_id, wish.weights_sha256)]
         is_busy = any(each.active_streams or each.queue_depth for each in healths)
         signs = tuple((each.p50_latency_ms, each.p95_latency_ms) for each in healths)
-        return Use(is_busy or (asker is not None and asker.is_busy), signs)
+        is_asked = self._awaits(wish.model_id) or (asker is not None and asker.is_busy)
+        return Use(is_busy or is_asked, signs)
 
     def is_askable(self, model_id: ModelId) -> bool:
         """Whether this node can ask a model now: its asker is ready, and all layers are offered,

@@ -193,7 +193,7 @@ class Node:
 
     async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config, held = self._config, self._held
-        house = House(config, self._key.node_id, held, network, self._store)
+        house = House(config, self._key.node_id, held, network, self._store, self._counts.awaits)
         deployments = self._deployments = DeploymentsHere(
             config, house, held, self._events, self.weights, self._advertise
         )

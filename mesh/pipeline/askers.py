@@ -111,7 +111,7 @@ class Askers:
         visit.request = request = replace(request, trace_id=REQUEST.get())
         self._asker_of(request)  # what nobody can ask does not stand in line
         entering = self._entrance.enter(request.request_id, request.principal)
-        with self._counts.entering():
+        with self._counts.entering(request.model):
             async with aclosing(entering):
                 async for queued in entering:
                     yield queued

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock
-from mesh.types import Done, GenerationRequest, PromptPiece, StreamFrame, TokenDelta, shown_id
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    ModelId,
+    PromptPiece,
+    StreamFrame,
+    TokenDelta,
+    shown_id,
+)
 
 if TYPE_CHECKING:
     from mesh.health.metrics import GenerationSeries
@@ -79,23 +87,27 @@ class LiveCounts:
         self._on_change = on_change
         self._series = series
         self._counts: dict[str, _Counts] = {}
-        self._entering = 0
+        self._entering: list[ModelId] = []
 
     @contextmanager
-    def entering(self) -> Iterator[None]:
-        """For as long as a request waits to be let in."""
-        self._entering += 1
+    def entering(self, model: ModelId) -> Iterator[None]:
+        """For as long as a request for this model waits to be let in."""
+        self._entering.append(model)
         try:
             yield
         finally:
-            self._entering -= 1
+            self._entering.remove(model)
+
+    def awaits(self, model: ModelId) -> bool:
+        """Whether a request for this model waits to be let in."""
+        return model in self._entering
 
     def states(self, queued: int) -> tuple[tuple[str, int], ...]:
         """How many are running and how many waiting; `queued` of those that were let in wait for
         room on the hops."""
         inside = len(self._counts)
         queued = min(queued, inside)
-        return ("running", inside - queued), ("waiting", self._entering + queued)
+        return ("running", inside - queued), ("waiting", len(self._entering) + queued)
 
     @contextmanager
     def counting(self, request: GenerationRequest) -> Iterator[Callable[[StreamFrame], None]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
+from mesh.deployments.wishes import Deployment
 from mesh.discovery.directory import ShardStore
 from mesh.errors import BadCheckpoint, Busy
 from mesh.identity.tls import TlsMaterial
@@ -17,12 +20,25 @@ from mesh.models.local import LocalModel
 from mesh.node.deploying import House
 from mesh.node.holdings import Holdings
 from mesh.node.wiring import start_asker
+from mesh.pipeline.askers import Askers
+from mesh.pipeline.entrance import Entrance
+from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.commands import ShardRequest
 from mesh.shard.local_shard import LocalShard
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange, ModelId, NodeId, ShardId
+from mesh.types import (
+    THIS_NODE,
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    NodeId,
+    Queued,
+    ShardId,
+)
 from tests import secure
+from tests.deployments.test_waking import WISH
+from tests.pipeline.test_entrance import as_it_is, no_steps
 from tests.pipeline.test_supervisor import Owner
 
 if TYPE_CHECKING:
@@ -85,7 +101,7 @@ async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None
     config = await asyncio.to_thread(Config)
     held = Holdings(config, secure.KEY, [MODEL], Owner())
     alone, store = cast("Network", None), ShardStore(SystemClock(), expiry_s=9.0)
-    house = House(config, NodeId("me"), held, alone, store)
+    house = House(config, NodeId("me"), held, alone, store, lambda model: False)
     start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
     asker = held.askers[MODEL.model_id] = AskerSupervisor(start, Owner())
     assert not house.is_askable(MODEL.model_id)
@@ -93,6 +109,30 @@ async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None
     assert house.is_askable(MODEL.model_id)
     with pytest.raises(BadCheckpoint):
         await asker.wait_ready()
+
+
+async def test_a_model_is_in_use_while_somebody_waits_at_the_entrance_to_ask_it() -> None:
+    config = await asyncio.to_thread(Config)
+    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    alone, store = cast("Network", None), ShardStore(SystemClock(), expiry_s=9.0)
+    start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
+    held.askers[MODEL.model_id] = AskerSupervisor(start, Owner())
+    counts, entrance = LiveCounts(SystemClock(), lambda: None), Entrance(1, 5, 8)
+    house = House(config, NodeId("me"), held, alone, store, counts.awaits)
+    askers = Askers(
+        held.askers, entrance=entrance, why_disabled=lambda model: None, prepared=as_it_is,
+        on_frame=lambda frame: None, counts=counts, bring_up=no_steps,
+    )  # fmt: skip
+    async for _ in entrance.enter("who asks another model", THIS_NODE):
+        pass
+    wish = replace(WISH, model_id=MODEL.model_id, weights_sha256=MODEL.weights_sha256)
+    deployment = Deployment(wish, None, "", NodeId("me"), 0)
+    asked = askers.generate(GenerationRequest("r", MODEL.model_id))
+    async with contextlib.aclosing(asked) as frames:
+        assert not house.use(deployment).is_busy
+        assert await anext(frames) == Queued(1)
+        assert house.use(deployment).is_busy
+    assert not house.use(deployment).is_busy
 
 
 async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:

@@ -56,7 +56,7 @@ def test_an_end_that_was_not_expected_is_one() -> None:
 def test_what_becomes_of_generations_is_counted() -> None:
     clock, metrics = FakeClock(), Metrics()
     counts = LiveCounts(clock, lambda: None, metrics.generations)
-    with counts.entering(), counts.counting(request("a")) as seen:
+    with counts.entering(ModelId("m")), counts.counting(request("a")) as seen:
         for gap_s in (1.0, 0.25, 0.5):
             clock.seconds += gap_s
             seen(TokenDelta("x", (1,)))
