@@ -297,6 +297,12 @@ class ScriptedGenerations:
         yield TokenDelta(" are [blue](https://example.org/sky).", (2,))
         yield done((1, 2))
 
+    async def _steps(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Sixty of them, in one list."""
+        for number in range(1, 61):
+            yield TokenDelta(f"{number}. step **{number}**\n", (number,))
+        yield done(tuple(range(1, 61)))
+
     async def _stuck(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         """Says one word, then nothing until `proceed`."""
         self.started.set()

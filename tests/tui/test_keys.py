@@ -13,7 +13,7 @@ from rich.cells import cell_len
 from textual._compositor import LayoutUpdate
 from textual.binding import Binding
 from textual.events import Paste
-from textual.widgets import Button, DataTable, Input
+from textual.widgets import Button, DataTable, Input, Markdown
 
 from mesh.client import Client
 from mesh.errors import NotRunning
@@ -406,6 +406,24 @@ async def test_nothing_of_an_answer_is_lost_for_being_markdown(daemon: Daemon) -
     first, second = (line.split("│")[0].strip() for line in text.splitlines() if " are " in line)
     assert first == "Roses are <b>red</b>,"
     assert second == "violets are blue (https://example.org/sky)."
+
+
+async def test_what_is_drawn_of_a_long_answer_while_it_comes_stays_short(daemon: Daemon) -> None:
+    daemon.house.change(models=[{**whole()["models"][0], "id": "steps"}])
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask steps")
+        await top.press(*"how", "enter")
+        text = await top.until("60. step 60")
+        pieces = [
+            piece.source for piece in top.app.screen.query("Streamed > Markdown").results(Markdown)
+        ]
+    assert [line.split("│")[0].strip() for line in text.splitlines() if ". step" in line][-20:] == [
+        f"{number}. step {number}" for number in range(41, 61)
+    ], "nothing stands between its pieces"
+    assert "".join(pieces) == "".join(f"{n}. step **{n}**\n" for n in range(1, 61))
+    assert pieces[-1].count("step") <= 12
 
 
 async def test_an_answer_that_is_cut_off_says_so_and_what_got_none_can_be_asked_again(

@@ -13,14 +13,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.reactive import var
-from textual.widgets import Input, Markdown, Static
+from textual.widgets import Input, Static
 from textual.worker import Worker
 
 from mesh.errors import MeshError
-from tui.markdown import spelled
 from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.beside import Beside
+from tui.widgets.streamed import Streamed
 from tui.words import clean, cut_off, happened, printable
 
 
@@ -42,7 +42,7 @@ class ChatScreen(TopScreen):
         self._answering: Worker[None] | None = None
 
     def body(self) -> ComposeResult:
-        with Horizontal():
+        with Horizontal(id="conversation"):
             with Vertical():
                 yield VerticalScroll(id="said", can_focus=True)
                 yield QuestionField(placeholder="Ask …", id="ask")
@@ -114,14 +114,13 @@ class ChatScreen(TopScreen):
     async def _answer(self, text: str) -> None:
         said = self.query_one("#said", VerticalScroll)
         thought = Static("", classes="thought", markup=False)
-        answer = Markdown("", open_links=False, parser_factory=spelled)
+        answer = Streamed()
         await said.mount(Static(f"▸ {text}", classes="question", markup=False), thought, answer)
         said.anchor()
         turns = self.turns  # a new conversation has others, whatever still comes of this answer
         turns.append({"role": "user", "content": text})
         beside = self.query_one(Beside)
         beside.happened, beside.shown, beside.ended = (), "", {}
-        stream = Markdown.get_stream(answer)
         told = _Told()
         try:
             chunks = self.daemon().chat(self.model, list(turns))
@@ -132,7 +131,7 @@ class ChatScreen(TopScreen):
                     if told.thinking:
                         thought.update(told.thinking.strip())
                         thought.display = True
-                    await stream.write(printable(piece))
+                    answer.write(printable(piece))
             if cut := cut_off(told.finish_reason, beside.ended):
                 await said.mount(Static(f"⚠ {cut}", classes="cut", markup=False))
         except MeshError as error:
@@ -142,7 +141,7 @@ class ChatScreen(TopScreen):
                 self._give_back(text)
         finally:
             beside.shown = ""
-            await stream.stop()
+            await answer.stop()
             if told.text:
                 turns.append({"role": "assistant", "content": told.text})
             else:
