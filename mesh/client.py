@@ -56,14 +56,21 @@ class Client:
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, certificate: str | None = None
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        certificate: str | None = None,
+        pid: int | None = None,
     ) -> None:
         """With a `certificate` (PEM), a daemon that shows this very one is talked to, no other.
+        `pid` is the daemon's process, where it is known to run on this machine.
 
         Without, its certificate is checked as any website's, or by the file that SSL_CERT_FILE
         names. Raises BadValue for what is no URL.
         """
         self.url = url.rstrip("/")
+        self._pid = pid
         parsed = _parsed(self.url)
         checked: ssl.SSLContext | bool = True
         if certificate is not None:
@@ -362,6 +369,8 @@ class Client:
                 " name the copy in SSL_CERT_FILE.",
             )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            if self._pid is not None:
+                return _unreachable(self.url, self._pid)
             return not_running(f"Nothing answers at {self.url}.")
         if "without sending a response" in str(error):  # the same
             return LinkLost(
@@ -396,7 +405,7 @@ def locate(host: str | None, state_dir: Path, api_key: str | None) -> Client:
 def client_of(record: DaemonRecord, api_key: str | None = None) -> Client:
     """A client of the daemon that left this record, as its owner; else with `api_key`."""
     key = record.api_key or api_key
-    return Client(record.api_url, api_key=key, certificate=record.certificate)
+    return Client(record.api_url, api_key=key, certificate=record.certificate, pid=record.pid)
 
 
 def pinned(certificate: str) -> ssl.SSLContext:
@@ -418,6 +427,17 @@ def not_running(message: str) -> NotRunning:
     """The error for a daemon that is not there."""
     return NotRunning(
         message, fix="Start one with `hearthnet up`, or name another with --host or --state-dir."
+    )
+
+
+def _unreachable(url: str, pid: int) -> NotRunning:
+    message = f"Nothing answers at {url}, though its daemon runs here, as process {pid}."
+    if is_loopback(httpx.URL(url).host):
+        return NotRunning(message, fix="See `hearthnet logs`; `hearthnet restart` starts it anew.")
+    return NotRunning(
+        f"{message} Has this machine other addresses than when that started?",
+        fix="`hearthnet down`, then `hearthnet up --api-host 0.0.0.0`, which is at any address that"
+        " it has, or --api-host with the new one.",
     )
 
 

@@ -511,3 +511,12 @@ class RecordsFull(CoordinationError, code="records_full", http_status=507):
 
 class NotReady(CoordinationError, code="not_ready", http_status=504, retryable=True):
     """A model's workers were not ready in time; the message says which are missing."""
+
+
+def no_such_address(host: str, param: str) -> BadValue:
+    """Of an address to listen at that is another machine's, or was this one's."""
+    return BadValue(
+        f"This machine has no address {host} now.",
+        fix="Name one that it has (`hearthnet doctor` lists them), or 0.0.0.0 for any of them.",
+        param=param,
+    )

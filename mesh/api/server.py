@@ -22,7 +22,7 @@ from mesh.api.services import ApiSettings
 from mesh.api.tls import ApiTls
 from mesh.clock import next_tick
 from mesh.config import is_loopback
-from mesh.errors import BadValue, PortInUse
+from mesh.errors import BadValue, PortInUse, no_such_address
 from mesh.types import host_port
 
 _GRACE_S = 5
@@ -198,6 +198,8 @@ def _listen(host: str, port: int) -> socket.socket:
                 fix="Stop what uses it, or choose another with --api-port (0 takes a free one).",
                 param="api_port",
             ) from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise no_such_address(host, "api_host") from None
         raise BadValue(
             f"The API cannot listen on {host_port(host, port)}: {error.strerror}.",
             fix="Name an address of this machine and a port you may use.",

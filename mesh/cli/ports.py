@@ -9,7 +9,7 @@ import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from mesh.errors import BadValue, PortInUse
+from mesh.errors import BadValue, PortInUse, no_such_address
 
 if TYPE_CHECKING:
     from mesh.config import Config
@@ -55,6 +55,8 @@ def _refusal(error: OSError, flag: str, host: str, port: int) -> BadValue | Port
     if error.errno == errno.EADDRINUSE:
         fix = f"Stop what uses it, or choose another with --{flag} (0 takes a free one)."
         return PortInUse(f"Port {port} on {host} is taken.", fix=fix, param=param)
+    if error.errno == errno.EADDRNOTAVAIL:
+        return no_such_address(host, param)
     return BadValue(
         f"Nothing can listen on {host_port(host, port)}: {error.strerror}.",
         fix="Name an address of this machine and a port you may use.",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served, serving, with_key
 from tests.cli.conftest import COMMAND, Run
 from tests.tui.house import whole
@@ -175,6 +177,27 @@ async def test_daemon_is_found_by_port_host_and_environment(hearthnet: Run, daem
     assert (await hearthnet("peers", HEARTHNET_HOST=f"127.0.0.1:{port}", **elsewhere)).code == 0
     gone = await hearthnet("peers", "--api-port", "1")
     assert (gone.code, "Nothing answers at" in gone.err) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "remedy"),
+    [("127.0.0.1", "`hearthnet restart`"), ("255.255.255.255", "--api-host 0.0.0.0")],
+)
+async def test_a_daemon_that_runs_where_nothing_answers_any_more_is_not_to_be_started_again(
+    hearthnet: Run, tmp_path: Path, host: str, remedy: str
+) -> None:
+    """As when this machine had another address as the daemon started."""
+    paths = await asyncio.to_thread(StatePaths(tmp_path / "moved").create)
+    record = await asyncio.to_thread(
+        lambda: DaemonRecord.for_this_process(
+            api_url=f"http://{host}:1", api_port=1, port=2, api_key="secret"
+        )
+    )
+    await asyncio.to_thread(record.write, paths.runtime_file)
+    gone = await hearthnet("status", "--state-dir", str(paths.root))
+    assert (gone.code, f"its daemon runs here, as process {record.pid}" in gone.err) == (3, True)
+    assert remedy in gone.err
+    assert "hearthnet up`, or name" not in gone.err
 
 
 @pytest.mark.parametrize(
