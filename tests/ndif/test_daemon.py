@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import nnsight
 import pytest
 import torch
 from nnsight.intervention.backends.remote import RemoteError
@@ -117,6 +119,73 @@ def test_prints_and_errors_come_back(model: TransformersModel, daemon: LocalNode
         with model.trace(PROMPT, remote=True):
             wrong = 1 / 0  # noqa: F841
     assert "wrong = 1 / 0" in str(caught.value)
+
+
+@dataclass
+class Sizes:
+    rank: int = 4
+    scale: float = 0.5
+
+
+class LowRank(torch.nn.Module):
+    """As people write them: beside the trace, with a bare `super()`."""
+
+    def __init__(self, width: int, sizes: Sizes) -> None:
+        super().__init__()
+        self.scale = sizes.scale
+        self.down = torch.nn.Parameter(torch.full((width, sizes.rank), 0.01))
+        self.up = torch.nn.Parameter(torch.zeros(sizes.rank, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.scale * (hidden @ self.down) @ self.up
+
+
+def trained(model: TransformersModel, **more: Any) -> tuple[list[float], torch.Tensor]:
+    """A low-rank edit of one layer, made and trained where the model is."""
+    with model.session(**more):
+        edit = LowRank(model.config.hidden_size, Sizes(scale=2.0))
+        optimizer = torch.optim.AdamW(edit.parameters(), lr=0.01)
+        losses = nnsight.save([])
+        for _ in range(3):
+            with model.trace(PROMPT):
+                model.model.layers[2].output = edit(model.model.layers[2].output)
+                loss = -model.output.logits[0, -1].log_softmax(-1)[7]
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        up = edit.up.detach().save()
+    return losses, up
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_a_class_beside_the_trace_is_made_and_trained_in_a_session(
+    model: TransformersModel, local: TransformersModel, daemon: LocalNode, is_trusted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    losses, up = trained(model, remote=True)
+    losses_here, up_here = trained(local)
+    assert losses == pytest.approx(losses_here, abs=1e-4)
+    assert losses[2] < losses[0]
+    assert torch.allclose(up, up_here, atol=1e-4)
+
+
+@torch.no_grad()
+def last_of(model: TransformersModel, layer: int = 1) -> torch.Tensor:
+    return model.model.layers[layer].output[:, -1]
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_a_function_without_what_its_decorator_hides_says_so(
+    model: TransformersModel, daemon: LocalNode, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    what = r"`last_of` came without its defaults: .*@torch.no_grad\(\).*take the decorator off"
+    with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
+        with model.trace(PROMPT, remote=True):
+            last = last_of(model).save()  # noqa: F841
+    assert "last = last_of(model).save()" in str(caught.value)
 
 
 def test_a_job_that_never_ends_is_killed_from_the_command_line(

@@ -11,6 +11,7 @@ import __future__
 
 import ast
 import copy
+from collections.abc import Callable
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -217,11 +218,17 @@ def _call(name: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(func=_load(name), args=list(arguments), keywords=[])
 
 
-def compile_guarded(source: str | ast.Module, filename: str, suffix: str = "") -> CodeType:
+def compile_guarded(
+    source: str | ast.Module,
+    filename: str,
+    suffix: str = "",
+    finish: Callable[[ast.Module], ast.Module] = lambda tree: tree,
+) -> CodeType:
     """Compile for execution among the guards; line numbers stay the user's own.
 
-    The guards' names end in `suffix`, as those of `guards.guarded_builtins` do. Raises
-    PolicyViolation, with the line, for what is not allowed; SyntaxError as usual.
+    The guards' names end in `suffix`, as those of `guards.guarded_builtins` do. `finish` may change
+    what was found to be allowed. Raises PolicyViolation, with the line, for what is not allowed;
+    SyntaxError as usual.
     """
     tree = copy.deepcopy(source) if isinstance(source, ast.Module) else ast.parse(source, filename)
     errors: list[str] = []
@@ -238,5 +245,5 @@ def compile_guarded(source: str | ast.Module, filename: str, suffix: str = "") -
             node.id += suffix
     # As nnsight does: a client does not ship the names that only annotations use.
     flags = __future__.annotations.compiler_flag
-    code: CodeType = compile(guarded, filename, "exec", flags=flags, dont_inherit=True)
+    code: CodeType = compile(finish(guarded), filename, "exec", flags=flags, dont_inherit=True)
     return code

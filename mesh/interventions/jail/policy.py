@@ -15,9 +15,7 @@ import io
 import secrets
 import sys
 import types
-from collections import namedtuple
 from collections.abc import Callable
-from enum import Enum
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,6 +33,11 @@ from nnsight.tracing.util import Scope
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 from mesh.interventions.jail.desugar import compile_guarded
+from mesh.interventions.jail.generated import (
+    dataclass_state,
+    set_dataclass_state,
+    with_generated,
+)
 from mesh.interventions.jail.guards import (
     guarded_builtins,
     guarded_import_from,
@@ -43,18 +46,18 @@ from mesh.interventions.jail.guards import (
     refuse_metaclass,
 )
 from mesh.interventions.jail.ownership import UserClass, UserModule
+from mesh.interventions.jail.shipped import bind_super, complete_functions, refusing_incomplete
 from mesh.interventions.jail.standins import (
+    CompiledFunction,
     DataclassParams,
     Missing,
     Nothing,
     RefusedFunction,
-    compiled,
-    dataclass_state,
-    set_dataclass_state,
     unavailable,
 )
 
 _BUILTINS = guarded_builtins()
+_LOAD = serialization._load_function
 _suffix = ""
 # What `model.generate` and `model.pipe` run comes by its source, which is nnsight's own: ours is
 # taken instead.
@@ -78,13 +81,13 @@ def raise_fence() -> None:
     _suffix = secrets.token_hex(8)
     _BUILTINS.clear()
     _BUILTINS.update(guarded_builtins(_suffix))
-    for module in (request, serialization, interleaver):
+    for module in (request, interleaver):
         # Found before the builtin of the same name.
         vars(module)["compile"] = _compile
     for name in _EVALUATING:
         # Found before the builtins of the same names.
         vars(importlib.import_module(name)).update(eval=_refuse_text, exec=_refuse_text)
-    serialization._load_function = _fenced_loader(serialization._load_function)
+    complete_functions(_fenced_loader(_LOAD), _compile_function)
     Tracer.compile = _compile_block
     Scope.__init__ = _guarding(Scope.__init__)
 
@@ -95,6 +98,10 @@ def _refuse_text(*_: Any) -> NoReturn:
 
 def _compile(source: str | ast.Module, filename: str, mode: str) -> CodeType:
     return compile_guarded(source, filename, _suffix)
+
+
+def _compile_function(source: str, filename: str, mode: str) -> CodeType:
+    return compile_guarded(source, filename, _suffix, bind_super)
 
 
 def _compile_block(tracer: Tracer, module: ast.Module, frame: FrameType) -> CodeType:
@@ -177,17 +184,9 @@ def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: 
 
 
 def _fenced_class_state(made: type, state: tuple[dict[str, Any], dict[str, Any]]) -> type:
-    """A class of the author's own with what is in it. What makes a named tuple or an enumeration
-    one comes without a source and is made anew."""
+    """A class of the author's own with what is in it."""
     names, slots = state
-    if issubclass(made, Enum):
-        names = {key: value for key, value in names.items() if key not in vars(made)}
-    elif issubclass(made, tuple) and "_fields" in names:
-        defaults = names.get("_field_defaults", {}).values()
-        like = namedtuple(made.__name__, names["_fields"], defaults=defaults)  # type: ignore[misc]
-        fresh = {k: v for k, v in vars(like).items() if k not in ("__doc__", "__module__")}
-        names = {**names, **fresh}
-    filled: type = _class_setstate(made, (names, slots))
+    filled: type = _class_setstate(made, (with_generated(made, names), slots))
     return filled
 
 
@@ -197,7 +196,7 @@ def _load_storage(data: bytes) -> Any:
 
 _BY_VALUE = "cloudpickle.cloudpickle.dynamic_subimport"
 _REPLACED: dict[str, Any] = {
-    "nnsight.intervention.serialization._fill": _fenced_fill,
+    "nnsight.intervention.serialization._fill": refusing_incomplete(_fenced_fill),
     "cloudpickle.cloudpickle.subimport": _fenced_subimport,
     "cloudpickle.subimport": _fenced_subimport,
     _BY_VALUE: _fenced_module,
@@ -210,7 +209,7 @@ _REPLACED: dict[str, Any] = {
     "__future__._Feature": Nothing,
     "types.CodeType": Nothing,
     "builtins.CodeType": Nothing,
-    "cloudpickle.cloudpickle._make_function": compiled,
+    "cloudpickle.cloudpickle._make_function": CompiledFunction,
     "cloudpickle.cloudpickle._function_setstate": Nothing,
     "dataclasses._MISSING_TYPE": Missing,
     "dataclasses._HAS_DEFAULT_FACTORY_CLASS": Nothing,

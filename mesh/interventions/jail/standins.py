@@ -8,12 +8,11 @@ passed on, and refuse to be used with a sentence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail.guards import refuse
-from mesh.interventions.jail.ownership import UserClass, is_the_author_s
+from mesh.interventions.jail.ownership import UserClass
 
 
 class _Refusing(UserClass):
@@ -75,35 +74,14 @@ class RefusedFunction:
         raise self._violation
 
 
-def dataclass_state(instance: Any) -> list[Any]:
-    """`__getstate__` of a frozen data class with slots, of the author's own."""
-    return [getattr(instance, name) for name in _field_names(instance)]
-
-
-def set_dataclass_state(instance: Any, state: Sequence[Any]) -> None:
-    """`__setstate__` of a frozen data class with slots, of the author's own."""
-    for name, value in zip(_field_names(instance), state, strict=True):
-        object.__setattr__(instance, name, value)
-
-
-def _field_names(instance: Any) -> list[str]:
-    if not is_the_author_s(instance):
-        raise refuse(f"the state of a {type(instance).__name__}")
-    names = [field.name for field in dataclasses.fields(instance)]
-    if hidden := [name for name in names if name.startswith("__")]:
-        raise refuse(f"a field called `{hidden[0]}`")
-    return names
-
-
-def compiled(*_: Any) -> Callable[..., NoReturn]:
+class CompiledFunction(RefusedFunction):
     """In the place of a function that came without its source."""
 
-    def refused(*_: Any, **__: Any) -> NoReturn:
-        raise PolicyViolation(
-            "a function came as compiled code, as those do whose source nobody has: "
-            "the methods that `dataclass` generates, what `exec` or a console defined.",
-            fix="Define it in a file or a notebook cell, or inside the trace; make the objects of a"
-            " data class before the trace.",
+    def __init__(self, *_: Any) -> None:
+        super().__init__(
+            PolicyViolation(
+                "a function came as compiled code, as those do whose source nobody has: what `exec`"
+                " or a console defined.",
+                fix="Define it in a file or a notebook cell, or inside the trace.",
+            )
         )
-
-    return refused

@@ -6,10 +6,10 @@ import logging
 import math
 import os
 from collections import namedtuple
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -59,9 +59,18 @@ class Louder(Reading):
         return 2 * super(Louder, self)._size(value)  # noqa: UP008
 
 
+class Loudest(Louder):
+    def __init__(self, times: float) -> None:
+        super().__init__()
+        self._times = times
+
+    def take(self, value: torch.Tensor) -> float:
+        return self._times * super().take(value) + super()._size(value)
+
+
 class Probe(nn.Module):
     def __init__(self) -> None:
-        super(Probe, self).__init__()  # noqa: UP008 - as above
+        super().__init__()
         self._line = nn.Linear(8, 1, bias=False)
         self._gain = 3.0
         nn.init.ones_(self._line.weight)
@@ -94,6 +103,30 @@ class Setting:
 class Place:
     layer: int
     half: str = "output"
+
+
+@dataclass(repr=False)
+class Shown:
+    layer: int
+
+    def __repr__(self) -> str:
+        return f"layer {self.layer}"
+
+
+@dataclass(order=True, unsafe_hash=True)
+class Site(Shown):
+    """With all that `dataclass` generates."""
+
+    scale: InitVar[float] = 1.0
+    made: ClassVar[int] = 3
+    key: str = field(default="k", kw_only=True, repr=False, compare=False)
+    strength: float = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.strength = 2 * scale
+
+
+exec("def told_by_text(): return 1")  # noqa: S102 - nobody has the source of it
 
 
 class Pair(NamedTuple):

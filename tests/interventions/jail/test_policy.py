@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import nnsight
@@ -131,7 +132,7 @@ async def _refusals(jail: Jail) -> None:
         with model.trace(x, backend=shipping):
             used = [  # noqa: F841 - a trace of one line
                 lambda: own_module.logger.info("x"), own_module.never_in_a_job,
-                lambda: own_module.Setting(2), lambda: own_module.HERE.name,
+                own_module.told_by_text, lambda: own_module.HERE.name,
             ][number]()  # fmt: skip
         outcome = await behind_the_fence(jail, shipping.payload)
         assert outcome.ending is Ending.FAILED
@@ -368,6 +369,48 @@ def test_the_state_of_a_data_class_is_set_in_the_author_s_own_objects_only() -> 
     with pytest.raises(PolicyViolation, match="__class__"):
         set_state(own, [Theirs])
     assert (theirs.secret, type(own)) == (1, mine)
+
+
+class Lying(str):
+    """Text that says of itself that it is a name."""
+
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a): pass\nimport os\ndef f(", "__class__", "\uff3f\uff3fclass\uff3f\uff3f", "class", "a b",
+     Lying("self, x=print('evil')")],
+)  # fmt: skip
+def test_a_data_class_that_comes_along_has_fields_that_are_names(name: str) -> None:
+    with pytest.raises((PolicyViolation, TypeError)):
+        data_class(name)
+
+
+def test_what_a_data_class_generates_is_for_its_own_objects() -> None:
+    mine = data_class("secret")
+    assert repr(mine(5)) == "Mine(secret=5)"
+    theirs = SimpleNamespace(secret=1)
+    for use in (lambda: mine.__init__(theirs, 2), lambda: mine.__repr__(theirs)):
+        with pytest.raises(PolicyViolation, match="of a SimpleNamespace"):
+            use()
+    assert theirs.secret == 1
+
+
+def data_class(name: str) -> Any:
+    """What becomes of a data class with a field of this name when it comes with a request."""
+    unpickle = FencedUnpickler(io.BytesIO(b""), {}).find_class
+    made = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")(
+        type, "Mine", (), {}, None, None
+    )
+    compiled = unpickle("cloudpickle.cloudpickle", "_make_function")
+    (field,) = dataclasses.fields(dataclass(type("One", (), {"__annotations__": {"a": int}})))
+    field.name = name
+    names = {"__dataclass_fields__": {name: field}, "__init__": compiled(), "__repr__": compiled()}
+    return unpickle("cloudpickle.cloudpickle", "_class_setstate")(made, (names, {}))
 
 
 def test_what_comes_along_cannot_take_a_guard_s_place() -> None:

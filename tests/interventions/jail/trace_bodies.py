@@ -570,6 +570,37 @@ def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 
 
 @benign
+def data_classes_of_one_s_own_made_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        setting = own_module.Setting(1, tags=["a"])
+        other = own_module.Setting(layer=1)
+        told = nnsight.save([repr(setting), setting == other, other == own_module.Setting(1)])
+        site, late = own_module.Site(1, scale=4.0, key="x"), own_module.Site(2)
+        told += [repr(site), site.strength, site.key, site.made, site < late]
+        told += [len({site, own_module.Site(1, scale=4.0)}), repr(own_module.Shown(3))]
+        place, same = own_module.Place(1, "input"), own_module.Place(layer=1, half="input")
+        told += [repr(place), place == same, hash(place) == hash(same)]
+        try:
+            place.layer = 5
+        except AttributeError as error:
+            told.append(type(error).__name__)
+        match late:
+            case own_module.Site(layer, strength=strength):
+                told += [layer, strength]
+        out = (m.layers[site.layer].output * site.strength).save()
+    return locals()
+
+
+@benign
+def classes_that_ask_their_bases(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        loud = own_module.Loudest(0.5)
+        taken = nnsight.save([loud.take(m.layers[1].output), loud._readings > 0])
+        score = own_module.Probe()(torch.ones(1, 8)).detach().save()
+    return locals()
+
+
+@benign
 def names_imported_at_the_top(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend):
         double_ = partial(torch.mul, 2)

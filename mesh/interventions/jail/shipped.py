@@ -1,0 +1,142 @@
+"""Functions that come with a request as text, made what they were where they were written.
+
+nnsight ships a function by its source and compiles that alone, outside of the class it stood in and
+without its decorators. The class that a bare `super()` means is put back; what a decorator had
+hidden did not come along at all, and calling such a function says so. Knows nothing of the fence.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from nnsight.intervention import serialization
+
+from mesh.errors import BadRequest
+
+_CLASS = "__class__"
+_REFUSAL = "__refusal__"
+_fill = serialization._fill
+_decorated: WeakKeyDictionary[FunctionType, _Decorated] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Decorated:
+    """A function as its author wrote it, with decorators."""
+
+    name: str
+    decorators: tuple[str, ...]
+    needed: frozenset[str]
+    lacks_defaults: bool
+
+
+def complete_functions(
+    load: Callable[..., Any] = serialization._load_function,
+    compiled: Callable[[str, str, str], CodeType] | None = None,
+) -> None:
+    """From here on, functions that this process unpickles are completed; safe to repeat.
+
+    `load` makes one of what came, by `compiled`; both are nnsight's own unless they are given.
+    """
+    vars(serialization)["compile"] = compiled or _compile
+    serialization._load_function = noting_decorators(load)
+    serialization._fill = refusing_incomplete(_fill)
+
+
+def bind_super(tree: ast.Module) -> ast.Module:
+    """Have a bare ``super()`` in a method that stands alone name its class, which the client's
+    nnsight sends among the names that the function sees; returns `tree`, changed."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            if arguments:
+                binder = _Super(arguments[0].arg)
+                node.body = [binder.visit(statement) for statement in node.body]
+    return tree
+
+
+def noting_decorators(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, nnsight's loader of functions, for `refusing_incomplete` to know what to expect."""
+
+    def noting(*args: Any) -> Any:
+        function = load(*args)
+        source, name, defaults, kwdefaults = args[:4]
+        if type(function) is FunctionType and source.startswith("@"):
+            node = ast.parse(source).body[0]
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = len(defaults or ()) + len(kwdefaults or ())
+                written = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
+                _decorated[function] = _Decorated(
+                    name,
+                    tuple(f"@{ast.unparse(each)}" for each in node.decorator_list),
+                    frozenset(serialization._function_referenced_names(source)),
+                    given < len(written),
+                )
+        return function
+
+    return noting
+
+
+def refusing_incomplete(fill: Callable[..., None]) -> Callable[..., None]:
+    """`fill`, which gives a function the names that it sees, for those whose decorator had an own
+    function in their place: nnsight sends the names and defaults of that one."""
+
+    def filling(function: Any, names: dict[str, Any]) -> None:
+        fill(function, names)
+        noted = _decorated.pop(function, None) if type(function) is FunctionType else None
+        if noted is None:
+            return
+        lacks = sorted(noted.needed - {*names, *vars(builtins), noted.name, _CLASS})
+        if noted.lacks_defaults:
+            lacks.insert(0, "its defaults")
+        if lacks:
+            function.__globals__[_REFUSAL] = BadRequest(
+                f"`{noted.name}` came without {', '.join(lacks)}: of a function below"
+                f" {', '.join(noted.decorators)} nnsight ships what the decorator has of these.",
+                fix="Do in its body what the decorator does, as with `with torch.no_grad():`, and"
+                " take the decorator off.",
+            )
+            function.__code__ = _refuse.__code__
+
+    return filling
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise __refusal__  # type: ignore[name-defined]  # noqa: F821 - among the function's names
+
+
+def _compile(source: str, filename: str, mode: str) -> CodeType:
+    code: CodeType = compile(bind_super(ast.parse(source, filename)), filename, mode)
+    return code
+
+
+class _Super(ast.NodeTransformer):
+    """Names class and object in calls of `super` that belong to one function."""
+
+    def __init__(self, first: str) -> None:
+        self._first = first
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        is_bare = not node.args and not node.keywords
+        if is_bare and isinstance(node.func, ast.Name) and node.func.id == "super":
+            names = (ast.Name(each, ast.Load()) for each in (_CLASS, self._first))
+            node.args = [ast.copy_location(name, node) for name in names]
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
