@@ -121,6 +121,41 @@ def test_prints_and_errors_come_back(model: TransformersModel, daemon: LocalNode
     assert "wrong = 1 / 0" in str(caught.value)
 
 
+class Store:
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+def test_what_is_saved_into_a_list_of_the_client_s_is_there(
+    model: TransformersModel, local: TransformersModel, daemon: LocalNode
+) -> None:
+    """As it is on one machine; nnsight's protocol brings back names, and no changes."""
+
+    def collected(model: TransformersModel, **more: Any) -> Any:
+        hidden, logits = [], {"of": {}}
+        for prompt in (PROMPT, "Anna"):
+            with model.trace(prompt, **more):
+                for layer in model.model.layers:
+                    hidden.append(layer.output.save())  # noqa: PERF401 - as people write it
+                logits["of"][prompt] = model.output.logits.save()
+        return hidden, logits
+
+    hidden, logits = collected(model, remote=True)
+    hidden_here, logits_here = collected(local)
+    assert len(hidden) == 2 * len(local.model.layers)
+    assert all(map(torch.equal, hidden, hidden_here))
+    assert logits["of"].keys() == logits_here["of"].keys()
+    assert torch.equal(logits["of"]["Anna"], logits_here["of"]["Anna"])
+    store, scratch = Store(), []
+    via = client.Recording(client.KEY, host=daemon.url, api_key=daemon.record.api_key)
+    with model.trace(PROMPT, backend=via):
+        scratch.append(model.model.layers[0].output)
+        store.kept.append(model.model.layers[1].output.save())
+    assert scratch == store.kept == []
+    (line,) = [each.description for each in via.seen if each.status.value == "LOG"]
+    assert line.startswith("What was saved into store.kept stays in this job")
+
+
 @dataclass
 class Sizes:
     rank: int = 4

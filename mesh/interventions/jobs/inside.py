@@ -29,7 +29,7 @@ import transformers
 import zstandard
 from nnsight.intervention.serialization import CustomCloudUnpickler, UnknownPersistentIdError
 from nnsight.schema.request import RequestModel
-from nnsight.tracing.tracer import _saves, dec, inc
+from nnsight.tracing.tracer import WithBlockNotFoundError, _saves, dec, inc
 from nnsight.tracing.util import filter_traceback
 from torch import nn
 
@@ -39,7 +39,7 @@ from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jail.shipped import complete_functions
-from mesh.interventions.jobs.left import LeftGradients
+from mesh.interventions.jobs.left import FilledContainers, LeftGradients
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
@@ -59,6 +59,7 @@ _INSTALLED = (*readable_paths(), "<frozen ")
 _COMPRESSION_LEVEL = 3
 _UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError)
 """What Python raises for an object that cannot be pickled."""
+_NO_GRADIENT = ("does not require grad", "doesn't require grad", "has requires_grad=False")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 _skeleton: Skeleton | None = None
@@ -148,14 +149,23 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
         tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
     except UnknownPersistentIdError as error:
         raise _unknown_part(error) from None
-    gradients = LeftGradients({**tracer.info.frame.f_globals, **tracer.info.frame.f_locals})
+    frame = tracer.info.frame
+    gradients = LeftGradients({**frame.f_globals, **frame.f_locals})
+    containers = FilledContainers(frame.f_locals, frame.f_globals)
     inc()
     try:
         tracer.execute(tracer.info.code)
         saves = _saves()
-        saved = {n: v for n, v in tracer.info.frame.f_locals.items() if id(v) in saves}
+        saved = {n: v for n, v in frame.f_locals.items() if id(v) in saves}
+        filled, unseen = containers.filled(frame.f_locals, saves)
+        saved |= filled
     finally:
         dec()
+    if unseen:
+        _say(
+            f"What was saved into {', '.join(unseen)} stays in this job: the client's own gets"
+            " none of it. Make a list inside the trace, and save that."
+        )
     if left := gradients.names(saved):
         _say(
             f"The gradients that backward() gave {', '.join(left)} stay in this job: the client's"
@@ -238,10 +248,17 @@ def _told(raised: BaseException) -> str:
         if kept is None and not _is_ours(error):
             kept = filter_traceback(error.__traceback__, _is_the_model_s)
         error.__traceback__ = kept
+        if isinstance(error.__context__, WithBlockNotFoundError):
+            error.__context__ = None  # how nnsight finds out that a backward() has no block
         error = error.__cause__ or error.__context__
     text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
+    if not _is_ours(raised) and any(hint in str(raised) for hint in _NO_GRADIENT):
+        text += (
+            "\nThe weights of a model on a mesh are frozen. Call requires_grad_(True) on the value"
+            " that you want a gradient of, before what is computed from it."
+        )
     if isinstance(raised, MemoryError) or any(hint in text for hint in _NO_MEMORY):
         text += (
             "\nThe job needed more memory than a job may use. Keep less at a time, or ask whoever"

@@ -1,12 +1,20 @@
-"""What a job leaves behind although its author may count on it: gradients of what came with it."""
+"""What a job leaves behind although its author may count on it, of what came with the request:
+gradients of tensors, and values saved into containers. nnsight brings back nothing but names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
+
+_PLAIN = (torch.Tensor, np.ndarray, np.generic, int, float, complex, str, bytes, type(None))
+"""What is sent back whatever else there is."""
 
 
 class LeftGradients:
@@ -34,9 +42,50 @@ class LeftGradients:
         return sorted(left)
 
 
+class FilledContainers:
+    """The lists, dicts and the like that came with a request, and what was saved into them."""
+
+    def __init__(self, local: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """Values by their names: those of the client's frame, and those that are elsewhere."""
+        self._came = [
+            *((name, value, True) for name, value in local.items() if _is_container(value)),
+            *((name, value, False) for name, value in others.items() if _is_container(value)),
+            *(held for names in (local, others) for held in _held(names)),
+        ]
+        self._had = {id(leaf) for _, value, _ in self._came for leaf in tree_leaves(value)}
+
+    def filled(self, now: Mapping[str, Any], saves: Set[int]) -> tuple[dict[str, Any], list[str]]:
+        """Those of the client's frame that hold something new of `saves` (by identity) and still
+        have their names in `now`: so they are what they would be on one machine; and the names of
+        the others, whose client's own stay as they were."""
+        back, left = {}, []
+        for name, value, is_local in self._came:
+            leaves = tree_leaves(value)
+            if not any(id(leaf) in saves and id(leaf) not in self._had for leaf in leaves):
+                continue
+            if is_local and now.get(name) is value and all(isinstance(x, _PLAIN) for x in leaves):
+                back[name] = value
+            else:
+                left.append(name)
+        return back, left
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict | deque)
+
+
+def _held(names: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """What objects hold in their attributes."""
+    for name, value in names.items():
+        if not isinstance(value, nn.Module | ModuleType | type):
+            for attribute, held in getattr(value, "__dict__", {}).items():
+                if _is_container(held):
+                    yield f"{name}.{attribute}", held, False
+
+
 def _trainable(value: Any) -> Iterator[torch.Tensor]:
     tensors: tuple[Any, ...] = ()
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, nn.Module):
         tensors = tuple(value.parameters())
     elif isinstance(value, torch.Tensor):
         tensors = (value,)

@@ -285,6 +285,30 @@ async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
     assert "mesh." not in text
 
 
+@pytest.mark.parametrize("kind", ["bare", "block", "retained"])
+async def test_a_gradient_of_nothing_says_what_to_ask_for(here: Bench, kind: str) -> None:
+    def bare(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.output.logits.sum().backward()
+
+    def block(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            hidden = model.model.layers[2].output
+            with model.output.logits.sum().backward():
+                gradient = hidden.grad.save()
+
+    def retained(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[2].output.retain_grad()
+
+    with pytest.raises(JobFailed) as failed:
+        await run(here, {"bare": bare, "block": block, "retained": retained}[kind])
+    text = str(failed.value)
+    assert "Call requires_grad_(True) on the value" in text
+    assert "found no `with`" not in text
+    assert text.count("Traceback") == 1
+
+
 async def test_a_module_that_only_the_client_has_is_named(here: Bench) -> None:
     def attached(_: TransformersModel) -> None:
         own = TransformersModel(str(checkpoint("llama").directory), task="text-generation")
