@@ -206,6 +206,37 @@ def test_a_class_beside_the_trace_is_made_and_trained_in_a_session(
     assert torch.allclose(up, up_here, atol=1e-4)
 
 
+class Dictionary(torch.nn.Module):
+    """A sparse autoencoder with weights of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(7)
+        self.weights = torch.nn.Parameter(torch.randn(width, 2 * width, generator=draw) / width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden @ self.weights).relu() @ self.weights.T
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_a_module_is_attached_to_a_layer_inside_the_trace(
+    model: TransformersModel, local: TransformersModel, daemon: LocalNode, is_trusted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    dictionary = Dictionary(local.config.hidden_size)
+
+    def spliced(model: TransformersModel, **more: Any) -> Any:
+        with model.trace(PROMPT, **more):
+            layer = model.model.layers[2]
+            layer.dictionary = dictionary
+            layer.output = layer.dictionary(layer.output, hook=True)
+            logits = model.output.logits.save()
+        return logits.detach()
+
+    assert torch.equal(spliced(model, remote=True), spliced(local))
+
+
 @torch.no_grad()
 def last_of(model: TransformersModel, layer: int = 1) -> torch.Tensor:
     return model.model.layers[layer].output[:, -1]

@@ -24,7 +24,10 @@ MODULES = {
     "_operator": False, "itertools": False, "functools": False, "statistics": False,
     "random": False, "re": False, "json": False, "dataclasses": False, "copy": False,
     "string": False, "decimal": False, "fractions": False, "nnsight": False,
-    "nnsight.intervention.envoy": False, "__future__": False,
+    "nnsight.intervention.envoy": False, "__future__": False, "abc": False,
+    "torch.utils.data": False,
+    "tqdm": False, "tqdm.std": False, "tqdm.auto": False, "tqdm.asyncio": False,
+    "tqdm.notebook": False,
 }
 
 # Those of them that a node has only with the extra of the same name.
@@ -71,6 +74,7 @@ DENIED_IN_MODULES = {
                           "TransformersModel", "VisionLanguageModel", "DiffusionModel")),
     "operator": frozenset(("setitem", "delitem", "call")),
     "string": frozenset(("Formatter",)),
+    "abc": frozenset(("ABCMeta",)),
     "copy": frozenset(("copyreg", "dispatch_table")),
 }
 
@@ -152,5 +156,8 @@ PICKLED = frozenset((
 ))
 
 # Where the rest of what code may import is defined, if not where it is imported from.
-DEFINED_IN = {"torch._C._nn": "torch.nn.functional"}
+DEFINED_IN = {
+    "torch._C._nn": "torch.nn.functional", "torch.utils.data.dataloader": "torch.utils.data",
+    "torch.utils.data.dataset": "torch.utils.data",
+}
 # fmt: on

@@ -27,7 +27,13 @@ from RestrictedPython.transformer import INSPECT_ATTRIBUTES
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
-from mesh.interventions.jail.ownership import UserClass, UserModule, is_own, is_the_author_s
+from mesh.interventions.jail.ownership import (
+    CLASS_OF,
+    UserClass,
+    UserModule,
+    is_own,
+    is_the_author_s,
+)
 
 _MISSING = object()
 _SELF_MATCHING = (
@@ -68,7 +74,8 @@ class _Metaclass:
 
 
 def _fitting(bases: tuple[type, ...]) -> type:
-    return next((type(base) for base in bases if type(base) is not type), UserClass)
+    wanted = next((type(base) for base in bases if type(base) is not type), type)
+    return CLASS_OF.get(wanted, wanted)
 
 
 def module_allowed(name: str) -> bool:
@@ -185,8 +192,10 @@ class _Writable:
             raise refuse(f"assigning to `.{name}` here")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__getattribute__(self, "_check")(name)
-        setattr(object.__getattribute__(self, "_owner"), name, value)
+        owner = object.__getattribute__(self, "_owner")
+        if not _is_attaching(owner, name, value):
+            object.__getattribute__(self, "_check")(name)
+        setattr(owner, name, value)
 
     def __delattr__(self, name: str) -> None:
         object.__getattribute__(self, "_check")(name)
@@ -197,6 +206,14 @@ class _Writable:
 
     def __delitem__(self, key: Any) -> None:
         del object.__getattribute__(self, "_owner")[key]
+
+
+def _is_attaching(owner: Any, name: str, value: Any) -> bool:
+    """Whether a module is given to one of the model's as its child, or in the place of one."""
+    if not isinstance(owner, Envoy) or not issubclass(type(value), torch.nn.Module):
+        return False
+    is_free = name not in vars(owner) or isinstance(vars(owner)[name], Envoy)
+    return is_free and not name.startswith("_") and not hasattr(type(owner), name)
 
 
 _TENSOR_WRITABLE = frozenset(("grad", "requires_grad", "data"))

@@ -6,6 +6,7 @@ use it there; of everything else it is the inside. Refuses nothing itself.
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,14 @@ _SUPER_AFTER = vars(super)["__thisclass__"].__get__
 
 class UserClass(type):
     """The class of classes that guarded code defines; their instances are the user's own."""
+
+
+class UserAbstractClass(UserClass, ABCMeta):
+    """The same for classes with abstract methods."""
+
+
+CLASS_OF = {type: UserClass, ABCMeta: UserAbstractClass}
+"""By what Python would make them with, the class of classes of the author's own."""
 
 
 class UserModule(ModuleType):

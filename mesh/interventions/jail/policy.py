@@ -24,7 +24,7 @@ from cloudpickle.cloudpickle import (  # type: ignore[import-untyped]
     _class_setstate,
     _make_skeleton_class,
 )
-from nnsight.intervention import interleaver, serialization
+from nnsight.intervention import interleaver, serialization, source
 from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
@@ -45,14 +45,16 @@ from mesh.interventions.jail.guards import (
     refuse,
     refuse_metaclass,
 )
-from mesh.interventions.jail.ownership import UserClass, UserModule
+from mesh.interventions.jail.ownership import CLASS_OF, UserModule
 from mesh.interventions.jail.shipped import bind_super, complete_functions, refusing_incomplete
 from mesh.interventions.jail.standins import (
     CompiledFunction,
     DataclassParams,
+    Logger,
     Missing,
     Nothing,
     RefusedFunction,
+    progress_modules,
     unavailable,
 )
 
@@ -87,7 +89,9 @@ def raise_fence() -> None:
     for name in _EVALUATING:
         # Found before the builtins of the same names.
         vars(importlib.import_module(name)).update(eval=_refuse_text, exec=_refuse_text)
+    sys.modules.update(progress_modules())
     complete_functions(_fenced_loader(_LOAD), _compile_function)
+    vars(source)["compile_source"] = _not_of_the_author_s(source.compile_source)
     Tracer.compile = _compile_block
     Scope.__init__ = _guarding(Scope.__init__)
 
@@ -96,17 +100,28 @@ def _refuse_text(*_: Any) -> NoReturn:
     raise refuse("evaluating text with sympy")
 
 
-def _compile(source: str | ast.Module, filename: str, mode: str) -> CodeType:
-    return compile_guarded(source, filename, _suffix)
+def _compile(text: str | ast.Module, filename: str, mode: str) -> CodeType:
+    return compile_guarded(text, filename, _suffix)
 
 
-def _compile_function(source: str, filename: str, mode: str) -> CodeType:
-    return compile_guarded(source, filename, _suffix, bind_super)
+def _compile_function(text: str, filename: str, mode: str) -> CodeType:
+    return compile_guarded(text, filename, _suffix, bind_super)
 
 
 def _compile_block(tracer: Tracer, module: ast.Module, frame: FrameType) -> CodeType:
     code = compile_guarded(module, frame.f_code.co_filename, _suffix)
     return code.replace(co_name=frame.f_code.co_name)
+
+
+def _not_of_the_author_s(compile_source: Callable[..., Any]) -> Callable[..., Any]:
+    """For `.source`, which compiles a function anew, without the guards it was compiled with."""
+
+    def checked(function: types.FunctionType) -> Any:
+        if function.__globals__.get("__builtins__") is _BUILTINS:
+            raise refuse("`.source` of code of one's own")
+        return compile_source(function)
+
+    return checked
 
 
 def _guarding(initialise: Callable[..., None]) -> Callable[..., None]:
@@ -176,7 +191,7 @@ def _fenced_getattr(owner: Any, name: str) -> Any:
 def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: Any) -> type:
     refuse_metaclass(bases)
     # What guarded code may assign to is told by the class of its class.
-    wanted = UserClass if constructor is type else constructor
+    wanted = CLASS_OF.get(constructor, constructor)
     # `NamedTuple` would make a class without fields, by a class of its own.
     plain = tuple(tuple if base is NamedTuple else base for base in bases)
     made: type = _make_skeleton_class(wanted, name, plain, *more)
@@ -220,6 +235,7 @@ _REPLACED: dict[str, Any] = {
     "enum.Enum.__new__": Nothing,
     "typing.ForwardRef": Nothing,
     "dataclasses._DataclassParams": DataclassParams,
+    "logging.getLogger": Logger,
     "dataclasses._dataclass_getstate": dataclass_state,
     "dataclasses._dataclass_setstate": set_dataclass_state,
     "dataclasses._replace": dataclasses.replace,  # what each data class has since Python 3.13

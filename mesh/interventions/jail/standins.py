@@ -8,7 +8,9 @@ passed on, and refuse to be used with a sentence.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any, NoReturn, Self
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail.guards import refuse
@@ -85,3 +87,82 @@ class CompiledFunction(RefusedFunction):
                 fix="Define it in a file or a notebook cell, or inside the trace.",
             )
         )
+
+
+class Logger:
+    """In the place of logging's: prints what those show that nobody has set up."""
+
+    def __init__(self, name: str = "root") -> None:
+        self.name = name
+
+    def warning(self, message: object, *args: Any, **_: Any) -> None:
+        """Print it."""
+        print(str(message) % args if args else message)  # noqa: T201 - its author's log
+
+    error = exception = critical = warn = warning
+
+    def debug(self, *_: Any, **__: Any) -> None:
+        """Say nothing."""
+
+    info = log = setLevel = addHandler = debug
+
+    def isEnabledFor(self, level: int) -> bool:
+        """Whether that is printed: warnings and what is worse."""
+        return level >= _WARNING
+
+
+_WARNING = 30
+
+
+class ProgressBar:
+    """In the place of tqdm's: goes through what it is given. A job's log is no terminal."""
+
+    def __init__(self, iterable: Iterable[Any] = (), *_: Any, **__: Any) -> None:
+        self.iterable = iterable
+        self.n: float = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in self.iterable:
+            yield each
+            self.n += 1
+
+    def __len__(self) -> int:
+        return len(self.iterable)  # type: ignore[arg-type]  # as the iterable has one
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, n: float = 1) -> None:
+        """Count on."""
+        self.n += n
+
+    def _show_nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    set_description = set_postfix = set_postfix_str = set_description_str = _show_nothing
+    close = clear = refresh = reset = _show_nothing
+
+    @staticmethod
+    def write(line: object, *_: Any, **__: Any) -> None:
+        """Print between bars, of which there are none."""
+        print(line)  # noqa: T201 - what a job prints is its author's log
+
+
+def _counting(*bounds: int, **_: Any) -> ProgressBar:
+    return ProgressBar(range(*bounds))
+
+
+def progress_modules() -> dict[str, ModuleType]:
+    """What stands for tqdm, by the names of its modules."""
+    modules = {name: ModuleType(name) for name in _TQDM}
+    for module in modules.values():
+        bars = dict.fromkeys(("tqdm", "tqdm_asyncio", "tqdm_notebook"), ProgressBar)
+        vars(module).update(bars, trange=_counting, tnrange=_counting)
+    vars(modules["tqdm"]).update({n.rpartition(".")[2]: m for n, m in modules.items() if "." in n})
+    return modules
+
+
+_TQDM = ("tqdm", "tqdm.std", "tqdm.auto", "tqdm.asyncio", "tqdm.notebook")

@@ -122,7 +122,8 @@ def _unknown_part(error: UnknownPersistentIdError) -> BadRequest:
     return BadRequest(
         f"The request is about {part[:200]!r}, which the model here does not have; it is built by"
         f" transformers {transformers.__version__} and nnsight {nnsight.__version__}.",
-        fix="Use these versions, and attach modules of your own inside the trace.",
+        fix="Use these versions. Attach modules of your own inside the trace: one that was attached"
+        " outside of it comes with every request, until the model is made anew.",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from abc import ABC, abstractmethod
 from collections import namedtuple
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
@@ -78,6 +79,24 @@ class Probe(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self._line(value) * self._gain
         return result
+
+
+class Metric(ABC):
+    _calls = 0
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    @abstractmethod
+    def of(self, value: torch.Tensor) -> float: ...
+
+
+class Largest(Metric):
+    def of(self, value: torch.Tensor) -> float:
+        self._calls += 1
+        logger.debug("call %d", self._calls)
+        logger.warning("largest of %d", value.numel())
+        return float(value.max()) * self._calls
 
 
 class Shouting(logging.Handler):

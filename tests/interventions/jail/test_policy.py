@@ -121,9 +121,14 @@ async def _refusals(jail: Jail) -> None:
         hidden = model.layers[0].output.__dict__
     outcome = await behind_the_fence(jail, shipping.payload)
     assert '"__dict__" is an invalid attribute name' in outcome.text
+    with model.trace(x, backend=shipping):
+        model.layers[1].own = own_module.Probe()
+        opened = model.layers[1].own.source.self__line_0.output  # noqa: F841
+    outcome = await behind_the_fence(jail, shipping.payload)
+    assert "`.source` of code of one's own is not available" in outcome.text, outcome.text
     for number, refused in enumerate(
         (
-            "`logging.getLogger`",
+            "`logging.Handler`",
             "module `os`",
             "came as compiled code",
             "PosixPath` is not available",
@@ -131,7 +136,7 @@ async def _refusals(jail: Jail) -> None:
     ):
         with model.trace(x, backend=shipping):
             used = [  # noqa: F841 - a trace of one line
-                lambda: own_module.logger.info("x"), own_module.never_in_a_job,
+                lambda: own_module.Shouting().level, own_module.never_in_a_job,
                 own_module.told_by_text, lambda: own_module.HERE.name,
             ][number]()  # fmt: skip
         outcome = await behind_the_fence(jail, shipping.payload)
@@ -244,7 +249,10 @@ def guarded(source: str) -> dict[str, Any]:
         "class A(metaclass=type):\n    pass", "class A:\n    def __reduce__(self): return 1",
         "def __getattr__(x): return 1", "_getattr_ = getattr", "async def f(): pass",
         "from math import *", "model.trace(1).info", "1\nx = print\nx.__self__",
-        "y = [0]\ny.__class__ += 1",
+        "y = [0]\ny.__class__ += 1", "from abc import ABCMeta", "import abc\nabc.ABCMeta",
+        "from torch.utils.data import datapipes", "import tqdm\ntqdm.cli",
+        "model.interleaver = torch.nn.Identity()", "model._own = torch.nn.Identity()",
+        "model.trace = torch.nn.Identity()", "model.layers[0].own = lambda x: x",
     ],
 )  # fmt: skip
 def test_what_is_not_for_everybody_is_refused_with_a_sentence(body: str) -> None:

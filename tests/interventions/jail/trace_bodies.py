@@ -25,6 +25,8 @@ from nnsight.tracing.backend import Backend
 from numpy import exp, mean
 from torch import matmul, nn
 from torch.nn.functional import gelu, softmax
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 
 from tests.interventions.jail import own_module
 
@@ -597,6 +599,63 @@ def classes_that_ask_their_bases(m: Any, x: torch.Tensor, backend: Backend) -> N
         loud = own_module.Loudest(0.5)
         taken = nnsight.save([loud.take(m.layers[1].output), loud._readings > 0])
         score = own_module.Probe()(torch.ones(1, 8)).detach().save()
+    return locals()
+
+
+@benign
+def a_module_of_one_s_own_in_the_model(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    probe = own_module.Probe()
+    with m.trace(x, backend=backend):
+        m.layers[1].probe = probe
+        m.layers[2].act = torch.nn.Tanh()
+        score = m.layers[1].probe(m.layers[1].output, hook=True).detach().save()
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def abstract_classes(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        from abc import ABC, abstractmethod
+
+        class Metric(ABC):
+            def __init__(self) -> None:
+                self._seen = 0
+
+            @abstractmethod
+            def of(self, value: torch.Tensor) -> float: ...
+
+        class Mean(Metric):
+            def of(self, value: torch.Tensor) -> float:
+                self._seen += 1
+                return float(value.mean()) + self._seen
+
+        found = nnsight.save([Mean().of(m.layers[0].output)])
+        found.append(own_module.Largest(1).of(m.layers[1].output))
+        for kind in (Metric, own_module.Metric):
+            try:
+                kind(0) if kind is own_module.Metric else kind()
+            except TypeError:
+                found.append("abstract")
+    return locals()
+
+
+@benign
+def progress_bars_and_loaders(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        import tqdm as bars
+        from torch.utils.data import TensorDataset
+        from tqdm.auto import trange
+
+        hidden = m.layers[0].output
+        sums = nnsight.save([float(hidden[:, i].sum()) for i in tqdm(range(2), desc="rows")])
+        with bars.tqdm(total=3, leave=False) as bar:
+            for step in trange(3):
+                bar.update(1)
+                bar.set_description(f"{step}")
+            sums.append(bar.n)
+        batches = DataLoader(TensorDataset(hidden[0]), batch_size=2)
+        sums += [float(batch.sum()) for (batch,) in batches]
     return locals()
 
 
