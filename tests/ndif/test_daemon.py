@@ -146,14 +146,16 @@ def test_what_is_saved_into_a_list_of_the_client_s_is_there(
     assert all(map(torch.equal, hidden, hidden_here))
     assert logits["of"].keys() == logits_here["of"].keys()
     assert torch.equal(logits["of"]["Anna"], logits_here["of"]["Anna"])
-    store, scratch = Store(), []
+    store, other, scratch = Store(), Store(), []
     via = client.Recording(client.KEY, host=daemon.url, api_key=daemon.record.api_key)
     with model.trace(PROMPT, backend=via):
         scratch.append(model.model.layers[0].output)
         store.kept.append(model.model.layers[1].output.save())
-    assert scratch == store.kept == []
+        other.last = model.model.layers[2].output.save()
+    assert scratch == store.kept == other.kept == []
+    assert not hasattr(other, "last")
     (line,) = [each.description for each in via.seen if each.status.value == "LOG"]
-    assert line.startswith("What was saved into store.kept stays in this job")
+    assert line.startswith("What was saved into other, store stays in this job")
 
 
 @dataclass

@@ -165,7 +165,7 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
     if unseen:
         _say(
             f"What was saved into {', '.join(unseen)} stays in this job: the client's own gets"
-            " none of it. Make a list inside the trace, and save that."
+            " none of it. Give it a name inside the trace as well, and put it there behind it."
         )
     if left := gradients.names(saved):
         _say(

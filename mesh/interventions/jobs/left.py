@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from nnsight.intervention.envoy import Envoy
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -58,7 +59,8 @@ class FilledContainers:
         """Those of the client's frame that hold something new of `saves` (by identity) and still
         have their names in `now`: so they are what they would be on one machine; and the names of
         the others, whose client's own stay as they were."""
-        back, left = {}, []
+        back: dict[str, Any] = {}
+        left: set[str] = set()
         for name, value, is_local in self._came:
             leaves = tree_leaves(value)
             if not any(id(leaf) in saves and id(leaf) not in self._had for leaf in leaves):
@@ -66,8 +68,8 @@ class FilledContainers:
             if is_local and now.get(name) is value and all(isinstance(x, _PLAIN) for x in leaves):
                 back[name] = value
             else:
-                left.append(name)
-        return back, left
+                left.add(name)
+        return back, sorted(left)
 
 
 def _is_container(value: Any) -> bool:
@@ -77,10 +79,9 @@ def _is_container(value: Any) -> bool:
 def _held(names: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """What objects hold in their attributes."""
     for name, value in names.items():
-        if not isinstance(value, nn.Module | ModuleType | type):
-            for attribute, held in getattr(value, "__dict__", {}).items():
-                if _is_container(held):
-                    yield f"{name}.{attribute}", held, False
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict) and not isinstance(value, nn.Module | ModuleType | Envoy):
+            yield name, held, False
 
 
 def _trainable(value: Any) -> Iterator[torch.Tensor]:
