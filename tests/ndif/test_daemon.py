@@ -154,8 +154,10 @@ def test_what_is_saved_into_a_list_of_the_client_s_is_there(
         other.last = model.model.layers[2].output.save()
     assert scratch == store.kept == other.kept == []
     assert not hasattr(other, "last")
-    (line,) = [each.description for each in via.seen if each.status.value == "LOG"]
-    assert line.startswith("What was saved into other, store stays in this job")
+    lines = [each.description for each in via.seen if each.status.value == "LOG"]
+    first, second = "\n".join(lines).split("\n")
+    assert first.startswith("What was saved into other, store stays in this job")
+    assert second.startswith("What this job put into scratch stays in it: save each value")
 
 
 @dataclass

@@ -39,7 +39,7 @@ from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jail.shipped import complete_functions
-from mesh.interventions.jobs.left import FilledContainers, LeftGradients
+from mesh.interventions.jobs.left import CameContainers, LeftGradients
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
@@ -152,20 +152,27 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
         raise _unknown_part(error) from None
     frame = tracer.info.frame
     gradients = LeftGradients({**frame.f_globals, **frame.f_locals})
-    containers = FilledContainers(frame.f_locals, frame.f_globals)
+    containers = CameContainers(frame.f_locals, frame.f_globals)
     inc()
     try:
         tracer.execute(tracer.info.code)
         saves = _saves()
         saved = {n: v for n, v in frame.f_locals.items() if id(v) in saves}
-        filled, unseen = containers.filled(frame.f_locals, saves)
-        saved |= filled
+        filled = containers.filled(frame.f_locals, saves)
+        unsaved = [name for name in filled.unsaved if name not in saved]
+        saved |= filled.back
     finally:
         dec()
-    if unseen:
+    if filled.left:
         _say(
-            f"What was saved into {', '.join(unseen)} stays in this job: the client's own gets"
-            " none of it. Give it a name inside the trace as well, and put it there behind it."
+            f"What was saved into {', '.join(sorted(filled.left))} stays in this job: the client's"
+            " own gets none of it. Give it a name inside the trace as well, and put it there behind"
+            " it."
+        )
+    if unsaved:
+        _say(
+            f"What this job put into {', '.join(sorted(unsaved))} stays in it: save each value, as"
+            " in acts.append(value.save()), to have them in the client's own."
         )
     if left := gradients.names(saved):
         _say(

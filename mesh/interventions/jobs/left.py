@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -43,33 +44,47 @@ class LeftGradients:
         return sorted(left)
 
 
-class FilledContainers:
-    """The lists, dicts and the like that came with a request, and what was saved into them."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a job did to the lists, dicts and objects that came with its request."""
+
+    back: dict[str, Any]
+    """What has something saved in it, and so is what it would be on one machine."""
+    left: list[str]
+    """What has as well, and cannot be given back."""
+    unsaved: list[str]
+    """What is changed, by nothing that was saved."""
+
+
+class CameContainers:
+    """The lists, dicts and the like that came with a request."""
 
     def __init__(self, local: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         """Values by their names: those of the client's frame, and those that are elsewhere."""
-        self._came = [
+        came = [
             *((name, value, True) for name, value in local.items() if _is_container(value)),
             *((name, value, False) for name, value in others.items() if _is_container(value)),
             *(held for names in (local, others) for held in _held(names)),
         ]
-        self._had = {id(leaf) for _, value, _ in self._came for leaf in tree_leaves(value)}
+        self._came = [(*each, list(map(id, tree_leaves(each[1])))) for each in came]
 
-    def filled(self, now: Mapping[str, Any], saves: Set[int]) -> tuple[dict[str, Any], list[str]]:
-        """Those of the client's frame that hold something new of `saves` (by identity) and still
-        have their names in `now`: so they are what they would be on one machine; and the names of
-        the others, whose client's own stay as they were."""
-        back: dict[str, Any] = {}
-        left: set[str] = set()
-        for name, value, is_local in self._came:
+    def filled(self, now: Mapping[str, Any], saves: Set[int]) -> Filled:
+        """Behind the job; `now` has the client's frame, `saves` says by identity what was saved."""
+        found = Filled({}, [], [])
+        for name, value, is_local, had in self._came:
             leaves = tree_leaves(value)
-            if not any(id(leaf) in saves and id(leaf) not in self._had for leaf in leaves):
-                continue
-            if is_local and now.get(name) is value and all(isinstance(x, _PLAIN) for x in leaves):
-                back[name] = value
+            if {id(leaf) for leaf in leaves}.difference(had).isdisjoint(saves):
+                if _is_container(now.get(name)) and list(map(id, leaves)) != had:
+                    found.unsaved.append(name)
+            elif is_local and now.get(name) is value and _is_plain(leaves):
+                found.back[name] = value
             else:
-                left.add(name)
-        return back, sorted(left)
+                found.left.append(name)
+        return found
+
+
+def _is_plain(leaves: list[Any]) -> bool:
+    return all(isinstance(leaf, _PLAIN) for leaf in leaves)
 
 
 def _is_container(value: Any) -> bool:
