@@ -174,12 +174,13 @@ class Estimates:
         own = [each for each in self.machines(model) if each.node_id == self._house.node]
         quant = self._quant(model, wish.quant, own)
         devices = own[0].devices if own else ()
+        device = devices[0] if devices else None
         if quant in ("none", "auto"):
-            name = float_format(model, devices[0]) if devices else "fp32"
+            name = float_format(model, device) if device is not None else "fp32"
         else:
             name = quant
         positions = max(wish.context, self._kv_tokens)
-        return math.ceil(shard_bytes(model, layers, name, positions) / 2**20)
+        return math.ceil(shard_bytes(model, layers, name, device, positions) / 2**20)
 
     def _quant(self, model: ModelShape, wished: str, machines: Iterable[Machine]) -> str:
         """The format that is planned with: of ``auto`` processors make int8 where they can."""

@@ -147,7 +147,7 @@ def benches(model: ModelShape, machine: Machine, demand: Demand, quant: Quant) -
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
     """What the ends take of the asker's device; the head may be held twice for a while."""
-    size = computed_itemsize(float_format(model, device))
+    size = computed_itemsize(float_format(model, device), device)
     return (model.ends_weights + model.head_weights) * size + SPARE_BYTES
 
 
@@ -164,11 +164,13 @@ def ends_lack(model: ModelShape, asker: Machine, demand: Demand) -> int:
     return asking_bytes(model, memory, thin=demand.thin) - memory.free_bytes
 
 
-def shard_bytes(model: ModelShape, layers: LayerRange, name: str, positions: int) -> int:
-    """What a shard of these layers takes in this format, with caches of so many positions, as it
-    says itself before it loads: nothing is kept free beside it."""
+def shard_bytes(
+    model: ModelShape, layers: LayerRange, name: str, device: Device | None, positions: int
+) -> int:
+    """What a shard of these layers takes of a device in this format, with caches of so many
+    positions, as it says itself before it loads: nothing is kept free beside it."""
     own = model.layer_weights[layers.start : layers.stop]
-    wide = computed_itemsize(name)
+    wide = computed_itemsize(name, device)
     caches = model.kv_numbers * wide * positions * len(layers)
     one_layer = math.ceil(sum(own) * wide / len(own))
     weights = math.ceil(sum(own) * ITEMSIZE[name])
@@ -210,17 +212,16 @@ def _float_format(model: ModelShape, device: Device, *, halves: bool) -> str:
     return next(known, "fp32")
 
 
-def computed_itemsize(name: str) -> int:
+def computed_itemsize(name: str, device: Device | None) -> int:
     """Bytes of a number in caches, ends and what else is no layer's weight, where layers are in
-    this format."""
-    return 2 if name in ("fp16", "bf16") else 4
+    this format there."""
+    is_card = device is not None and device.kind != "cpu"
+    return 2 if name in ("fp16", "bf16") or (is_card and name == "int4") else 4
 
 
 def _bench(
     model: ModelShape, machine: Machine, device: Device, demand: Demand, quant: Quant
 ) -> Bench | None:
-    if quant != "none" and device.kind != "cpu":
-        return None
     name = float_format(model, device) if quant == "none" else quant
     timed = next((t for t in machine.timed if (t.device, t.format) == (device.name, name)), None)
     speed = device.speed(name)
@@ -238,7 +239,7 @@ def _bench(
             rows_ms = rows_ms or _long(timed)
         decode.append(step_ms)
         prefill.append(rows_ms)
-    wide, positions = computed_itemsize(name), max(machine.kv_tokens, demand.positions)
+    wide, positions = computed_itemsize(name, device), max(machine.kv_tokens, demand.positions)
     here = [held.layers for held in machine.held]
     lacking = tuple(
         0 if any(layer in held for held in here) else size

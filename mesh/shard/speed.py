@@ -23,6 +23,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.processes.headroom import ram
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
+from mesh.shard.cuda import int4
 from mesh.shard.device import DTYPES, cpu_fast_dtypes, headroom
 from mesh.shard.linear import choose_kernels, halving_fails
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
@@ -75,6 +76,8 @@ def _speeds(device: torch.device, threads: int, dtype: str) -> Iterator[Callable
     if device.type == "cpu":
         for quant in BITS:
             yield lambda quant=quant: _quantised(quant, threads)  # type: ignore[misc]
+    elif int4.why_not(device) is None:
+        yield lambda: _in_4_bit(device)
 
 
 def _plain(device: torch.device, name: str) -> Speed:
@@ -86,19 +89,35 @@ def _plain(device: torch.device, name: str) -> Speed:
     layers = nn.ModuleList(_linear(wide, device, kept) for _ in range(count))
     choose_kernels(layers, computed, device, halved=halved)  # as a shard would
     row, rows = (torch.ones(n, wide, dtype=computed, device=device) for n in (1, _ROWS))
+    work = _work(layers, row, rows, count * weights * kept.itemsize)
+    layer_ms = _layer_ms(device, "auto" if halved else name, "none")  # it is stored in fp16
+    return _speed(name, *work, layer_ms)
+
+
+def _work(
+    layers: nn.ModuleList, row: torch.Tensor, rows: torch.Tensor, size: int
+) -> tuple[Work, Work]:
+    """A row through all of these layers, of `size` bytes, and `rows` through the first."""
 
     def decode() -> None:
         for layer in layers:
             layer(row)
-        _wait(device)
+        _wait(row.device)
 
     def prefill() -> None:
         layers[0](rows)
-        _wait(device)
+        _wait(row.device)
 
-    read, operations = count * weights * kept.itemsize, 2 * _ROWS * weights
-    layer_ms = _layer_ms(device, "auto" if halved else name, "none")  # it is stored in fp16
-    return _speed(name, (read, decode), (operations, prefill), layer_ms)
+    return (size, decode), (2 * len(rows) * rows.shape[1] * _SIDE, prefill)
+
+
+def _in_4_bit(device: torch.device) -> Speed:
+    matrix = _matrix(BITS["int4"])
+    count = math.ceil(_BYTES / matrix.nbytes)
+    layers = nn.ModuleList(int4.Int4Linear(matrix, None, device) for _ in range(count))
+    row, rows = (torch.ones(n, _SIDE, dtype=torch.bfloat16, device=device) for n in (1, _ROWS))
+    work = _work(layers, row, rows, count * matrix.nbytes)
+    return _speed("int4", *work, _layer_ms(device, "auto", "int4"))
 
 
 def _linear(columns: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:

@@ -41,7 +41,7 @@ def available(*machines: Machine) -> list[AvailableNode]:
 def needs(parts: list[LayerRange], *, thin: bool = False) -> int:
     """What these shards and asking take of a machine, as they say themselves."""
     device = Device("cpu", 0, 0)
-    own = sum(shard_bytes(MODEL, layers, "fp32", CONTEXT) for layers in parts)
+    own = sum(shard_bytes(MODEL, layers, "fp32", None, CONTEXT) for layers in parts)
     return own + asking_bytes(MODEL, device, thin=thin)
 
 

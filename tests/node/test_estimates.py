@@ -436,7 +436,7 @@ def test_weights_in_blocks_count_as_what_they_are_computed_as(
     need = bench.need(whole)
     assert said.weights_mb - 1 < need.weights / MB <= said.weights_mb
     assert said.caches_mb - 1 < need.caches / MB <= said.caches_mb
-    assert 0 <= shard_bytes(model, whole, bench.format, 512) / MB - said.total_mb < 4
+    assert 0 <= shard_bytes(model, whole, bench.format, bench.device, 512) / MB - said.total_mb < 4
     assert sum(bench.fetch_bytes) < need.weights / 1.5, "as stored"
 
 

@@ -119,6 +119,20 @@ def test_auto_takes_int8_where_it_is_faster_and_int4_where_nothing_else_fits() -
     assert lay_out(model(), [machine("a", 1.8)], Demand()).quant == "int4"
 
 
+def test_a_card_that_computes_4_bit_takes_them_with_caches_of_16() -> None:
+    def card(*speeds: Speed) -> Machine:
+        return Machine(NodeId("g"), "g", (Device("cuda:0", 2 * GB, 2 * GB, speeds),))
+
+    plain, few = Speed("bf16", 900, 9e4), Speed("int4", 900, 2e4)
+    assert lay_out(model(), [card(plain, few)], Demand()).quant == "int4"
+    (shard,) = lay_out(model(), [card(plain, few)], Demand(quant="int4")).replicas[0].shards
+    on_cpu = machine("a", 9)
+    (other,) = lay_out(model(), [on_cpu], Demand(quant="int4")).replicas[0].shards
+    assert shard.need.weights == other.need.weights
+    assert 2 * shard.need.caches == other.need.caches
+    assert lay_out(model(), [card(plain)], Demand(quant="int4")).refusal is not None
+
+
 def test_bf16_counts_as_fp32_where_it_is_not_computed() -> None:
     old = Device("cpu", 9 * GB, 9 * GB, (Speed("fp32", 20.0, 100.0),))
     found = lay_out(model(), [Machine(ASKER, "a", (old,))], Demand(quant="none"))

@@ -97,7 +97,7 @@ def test_a_plan_counts_what_the_shard_counts(
     said, need = planned.need, bench.need(WHOLE)
     assert said.weights_mb - 1 < need.weights / 2**20 <= said.weights_mb
     assert said.caches_mb - 1 < need.caches / 2**20 <= said.caches_mb
-    beside_mb = shard_bytes(model, WHOLE, format_, positions) / 2**20 - said.total_mb
+    beside_mb = shard_bytes(model, WHOLE, format_, None, positions) / 2**20 - said.total_mb
     assert 0 <= beside_mb < 4
     assert need.total >> 20 >= said.total_mb
     ends_mb = asking_bytes(model, device, thin=False) / 2**20
