@@ -47,7 +47,7 @@ Place = tuple[str, int]
 """File and line."""
 
 
-class _Rate:
+class _Bucket:
     """Lines that may be written: `burst` at once, then `per_s`."""
 
     __slots__ = ("_at", "_burst", "_level", "_per_s")
@@ -72,36 +72,36 @@ class LineRates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._places: dict[Place, _Rate] = {}
-        self._subjects: OrderedDict[tuple[Place, str], _Rate] = OrderedDict()
+        self._places: dict[Place, _Bucket] = {}
+        self._subjects: OrderedDict[tuple[Place, str], _Bucket] = OrderedDict()
         self._left_out: dict[Place, int] = {}
 
     def admit(self, record: logging.LogRecord) -> int | None:
         """None if it is to be left out, else how many from its place were since the last."""
         now = self._clock()
         place = (record.pathname, record.lineno)
-        rates = [self._of_place(place, now), *self._of_subject(place, record, now)]
-        if not all(rate.has_one(now) for rate in rates):
+        buckets = [self._of_place(place, now), *self._of_subject(place, record, now)]
+        if not all(bucket.has_one(now) for bucket in buckets):
             self._left_out[place] = self._left_out.get(place, 0) + 1
             return None
-        for rate in rates:
-            rate.take()
+        for bucket in buckets:
+            bucket.take()
         return self._left_out.pop(place, 0)
 
-    def _of_place(self, place: Place, now: float) -> _Rate:
+    def _of_place(self, place: Place, now: float) -> _Bucket:
         if place not in self._places:  # as many as the code has
-            self._places[place] = _Rate(PLACE_BURST, PLACE_PER_S, now)
+            self._places[place] = _Bucket(PLACE_BURST, PLACE_PER_S, now)
         return self._places[place]
 
-    def _of_subject(self, place: Place, record: logging.LogRecord, now: float) -> Iterator[_Rate]:
+    def _of_subject(self, place: Place, record: logging.LogRecord, now: float) -> Iterator[_Bucket]:
         if not isinstance(record.args, tuple) or not record.args:
             return
         key = (place, str(record.args[0])[:200])
-        rate = self._subjects.pop(key, None) or _Rate(SUBJECT_BURST, SUBJECT_PER_S, now)
-        self._subjects[key] = rate
+        bucket = self._subjects.pop(key, None) or _Bucket(SUBJECT_BURST, SUBJECT_PER_S, now)
+        self._subjects[key] = bucket
         if len(self._subjects) > MAX_SUBJECTS:
             self._subjects.popitem(last=False)
-        yield rate
+        yield bucket
 
 
 class _Lines(logging.Formatter):

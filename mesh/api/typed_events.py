@@ -22,7 +22,7 @@ Event = dict[str, Any]
 """As clients read it; its `type` is also the name of the server-sent event."""
 
 
-class Writer(Protocol):
+class EventWriter(Protocol):
     """Writes one answer, frame by frame, in one API's form."""
 
     answer: dict[str, Any]
@@ -41,7 +41,7 @@ class TypedAnswer:
     def __init__(
         self,
         frames: AsyncGenerator[StreamFrame, None],
-        writer: Writer,
+        writer: EventWriter,
         caller: Caller,
         names: FieldNames,
     ) -> None:

@@ -31,7 +31,7 @@ LONGEST_RETRY_S = 600.0
 """Twice as long after each try that left something to be planned."""
 
 
-class _Pace:
+class _Tries:
     """When something may be tried that is due: after a while, and less often each time."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Replanner:
         self._limit_s = limit_s
         self._tell = tell
         self._seen: dict[NodeId, float] = {}
-        self._planning = _Pace()
-        self._spreading = _Pace()
+        self._planning = _Tries()
+        self._spreading = _Tries()
         self._looks = Turns("planning anew")
         self._turns = Turns("planning anew deployment", self._unplanned)
         self._task: asyncio.Task[None] | None = None
@@ -120,12 +120,12 @@ class Replanner:
             await self._spread(deployment, found)
 
     def _is_my_turn(
-        self, pace: _Pace, deployment: Deployment, alive: Collection[NodeId], now: float
+        self, tries: _Tries, deployment: Deployment, alive: Collection[NodeId], now: float
     ) -> bool:
-        is_time = pace.may_try(deployment.id, now)
+        is_time = tries.may_try(deployment.id, now)
         if not is_time or planner(deployment, alive) != self._members.node:
             return False
-        pace.tried(deployment.id, now)
+        tries.tried(deployment.id, now)
         return True
 
     def _refused(self, deployment: Deployment) -> Collection[Span]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mesh.clock import loop_time
 from mesh.models.candidates import Candidates, candidates_of
-from mesh.pipeline.answer import Answer
+from mesh.pipeline.completion import Completion
 from mesh.pipeline.drafting import Drafter
 from mesh.pipeline.head import OutputHead
 from mesh.pipeline.model import TextReader
@@ -50,7 +50,7 @@ class DecodeSteps:
         drafter: Drafter,
         reader: TextReader | None,
         sampler: Sampler,
-        answer: Answer,
+        answer: Completion,
     ) -> None:
         """`reader` is the draft model, if there is one for this answer."""
         self.drafter = drafter

@@ -85,8 +85,8 @@ class Drafter:
         self._follows: dict[tuple[int, ...], int] = {}
         self._right = dict(_PRIOR)
         # What a grammar says costs next to nothing to find, as what the text said does.
-        self._paces = {by: pace for pace in [_Pace(worth)] for by in (*_MATCHES, _GRAMMAR)}
-        self._paces[_MODEL] = _Pace(worth)
+        self._costs = {by: cost for cost in [_StepCosts(worth)] for by in (*_MATCHES, _GRAMMAR)}
+        self._costs[_MODEL] = _StepCosts(worth)
         self._by = _MATCHES[0]
         self._start = self._period = self._next = 0
         self._guessed: deque[int] = deque()
@@ -125,7 +125,7 @@ class Drafter:
             return []
         rows = 1 + self._size
         holds = self._right[self._by] ** (1 + self._sent)
-        if not self._paces[self._by].may_follow(rows, holds):
+        if not self._costs[self._by].may_follow(rows, holds):
             return []
         self._is_followed = True
         before, count = self._sent, min(rows, room)
@@ -153,16 +153,16 @@ class Drafter:
         if not self._ids:
             return  # it was the prompt
         if self._begun == _BEHIND:
-            self._paces[self._by].took_behind(rows, seconds)
+            self._costs[self._by].took_behind(rows, seconds)
             return
         self.drafted += rows - 1
-        paces = set(self._paces.values()) if rows == 1 else {self._paces[self._by]}
+        costs = set(self._costs.values()) if rows == 1 else {self._costs[self._by]}
         if self._begun == _LATER:
-            for pace in paces:
-                pace.took_later(rows, seconds)
+            for cost in costs:
+                cost.took_later(rows, seconds)
         elif not self._is_followed:
-            for pace in paces:
-                pace.took(rows, seconds)
+            for cost in costs:
+                cost.took(rows, seconds)
 
     def add(self, tokens: Sequence[int]) -> None:
         """The text goes on with these."""
@@ -189,7 +189,7 @@ class Drafter:
 
     def _best(self, by: int, most: int) -> int:
         sizes = [size for size in _SIZES if size <= most]
-        return self._paces[by].best(self._right[by], sizes)
+        return self._costs[by].best(self._right[by], sizes)
 
     def _compare(self, token: int) -> bool:
         if not self._guessed:
@@ -220,7 +220,7 @@ class Drafter:
         return 0, 0
 
 
-class _Pace:
+class _StepCosts:
     """What steps took, by their number of rows; medians, because one slow step says nothing."""
 
     def __init__(self, worth: float) -> None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.models.constraint import Constraint
-from mesh.pipeline.answer import Answer
+from mesh.pipeline.completion import Completion
 from mesh.pipeline.decode_steps import DecodeSteps
 from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
@@ -126,7 +126,7 @@ class PipelineOrchestrator:
                         session, notices = place
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
             limit = terms.limit - len(prompt)
-            answer = Answer(self._model.text, request, prompt, limit, started, constraint)
+            answer = Completion(self._model.text, request, prompt, limit, started, constraint)
             finished, reader = False, self._reader(request, prompt)
             try:
                 steps = self._steps(session, home, request, answer, reader)
@@ -168,7 +168,7 @@ class PipelineOrchestrator:
         session: GenerationSession,
         home: LocalModel | None,
         request: GenerationRequest,
-        answer: Answer,
+        answer: Completion,
         reader: TextReader | None,
     ) -> DecodeSteps:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)

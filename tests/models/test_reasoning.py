@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from mesh.models.manifest import read_manifest
 from mesh.models.reasoning import ReasoningMarks, Thoughts
 from mesh.models.tokenizer import Tokenizer
-from mesh.pipeline.answer import Answer, thoughts_of
 from mesh.pipeline.checkpoint import CheckpointText
+from mesh.pipeline.completion import Completion, thoughts_of
 from mesh.types import GenerationRequest, ModelId, SamplingParams
 from tests.checkpoints import make_tokenizer
 from tests.models.conftest import Checkpoint
@@ -96,7 +96,7 @@ def test_an_answer_through_a_real_tokenizer(
         None,
     )
     ids = [token for token in ids if token not in {1}]
-    answer = Answer(text, ask, prompt, 99, 0.0)
+    answer = Completion(text, ask, prompt, 99, 0.0)
     deltas = []
     for token in ids:
         deltas.append(answer.take(token, torch.zeros(512)))

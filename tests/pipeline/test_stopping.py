@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.pipeline.answer import StopStrings
+from mesh.pipeline.completion import StopStrings
 
 
 def test_a_stop_string_across_pieces_is_cut_out() -> None:

@@ -65,14 +65,14 @@ class _Usual:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _AnsweredStep:
     """A step of a size, waited for from `since` until `at`."""
 
     size: int
     since: float
     at: float
 
-    def waited_for(self, other: _Answer) -> bool:
+    def waited_for(self, other: _AnsweredStep) -> bool:
         """Whether `other` is larger, and was computed meanwhile."""
         return other.size > self.size and other.since < self.at and self.since < other.at
 
@@ -92,8 +92,8 @@ class HopLatency:
     """When it last answered any generation of this asker."""
     _usual: dict[int, _Usual] = field(default_factory=dict)
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    _answers: deque[_Answer] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
-    _slow: deque[_Answer] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
+    _answers: deque[_AnsweredStep] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
+    _slow: deque[_AnsweredStep] = field(default_factory=lambda: deque(maxlen=_TOGETHER))
     """Of the latest answers, the slow ones in a row."""
     _in_time: int = 0
     _struck_at: float = -inf
@@ -110,7 +110,7 @@ class HopLatency:
         """A step took so long, until now. A slow one is counted, and not taken for the new
         normal."""
         self._recent_s.append(elapsed_s)
-        answer = _Answer(_size(rows), self.answered_at - elapsed_s, self.answered_at)
+        answer = _AnsweredStep(_size(rows), self.answered_at - elapsed_s, self.answered_at)
         self._answers.append(answer)
         limit_s = self.limit_s(rows)
         if limit_s < self.ceiling_s and elapsed_s >= limit_s / 2:

@@ -31,7 +31,7 @@ from mesh.models.edits import MAX_EDIT_BYTES, PARTS, Side, check_edits, parse_si
 from mesh.models.local import LocalModel, local_manifest
 from mesh.models.manifest import Manifest
 from mesh.paths import cache_dir
-from mesh.research.steering.exchange import Exchange, Library
+from mesh.research.steering.file_transfer import FileTransfer, Library
 from mesh.types import Edit, GenerationRequest, ModelId, NodeId, Site, Steer
 
 _NAME = re.compile(r"[\w][\w .:+-]{0,63}")
@@ -82,8 +82,8 @@ class Steering:
         self.library = Library(directory)
         self._keeping = asyncio.Lock()
         """Held while a file that nobody wants yet is brought in, and while others are deleted."""
-        self._exchange = Exchange(self.library, network.send)
-        network.on_file = self._exchange.receive
+        self._files = FileTransfer(self.library, network.send)
+        network.on_file = self._files.receive
 
     def view(self) -> list[dict[str, Any]]:
         """Every published edit, by name."""
@@ -179,7 +179,7 @@ class Steering:
 
     async def close(self) -> None:
         """Stop answering other members."""
-        await self._exchange.close()
+        await self._files.close()
 
     # Private
 
@@ -205,7 +205,7 @@ class Steering:
             return data
         linked = [peer.node_id for peer in self._network.peers() if peer.state is PeerState.UP]
         peers = [author, *(node for node in linked if node is not None and node != author)]
-        data = await self._exchange.fetch(published.sha256, published.size, peers)
+        data = await self._files.fetch(published.sha256, published.size, peers)
         if data is None:
             raise BadSteering(
                 f"{where}: no member that is here now has the file of {published.name!r}.",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import LinkLost
-from mesh.research.steering import exchange
-from mesh.research.steering.exchange import PART_BYTES, Exchange, Library
+from mesh.research.steering import file_transfer
+from mesh.research.steering.file_transfer import PART_BYTES, FileTransfer, Library
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
 from tests.full_disk import file_size_limit
@@ -29,17 +29,17 @@ class Hearth:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.members: dict[str, Exchange] = {}
+        self.members: dict[str, FileTransfer] = {}
         self.asked: list[str] = []
-        self.part_timeout_s = exchange.PART_TIMEOUT_S
-        self.peer_timeout_s = exchange.PEER_TIMEOUT_S
+        self.part_timeout_s = file_transfer.PART_TIMEOUT_S
+        self.peer_timeout_s = file_transfer.PEER_TIMEOUT_S
         self.bend: Callable[[Said], Said | None] = lambda message: message
 
-    async def add(self, name: str, *files: bytes) -> Exchange:
+    async def add(self, name: str, *files: bytes) -> FileTransfer:
         library = Library(self._root / name)
         for data in files:
             await asyncio.to_thread(library.keep, data)
-        member = Exchange(
+        member = FileTransfer(
             library,
             lambda to, message: self._send(name, to, message),
             part_timeout_s=self.part_timeout_s,
@@ -132,7 +132,7 @@ async def test_a_flood_of_questions_is_not_queued(hearth: Hearth) -> None:
     before = len(asyncio.all_tasks())
     for number in range(1000):
         author.receive(NodeId("asker"), FileAsk(number, SHA, 0))
-    assert 0 < len(asyncio.all_tasks()) - before <= exchange.MAX_SERVING
+    assert 0 < len(asyncio.all_tasks()) - before <= file_transfer.MAX_SERVING
     await author.close()
 
 
@@ -166,7 +166,7 @@ def test_what_was_not_written_to_its_end_takes_no_room(tmp_path: Path) -> None:
     with file_size_limit(1000), pytest.raises(OSError, match="too large"):
         library.keep(DATA)
     assert list(directory.iterdir()) == []
-    writing = "from pathlib import Path; from mesh.research.steering.exchange import Library;"
+    writing = "from pathlib import Path; from mesh.research.steering.file_transfer import Library;"
     writing += "Library(Path(__import__('sys').argv[1])).keep(bytes(1 << 20))"
     limit = ["bash", "-c", 'ulimit -c 0 -f 100; exec "$@"', "bash"]
     # Without Python's own handling of it the signal that comes at the limit kills.
@@ -202,7 +202,7 @@ async def test_who_answers_late_each_time_does_not_keep_us(hearth: Hearth) -> No
     asker = await hearth.add("asker")
     loop = asyncio.get_running_loop()
 
-    class Late(Exchange):
+    class Late(FileTransfer):
         """Answers well within the time of a part, too late for all of them."""
 
         def receive(self, peer: NodeId, message: Said) -> None:

@@ -29,7 +29,7 @@ _Said = tuple[str, str, tuple[ToolCallDelta, ...]]
 """Reasoning, text and calls."""
 
 
-class Answer:
+class Completion:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
 
     `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);

@@ -75,7 +75,7 @@ class Library:
         return self._directory / f"{sha256}{_SUFFIX}"
 
 
-class Exchange:
+class FileTransfer:
     """Asks others for files and answers them from the library. Use on one event loop."""
 
     def __init__(

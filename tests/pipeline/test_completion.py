@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mesh.models.tokenizer import Tokenizer
-from mesh.pipeline.answer import Answer
 from mesh.pipeline.checkpoint import CheckpointText
+from mesh.pipeline.completion import Completion
 from mesh.types import GenerationRequest, ModelId
 from tests.checkpoints import make_tokenizer
 
@@ -30,7 +30,7 @@ def test_a_continued_text_keeps_the_space_before_its_first_word(
             prompt_ids=None if is_chat else tuple(prompt),
         )
         text = CheckpointText(tokenizer, VOCAB)
-        answer = Answer(text, request, prompt, len(said), 0.0)
+        answer = Completion(text, request, prompt, len(said), 0.0)
         shown = "".join(answer.take(token).text for token in said)
         if is_chat:
             assert shown == tokenizer.decode(said)
