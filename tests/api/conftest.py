@@ -24,9 +24,7 @@ SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=20_000, body_timeout_s=0.3)
 
 
 SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
-"""For tests that use the fixture `shared`."""
-
-Shared = tuple["Served", httpx.AsyncClient]
+"""Such tests of a module ask one server, in one event loop: for many small questions."""
 
 
 @dataclass
@@ -61,25 +59,50 @@ async def serving(
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[Served]:
+async def own_api() -> AsyncIterator[Served]:
+    async with serving() as served:
+        yield served
+
+
+@pytest.fixture
+async def own_http(api: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(api) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_api() -> AsyncIterator[Served]:
     async with serving() as served:
         yield served
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Shared]:
-    """One server for a module's many small questions; such tests share its event loop."""
-    async with (
-        serving() as served,
-        httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=10) as client,
-    ):
-        yield served, client
+async def shared_http(shared_api: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(shared_api) as client:
+        yield client
 
 
 @pytest.fixture
-async def http(api: Served) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as client:
-        yield client
+def api(request: pytest.FixtureRequest) -> Served:
+    """A server: the test's own, or that of its module where it bears `SHARED_LOOP`."""
+    served: Served = request.getfixturevalue(f"{whose(request)}_api")
+    return served
+
+
+@pytest.fixture
+def http(request: pytest.FixtureRequest) -> httpx.AsyncClient:
+    """A client of that server."""
+    client: httpx.AsyncClient = request.getfixturevalue(f"{whose(request)}_http")
+    return client
+
+
+def whose(request: pytest.FixtureRequest) -> str:
+    mark = request.node.get_closest_marker("asyncio")
+    return "shared" if mark is not None and mark.kwargs == SHARED_LOOP.kwargs else "own"
+
+
+def client_of(served: Served) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=10)
 
 
 def typed_events(response: httpx.Response) -> list[Any]:

@@ -13,7 +13,7 @@ from mesh.api.server import serve_api
 from mesh.api.tls import api_tls
 from mesh.config import Config
 from mesh.errors import BadValue, PortInUse
-from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving, with_key
+from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, serving, with_key
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 KEY = "k" * 20
@@ -41,9 +41,8 @@ PATHS = ["/v1/models", "/mesh/v1/status", "/mesh/v1/events", "/readyz", "/metric
 )
 @SHARED_LOOP
 async def test_loopback_answers_to_loopback_names_only(
-    shared: Shared, host: str, status: int
+    http: httpx.AsyncClient, host: str, status: int
 ) -> None:
-    _, http = shared
     response = await http.get("/v1/models", headers={"Host": host})
     assert response.status_code == status
     if status == 403:

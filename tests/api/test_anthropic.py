@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import Message
 
 from mesh.identity.api_keys import Quota, Scope
-from tests.api.conftest import SHARED_LOOP, Served, Shared, serving, typed_events, with_key
+from tests.api.conftest import SHARED_LOOP, Served, serving, typed_events, with_key
 from tests.api.test_keys import make
 from tests.api.test_structured import Weather
 from tests.api.test_tools import CALL, HERMES, LOOK, THINKS, asking
@@ -30,16 +30,6 @@ LOOKS: Any = {
 GREEDY: Any = {"extra_body": {"temperature": 0}}
 """Anthropic's client knows no temperatures any more, its API does."""
 SWITCHED = THINKS + "{% if enable_thinking is false %}no thoughts{% endif %}"
-
-
-@pytest.fixture
-def api(shared: Shared) -> Served:
-    return shared[0]
-
-
-@pytest.fixture
-def http(shared: Shared) -> httpx.AsyncClient:
-    return shared[1]
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving
+from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, serving
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -134,9 +134,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 )
 @SHARED_LOOP
 async def test_fields_are_refused_by_name(
-    shared: Shared, change: dict[str, Any], param: str | None, said: str
+    api: Served, http: httpx.AsyncClient, change: dict[str, Any], param: str | None, said: str
 ) -> None:
-    api, http = shared
     before = len(api.generations.requests)
     response = await http.post("/v1/chat/completions", json={**CHAT, **change})
     error = response.json()["error"]
@@ -157,9 +156,11 @@ async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
 @pytest.mark.parametrize("number", ["1e400", "-1e400"])
 @SHARED_LOOP
-async def test_infinite_numbers_are_refused_by_name(shared: Shared, name: str, number: str) -> None:
+async def test_infinite_numbers_are_refused_by_name(
+    http: httpx.AsyncClient, name: str, number: str
+) -> None:
     raw = json.dumps({**CHAT, name: 7}).replace("7", number)
-    response = await shared[1].post("/v1/chat/completions", content=raw)
+    response = await http.post("/v1/chat/completions", content=raw)
     assert response.status_code == 400
     assert response.json()["error"]["message"] == f"{name}: Input should be a finite number."
 
@@ -250,16 +251,17 @@ async def test_prompt_longer_than_any_context_is_refused_with_both_numbers() -> 
     ],
 )
 @SHARED_LOOP
-async def test_malformed_json_is_refused(shared: Shared, raw: bytes, said: str) -> None:
-    response = await shared[1].post("/v1/chat/completions", content=raw)
+async def test_malformed_json_is_refused(http: httpx.AsyncClient, raw: bytes, said: str) -> None:
+    response = await http.post("/v1/chat/completions", content=raw)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("text", ["\U0001f600", "\\ud800", "\\\U0001f600", "é\\\\udc00", "\ufeff"])
 @SHARED_LOOP
-async def test_escapes_of_whole_characters_are_taken(shared: Shared, text: str) -> None:
-    api, http = shared
+async def test_escapes_of_whole_characters_are_taken(
+    api: Served, http: httpx.AsyncClient, text: str
+) -> None:
     for raw in (json.dumps(text), json.dumps(text, ensure_ascii=False)):
         body = b'\xef\xbb\xbf{"model": "echo", "prompt": %s}' % raw.encode()
         response = await http.post("/v1/completions", content=body)
@@ -347,9 +349,9 @@ async def test_headers_without_end_are_refused(api: Served) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @SHARED_LOOP
 async def test_errors_before_the_first_token_have_their_status(
-    shared: Shared, model: str, status: int, code: str, retry: str | None, stream: bool
+    http: httpx.AsyncClient, model: str, status: int, code: str, retry: str | None, stream: bool
 ) -> None:
-    response = await shared[1].post(
+    response = await http.post(
         "/v1/chat/completions", json={**CHAT, "model": model, "stream": stream}
     )
     assert response.status_code == status
@@ -425,8 +427,8 @@ async def test_openais_client_gives_up_at_once(api: Served) -> None:
 
 
 @SHARED_LOOP
-async def test_a_refusal_does_not_repeat_all_that_was_sent(shared: Shared) -> None:
-    answer = await shared[1].post(
+async def test_a_refusal_does_not_repeat_all_that_was_sent(http: httpx.AsyncClient) -> None:
+    answer = await http.post(
         "/v1/chat/completions", json={**CHAT, "response_format": {"type": "x" * 9000}}
     )
     assert answer.status_code == 400

@@ -10,21 +10,11 @@ import openai
 import pytest
 
 from mesh.types import WireDtype
-from tests.api.conftest import SHARED_LOOP, Served, Shared
+from tests.api.conftest import SHARED_LOOP, Served
 
 pytestmark = SHARED_LOOP
 
 HELLO = [{"role": "user", "content": "hello big world"}]
-
-
-@pytest.fixture
-def api(shared: Shared) -> Served:
-    return shared[0]
-
-
-@pytest.fixture
-def http(shared: Shared) -> httpx.AsyncClient:
-    return shared[1]
 
 
 def body(model: str = "echo", **more: Any) -> dict[str, Any]:

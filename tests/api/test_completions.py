@@ -13,7 +13,7 @@ from mesh.api.openai.schemas import MAX_LOGPROBS
 from mesh.api.openai.several import AT_ONCE
 from mesh.pipeline.entrance import Entrance
 from mesh.types import BringingUp, ModelId
-from tests.api.conftest import SHARED_LOOP, Served, Shared
+from tests.api.conftest import SHARED_LOOP, Served
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,8 @@ from tests.api.conftest import SHARED_LOOP, Served, Shared
 )
 @SHARED_LOOP
 async def test_prompt_forms(
-    shared: Shared, prompt: Any, text: str | None, ids: tuple[int, ...] | None
+    api: Served, http: httpx.AsyncClient, prompt: Any, text: str | None, ids: tuple[int, ...] | None
 ) -> None:
-    api, http = shared
     response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
     assert response.status_code == 200
     request = api.generations.requests[-1]
@@ -43,8 +42,8 @@ async def test_prompt_forms(
     "prompt", ["", [], [[]], ["a", ""], ["a"] * 129, [1, "a"], [-1], [True], [2**31], 3]
 )
 @SHARED_LOOP
-async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) -> None:
-    response = await shared[1].post("/v1/completions", json={"model": "echo", "prompt": prompt})
+async def test_other_prompts_are_refused_by_name(http: httpx.AsyncClient, prompt: Any) -> None:
+    response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"].split(".")[0] == "prompt"
@@ -66,9 +65,9 @@ async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) ->
 )
 @SHARED_LOOP
 async def test_refusals_speak_of_the_form_that_the_prompt_has(
-    shared: Shared, prompt: Any, param: str, message: str
+    http: httpx.AsyncClient, prompt: Any, param: str, message: str
 ) -> None:
-    response = await shared[1].post("/v1/completions", json={"model": "echo", "prompt": prompt})
+    response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
     error = response.json()["error"]
     assert (error["param"], error["message"]) == (param, message)
 
@@ -119,8 +118,9 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("prompts", [["ab", "c d", "e f g"], [[1], [2, 3], [4, 5, 6]]])
 @SHARED_LOOP
-async def test_each_prompt_has_a_choice(shared: Shared, prompts: list[Any]) -> None:
-    api, http = shared
+async def test_each_prompt_has_a_choice(
+    api: Served, http: httpx.AsyncClient, prompts: list[Any]
+) -> None:
     body = {"model": "echo", "prompt": prompts, "hearthnet": {"draft": False}, "seed": 5}
     answer = (await http.post("/v1/completions", json=body)).json()
     texts = [each if isinstance(each, str) else " ".join(map(str, each)) for each in prompts]
@@ -135,13 +135,13 @@ async def test_each_prompt_has_a_choice(shared: Shared, prompts: list[Any]) -> N
 
 
 @SHARED_LOOP
-async def test_the_choices_of_a_stream_are_told_apart(shared: Shared) -> None:
+async def test_the_choices_of_a_stream_are_told_apart(http: httpx.AsyncClient) -> None:
     prompts = [f"{word} {word}" for word in "abcdefg"]
     body = {
         "model": "echo", "prompt": prompts, "stream": True, "logprobs": 1, "echo": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    *events, end = events_of(await shared[1].post("/v1/completions", json=body))
+    *events, end = events_of(await http.post("/v1/completions", json=body))
     assert (end["choices"], end["usage"]["completion_tokens"]) == ([], 14)
     texts, ends, offsets = [""] * 7, [""] * 7, [list[int]() for _ in prompts]
     for (choice,) in (event["choices"] for event in events):
@@ -155,9 +155,9 @@ async def test_the_choices_of_a_stream_are_told_apart(shared: Shared) -> None:
 
 
 @SHARED_LOOP
-async def test_a_prompt_is_given_back_with_its_log_probabilities(shared: Shared) -> None:
+async def test_a_prompt_is_given_back_with_its_log_probabilities(http: httpx.AsyncClient) -> None:
     body = {"model": "echo", "prompt": "ab cd", "echo": True, "logprobs": 1}
-    whole = (await shared[1].post("/v1/completions", json=body)).json()["choices"][0]
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
     assert whole["text"] == "ab cdab cd"
     assert whole["logprobs"] == {
         "tokens": ["ab", " cd", "ab", " cd"],
@@ -166,27 +166,27 @@ async def test_a_prompt_is_given_back_with_its_log_probabilities(shared: Shared)
         "text_offset": [0, 2, 5, 7],
     }
     plain = {"model": "echo", "prompt": "ab cd", "echo": True}
-    (choice,) = (await shared[1].post("/v1/completions", json=plain)).json()["choices"]
+    (choice,) = (await http.post("/v1/completions", json=plain)).json()["choices"]
     assert (choice["text"], choice["logprobs"]) == ("ab cdab cd", None)
 
 
 @SHARED_LOOP
-async def test_only_what_is_given_back_may_end_at_once(shared: Shared) -> None:
+async def test_only_what_is_given_back_may_end_at_once(http: httpx.AsyncClient) -> None:
     body = {"model": "echo", "prompt": "ab cd", "max_tokens": 0}
-    refused = await shared[1].post("/v1/completions", json=body)
+    refused = await http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert "echo" in refused.json()["error"]["message"]
     body |= {"echo": True, "logprobs": 1}
-    answer = (await shared[1].post("/v1/completions", json=body)).json()
+    answer = (await http.post("/v1/completions", json=body)).json()
     assert answer["choices"][0]["text"] == "ab cd"
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.25]
     assert answer["usage"]["completion_tokens"] == 0
 
 
 @SHARED_LOOP
-async def test_halves_of_characters_are_no_key_of_each_other(shared: Shared) -> None:
+async def test_halves_of_characters_are_no_key_of_each_other(http: httpx.AsyncClient) -> None:
     body = {"model": "halves", "prompt": "x", "logprobs": 0}
-    (choice,) = (await shared[1].post("/v1/completions", json=body)).json()["choices"]
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
     first, second, _ = choice["logprobs"]["tokens"]
     assert (first, second) == ("bytes:\\xf0\\x9f", "bytes:\\x90\\x88")
 
@@ -222,15 +222,16 @@ async def test_who_leaves_ends_all_prompts(api: Served, http: httpx.AsyncClient)
 
 
 @SHARED_LOOP
-async def test_one_prompt_that_fails_fails_all(shared: Shared) -> None:
+async def test_one_prompt_that_fails_fails_all(http: httpx.AsyncClient) -> None:
     body = {"model": "breaks", "prompt": ["a", "b"]}
-    response = await shared[1].post("/v1/completions", json=body)
+    response = await http.post("/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "pipeline_stalled")
 
 
 @SHARED_LOOP
-async def test_more_log_probabilities_than_an_answer_takes_are_refused(shared: Shared) -> None:
-    api, http = shared
+async def test_more_log_probabilities_than_an_answer_takes_are_refused(
+    api: Served, http: httpx.AsyncClient
+) -> None:
     api.generations.repeated = 3000
     try:
         body = {"model": "echo", "prompt": ["a"] * 128, "max_tokens": 0, "echo": True}
@@ -250,11 +251,11 @@ async def test_more_log_probabilities_than_an_answer_takes_are_refused(shared: S
 )
 @SHARED_LOOP
 async def test_what_several_answers_would_keep_is_bounded_before(
-    shared: Shared, more: dict[str, Any], says: str
+    http: httpx.AsyncClient, more: dict[str, Any], says: str
 ) -> None:
     body = {"model": "echo", "prompt": ["a", "b"], **more}
-    refused = await shared[1].post("/v1/completions", json=body)
+    refused = await http.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert says in refused.json()["error"]["message"]
     body["prompt"] = ["a"]
-    assert (await shared[1].post("/v1/completions", json=body)).status_code == 200
+    assert (await http.post("/v1/completions", json=body)).status_code == 200

@@ -13,7 +13,7 @@ import ollama
 import pytest
 
 from mesh.identity.api_keys import Quota, Scope
-from tests.api.conftest import SHARED_LOOP, Served, Shared, serving, with_key
+from tests.api.conftest import SHARED_LOOP, Served, serving, with_key
 from tests.api.test_keys import bearer, make
 from tests.api.test_structured import SCHEMA, Weather
 from tests.api.test_tools import CALL, HERMES, LOOK, THINKS, asking
@@ -25,16 +25,6 @@ pytestmark = SHARED_LOOP
 HELLO = [{"role": "user", "content": "hello big world"}]
 CHAT: dict[str, Any] = {"model": "echo", "messages": HELLO}
 SWITCHED = THINKS + "{% if enable_thinking is false %}no thoughts{% endif %}"
-
-
-@pytest.fixture
-def api(shared: Shared) -> Served:
-    return shared[0]
-
-
-@pytest.fixture
-def http(shared: Shared) -> httpx.AsyncClient:
-    return shared[1]
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.api.conftest import SHARED_LOOP, Served, Shared, typed_events
+from tests.api.conftest import SHARED_LOOP, Served, typed_events
 from tests.api.test_structured import Weather
 from tests.api.test_tools import CALL, HERMES, LOOK, THINKS, asking
 
@@ -21,16 +21,6 @@ pytestmark = SHARED_LOOP
 ASK: list[Any] = [{"role": "user", "content": "How warm is it?"}]
 LOOKS: Any = {"type": "function", **LOOK["function"], "strict": False}
 HELLO = "hello big world"
-
-
-@pytest.fixture
-def api(shared: Shared) -> Served:
-    return shared[0]
-
-
-@pytest.fixture
-def http(shared: Shared) -> httpx.AsyncClient:
-    return shared[1]
 
 
 async def told(http: httpx.AsyncClient, model: str, **more: Any) -> list[Any]:
