@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.shard.commands import ShardRequest, StartShards
 from mesh.shard.permits import permit
 from mesh.shard.settings import ShardSettings, lease_of
-from mesh.shard.supervisor import ShardSupervisor
+from mesh.shard.supervisor import LOAD_TIMEOUT_S, ShardSupervisor
 from mesh.types import LayerRange
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
@@ -57,10 +58,19 @@ async def hosting(
     host = ShardSupervisor(start_command(**start), requests, lambda: None)
     host.start()
     try:
-        await host.wait_settled()
+        await settled(host)
         yield host
     finally:
         await host.stop()
+
+
+async def settled(host: ShardSupervisor) -> None:
+    """Once every wanted shard has loaded or failed. Raises the first failure."""
+    async with asyncio.timeout(LOAD_TIMEOUT_S):
+        while not all(map(host.knows, host.wanted)):  # noqa: ASYNC110 - nobody else looks
+            await asyncio.sleep(0.01)
+    for error in host.failed.values():
+        raise error
 
 
 async def dial(host: str, port: int, handler: LinkHandler) -> Link:

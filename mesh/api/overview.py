@@ -151,7 +151,7 @@ class Overview:
         ]
         lacking += [
             Lack(LackKind.LOADING, f"{name} is loading")
-            for name in parts.host.wanted()
+            for name in parts.host.wanted
             if not parts.host.knows(name)
         ]
         for row in self.models():
@@ -269,8 +269,8 @@ class Overview:
         asker = self._parts.askers.get(model.model_id)
         if asker is not None and asker.error is not None:
             return f"failed: {asker.error.message}"
-        own = [r.shard_id for r in host.requests if r.model_id == model.model_id]
-        failed = [host.failed[name].message for name in own if name in host.failed]
+        own = [name for name, r in host.wanted.items() if r.model_id == model.model_id]
+        failed = [why.message for name, why in host.failed.items() if name in own]
         if missing and failed:
             return f"{_lacks(missing)}; failed: {failed[0]}"
         is_coming = any(not host.knows(name) for name in own)

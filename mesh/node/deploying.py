@@ -156,7 +156,7 @@ class House(World):
         """How far the layers are that this node was told to hold of a model; None where all have
         loaded, or did not load."""
         host = self._held.host
-        names = [each.shard_id for each in host.requests if each.model_id == model_id]
+        names = [name for name, each in host.wanted.items() if each.model_id == model_id]
         if host.standing.trouble is not None or all(map(host.knows, names)):
             return None
         load = host.load() or {}

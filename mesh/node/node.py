@@ -296,7 +296,7 @@ class Node:
             return Serving(Offering(weights=weights))
         progress = self._deployments.progress() if self._deployments is not None else None
         offers = Offering(tuple(self._served()), weights, self._capacity.now(), progress)
-        return Serving(offers, host.wanted())
+        return Serving(offers, list(host.wanted))
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:

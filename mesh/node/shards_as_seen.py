@@ -17,9 +17,9 @@ from mesh.types import ShardDescriptor, ShardId
 def own_shards(held: Holdings, by_hand: Collection[ShardId]) -> list[OwnShard]:
     """What this node serves or is loading to serve; some of it `by_hand`."""
     host, found = held.host, []
-    for request in host.requests:
-        name, model = request.shard_id, held.models.get(request.model_id)
-        shard = host.shards.get(name) if host.is_up else None
+    shards = host.shards if host.is_up else {}
+    for name, request in host.wanted.items():
+        model, shard = held.models.get(request.model_id), shards.get(name)
         memory = shard.health.memory if shard is not None else None
         dtype = shard.descriptor.dtype if shard is not None else ""
         found.append(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
@@ -53,10 +55,22 @@ _NOTABLE_MB = 64
 """A footprint that changed by more is advertised at once."""
 
 
-class ShardSupervisor(Supervisor):
-    """Runs the shard process and keeps the list of what it serves.
+@dataclass(slots=True)
+class _Known:
+    """One shard: how it was asked for last, what came of that, and how it was last to be served,
+    also where it is no more."""
 
-    `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
+    asked: ShardRequest | None = None
+    ordered: ShardRequest | None = None
+    here: LocalShard | None = None
+    error: MeshError | None = None
+    loading: asyncio.Future[LocalShard] | None = None
+    leaving: asyncio.Future[int] | None = None
+
+
+class ShardSupervisor(Supervisor):
+    """Runs the shard process and has it serve the shards that are `wanted`.
+
     `health` is what it said last of how it does, empty before.
     """
 
@@ -71,38 +85,35 @@ class ShardSupervisor(Supervisor):
     ) -> None:
         """`module` calls `mesh.shard.process.main`; `attempts` says when a load is tried again."""
         super().__init__("the shards' process", module, start, limits)
-        self.requests = tuple(shards)
-        self.shards: dict[ShardId, LocalShard] = {}
-        self.private: dict[ShardId, LocalShard] = {}
-        self.failed: dict[ShardId, MeshError] = {}
+        self.wanted = {request.shard_id: request for request in shards}
         self.reasons: tuple[str, ...] = ()
         self.health = Health()
         self.port: int | None = None
         self._on_change = on_change
-        self._settled = asyncio.Event()
         self._revoked: tuple[str, ...] = ()
         self._attempts = attempts or Attempts()
-        self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
-        self._leaving: dict[ShardId, asyncio.Future[int]] = {}
-        self._asked: dict[ShardId, ShardRequest] = {}
-        self._ordered: dict[ShardId, ShardRequest] = {}
-        """How each was last to be served, also of those that are no more."""
-        """How each was asked for last."""
+        self._known: defaultdict[ShardId, _Known] = defaultdict(_Known)
+
+    @property
+    def shards(self) -> dict[ShardId, LocalShard]:
+        """What is here of the wanted ones."""
+        return {name: here for name in self.wanted if (here := self._known[name].here) is not None}
+
+    @property
+    def private(self) -> dict[ShardId, LocalShard]:
+        """What was loaded with `ensure`, for this node alone."""
+        here = {name: known.here for name, known in self._known.items() if name not in self.wanted}
+        return {name: shard for name, shard in here.items() if shard is not None}
+
+    @property
+    def failed(self) -> dict[ShardId, MeshError]:
+        """Why wanted ones are not here."""
+        return {name: why for name in self.wanted if (why := self._known[name].error) is not None}
 
     @property
     def serving(self) -> list[LocalShard]:
         """What may be offered now: nothing while the process does not answer."""
         return list(self.shards.values()) if self.is_up else []
-
-    async def wait_settled(self) -> None:
-        """Until every shard has loaded or failed. Raises the first failure."""
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
-                await self._settled.wait()
-        except TimeoutError:
-            raise InternalError("the shards did not load in time.", fix="See the log.") from None
-        for error in self.failed.values():
-            raise error
 
     async def ensure(self, request: ShardRequest) -> LocalShard:
         """A shard that this node may use: loaded now, for it alone, unless it is here already. What
@@ -112,10 +123,9 @@ class ShardSupervisor(Supervisor):
         InternalError when it takes too long, or Busy when the process is being stopped.
         """
         name = request.shard_id
-        if name in self.private and self._asked.get(name) != request:
+        if name not in self.wanted and (known := self._known[name]).here and known.asked != request:
             await self.drop(name, 0.0)
-        here = self._here(name)
-        if here is not None:
+        if (here := self._here(name)) is not None:
             return here
         if self.is_stopping:  # a second process would take the port of the one that drains
             raise Busy("this node is stopping.", fix="Ask another node, or start this one again.")
@@ -135,24 +145,23 @@ class ShardSupervisor(Supervisor):
 
         Raises as `ensure`; then it is not served, nor tried again.
         """
-        if (name := request.shard_id) in self._leaving:
+        known = self._known[name := request.shard_id]
+        if known.leaving is not None:
             raise Busy(f"{name} is being unloaded.", fix="Wait until it is.")
-        is_private = name not in self.wanted() and (name in self.private or name in self._loading)
-        if is_private and self._asked.get(name) != request:
+        if name not in self.wanted and known.asked != request and (known.here or known.loading):
             await self.drop(name, 0.0)  # this node alone wanted it otherwise
-        if self._ordered.get(name, request) != request:
+        if known.ordered not in (None, request):
             self._attempts.forget_one(name)
-        self._ordered[name] = request
-        if name not in self.wanted():
-            self.requests = (*self.requests, request)
-        if (here := self.private.pop(name, None)) is not None:
-            self.shards[name] = here
-            self._on_change()
+        known.ordered = request
+        if name not in self.wanted:
+            self.wanted[name] = request
+            if known.here is not None:
+                self._on_change()
         try:
             return await self.ensure(request)
         except BaseException:
             self._forget(name)
-            if name in self._loading:  # it goes when it has come
+            if known.loading is not None:  # it goes when it has come
                 self._leave(name, 0.0)
             raise
 
@@ -163,7 +172,7 @@ class ShardSupervisor(Supervisor):
         self._on_change()
         if self.pid is None:
             return 0
-        leaving = self._leaving.get(name) or self._leave(name, grace_s)
+        leaving = self._known[name].leaving or self._leave(name, grace_s)
         try:
             async with asyncio.timeout(grace_s + LOAD_TIMEOUT_S):  # it may be loading just now
                 return await asyncio.shield(leaving)
@@ -172,13 +181,9 @@ class ShardSupervisor(Supervisor):
         except TimeoutError:
             raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
 
-    def wanted(self) -> list[ShardId]:
-        """The shards this node is to serve."""
-        return [request.shard_id for request in self.requests]
-
     def knows(self, name: ShardId) -> bool:
         """Whether a wanted shard has loaded or failed."""
-        return name in self.shards or name in self.failed
+        return self._known[name].here is not None or self._known[name].error is not None
 
     def try_again(self) -> None:
         """Load what did not load, whatever happened when that was tried."""
@@ -215,7 +220,7 @@ class ShardSupervisor(Supervisor):
         self._use_port(answer.port)
         self.reasons = answer.reasons
         self._load_missing()
-        self._note_settled()
+        self._on_change()
 
     def on_failed(self, error: MeshError) -> None:
         """Where it does not listen another is tried; one that is set up wrong stays, and serves
@@ -226,13 +231,13 @@ class ShardSupervisor(Supervisor):
             logger.warning("%s The shards move to another port.", error.message)
             self._use_port(None)
             return
-        for name in self.wanted():
+        for name in self.wanted:
             self._did_not_load(name, error)
 
     def on_ended(self, ending: ChildEnding) -> None:
         """Withdraw the shards of a process that is no more."""
-        self.shards.clear()
-        self.private.clear()
+        for known in self._known.values():
+            known.here = None
         self.health = Health()
         if ending.loading is not None:
             error = self._attempts.died(ending.loading, ending, loop_time())
@@ -254,33 +259,30 @@ class ShardSupervisor(Supervisor):
         elif isinstance(error, MeshError):
             name = request.shard_id
             # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
-            self._attempts.failed(
-                name if name in self.wanted() else _alone(name), error, loop_time()
-            )
+            self._attempts.failed(name if name in self.wanted else _alone(name), error, loop_time())
             self._did_not_load(name, error)
 
     def _loaded(self, answer: Loaded) -> None:
         shard, name = LocalShard(answer), answer.descriptor.shard_id
         self._attempts.succeeded(name)
         self._attempts.succeeded(_alone(name))
-        loading = self._loading.pop(name, None)
-        if loading is not None:
-            loading.set_result(shard)
-        if name in self._leaving:
+        known = self._known[name]
+        if known.loading is not None:
+            known.loading.set_result(shard)
+            known.loading = None
+        if known.leaving is not None:
             return  # it was told to go meanwhile
-        if name not in self.wanted():
-            self.private[name] = shard
-            return
-        self.shards[name] = shard
-        self.failed.pop(name, None)
-        self._note_settled()
+        known.here, known.error = shard, None
+        if name in self.wanted:
+            self._on_change()
 
     def _withdrawn(self, answer: Withdrawn) -> None:
         """The process serves it no longer: its weights have changed."""
         name, error = answer.shard_id, self._attempts.corrupted(answer.shard_id, answer.error)
-        self.private.pop(name, None)
-        if self.shards.pop(name, None) is not None:
-            self.failed[name] = error
+        known = self._known[name]
+        if name in self.wanted and known.here is not None:
+            known.error = error
+        known.here = None
         logger.error("shard=%s withdrawn: %s", name, error)
         self._on_change()
         self._load_missing()
@@ -301,76 +303,66 @@ class ShardSupervisor(Supervisor):
             self.first_command = structs.replace(self.first_command, listen_port=port or 0)
 
     def _here(self, name: ShardId) -> LocalShard | None:
-        if not self.is_up:
-            return None
-        return self.shards.get(name) or self.private.get(name)
+        return self._known[name].here if self.is_up else None
 
     def _why_not(self, name: ShardId) -> MeshError | None:
         """Why a shard is not to be loaded now, after what happened when it was."""
         free_mb = 0 if self.health.memory is None else self.health.memory.ram_mb
-        names = [name] if name in self.wanted() else [name, _alone(name)]
+        names = [name] if name in self.wanted else [name, _alone(name)]
         found = (self._attempts.why_not(each, loop_time(), free_mb) for each in names)
         return next(filter(None, found), None)
 
     def _load_missing(self) -> None:
         """Ask for every wanted shard that is not here and may be tried."""
-        for request in self.requests:
-            name = request.shard_id
+        for name, request in self.wanted.items():
             if self._here(name) is None and self._why_not(name) is None and self.is_up:
                 self._load(request)
 
     def _load(self, request: ShardRequest) -> asyncio.Future[LocalShard]:
         """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
-        name = request.shard_id
-        if name not in self._loading:
-            self._asked[name] = request
-            self._loading[name] = asyncio.get_running_loop().create_future()
+        known = self._known[name := request.shard_id]
+        if known.loading is None:
+            known.asked = request
+            known.loading = asyncio.get_running_loop().create_future()
             if self._why_not(traces_of(name)) is not None:  # its weights once more were too many
                 request = dataclasses.replace(request, max_tap_sessions=0)
-            because = self.failed.get(name)
-            why = because.message if isinstance(because, WeightsCorrupted) else ""
+            why = known.error.message if isinstance(known.error, WeightsCorrupted) else ""
             self.exchange.ask(Load(request, why), partial(self._has_loaded, request))
-        return self._loading[name]
+        return known.loading
 
     def _did_not_load(self, name: ShardId, error: MeshError) -> None:
         self._not_loaded(name, error)
-        if name in self.wanted():
-            self.failed[name] = error
+        if name in self.wanted:
+            self._known[name].error = error
             logger.error("shard=%s failed: %s", name, error)
-            self._note_settled()
+            self._on_change()
 
     def _not_loaded(self, name: ShardId, error: MeshError) -> None:
-        loading = self._loading.pop(name, None)
-        if loading is not None:
+        if (loading := self._known[name].loading) is not None:
             loading.set_exception(error)
             loading.exception()  # often nobody waits, which is no error of its own
+            self._known[name].loading = None
 
     def _forget(self, name: ShardId) -> None:
         """It is not to be served."""
-        self.requests = tuple(each for each in self.requests if each.shard_id != name)
-        self.shards.pop(name, None)
-        self.private.pop(name, None)
-        self.failed.pop(name, None)
-        self._asked.pop(name, None)
+        self.wanted.pop(name, None)
+        known = self._known[name]
+        known.asked = known.here = known.error = None
 
     def _leave(self, name: ShardId, grace_s: float) -> asyncio.Future[int]:
-        leaving = self.exchange.ask(Unload(name, grace_s), lambda _: self._leaving.pop(name, None))
-        self._leaving[name] = leaving
+        def left(_: object) -> None:
+            self._known[name].leaving = None
+
+        leaving = self._known[name].leaving = self.exchange.ask(Unload(name, grace_s), left)
         return leaving
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""
-        shard = self.shards.get(report.shard_id) or self.private.get(report.shard_id)
-        if shard is None:
+        if (shard := self._known[report.shard_id].here) is None:
             return False
         before, now = shard.health.memory, report.health.memory
         shard.report, shard.rss_mb = report, rss_mb
         return before is None or now is None or abs(before.total_mb - now.total_mb) > _NOTABLE_MB
-
-    def _note_settled(self) -> None:
-        if len(self.shards) + len(self.failed) >= len(self.requests):
-            self._settled.set()
-        self._on_change()
 
 
 def _alone(name: ShardId) -> str:

@@ -187,8 +187,8 @@ async def test_layers_that_are_to_be_held_here_are_loading_or_have_failed(home: 
     home.heard(good="0-3")
     await started([asker])
     assert home.why("good") == "loading"
-    (name,) = home.host.wanted()
-    error = home.host.failed[name] = NotEnoughMemory("no room.", fix="Free some.")
+    (name,) = home.host.wanted
+    home.host.on_failed(error := NotEnoughMemory("no room.", fix="Free some."))
     home.lacking = [Lack(LackKind.LOADING, "good:0-1 has to run on this machine and is loading")]
     assert home.why("good") == "missing layers 4-7; failed: no room."
     said = home.overview.status()["reasons"]

@@ -33,7 +33,7 @@ async def hosted(
 
     host.start()
     try:
-        await sees(lambda: all(host.knows(name) for name in host.wanted()))
+        await sees(lambda: all(host.knows(name) for name in host.wanted))
         yield host, sees
     finally:
         await host.stop()

@@ -172,7 +172,7 @@ async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_s
     host.start()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            await host.wait_settled()
+            await secure.settled(host)
             assert host.pid is not None
             os.kill(host.pid, signal.SIGKILL)  # during an answer, say
             while host.shards:
@@ -232,7 +232,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
     try:
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(kind):
-                await host.wait_settled()
+                await secure.settled(host)
         assert list(host.shards) == ["toy:1-3"]
         assert list(host.failed) == ["broken:1-3"]
     finally:

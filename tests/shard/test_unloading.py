@@ -50,7 +50,7 @@ async def test_a_running_answer_moves_off_a_shard_that_is_unloaded(tmp_path: Pat
         assert [f.status for f in frames if isinstance(f, ShardStatus)] == ["draining"]
         assert [f.lost for f in frames if isinstance(f, ShardFailover)] == [name]
         assert name not in host.shards
-        assert name not in host.wanted()
+        assert name not in host.wanted
 
 
 async def test_who_does_not_move_is_ended_after_the_grace_and_memory_comes_back(

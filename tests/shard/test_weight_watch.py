@@ -98,7 +98,7 @@ async def test_weights_that_change_in_memory_are_withdrawn_and_loaded_again(tmp_
     here = await asyncio.to_thread(Struck, tmp_path)
     here.host.start()
     try:
-        await here.host.wait_settled()
+        await secure.settled(here.host)
         asker = await here.asker()
         right = await here.answer(asker, 1)
         for time in range(1, MAX_RELOADS + 2):
