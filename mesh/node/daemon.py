@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from mesh.config import Config
+from mesh.discovery import interfaces
 from mesh.hearth.record import read_record
 from mesh.identity.keys import load_or_create
 from mesh.logs import log_file
@@ -19,6 +21,8 @@ from mesh.paths import StatePaths, cache_dir
 from mesh.processes.shared_pages import unmap_files
 from mesh.processes.tasks import abandonable
 from mesh.runtime import DaemonRecord, sole_use
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
@@ -38,7 +42,10 @@ async def _run(
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
     # The first time that reads all weights: Ctrl-C is not to wait for it.
     models = await abandonable(find_local_models, config, cache_dir())
-    node = Node(config, key, models)
+    chosen, skipped = await asyncio.to_thread(interfaces.choose, list(config.interface))
+    for line in [*chosen, *skipped]:
+        logger.info("interface %s", line)
+    node = Node(config, key, models, [str(each.address) for each in chosen] or ["127.0.0.1"])
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

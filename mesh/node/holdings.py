@@ -34,33 +34,36 @@ class Holdings:
     """`start`, then `stop`; in between models and layers are added and dropped."""
 
     def __init__(
-        self, config: Config, key: NodeKey, models: Iterable[LocalModel], owner: AskerOwner
+        self,
+        config: Config,
+        key: NodeKey,
+        models: Iterable[LocalModel],
+        owner: AskerOwner,
+        tls: Callable[[], Awaitable[TlsMaterial]],
     ) -> None:
+        """`tls` is what processes that start now prove themselves with."""
         self.models = HeldModels(models)
         self.askers: dict[ModelId, AskerSupervisor] = {}
-        self.host = ShardSupervisor(None, (), owner.asker_changed)
-        self.home = HomeLayers(config, (), self.host, self.push_shards)
+        named = list(self.models.values())
+        served = [wiring.shard(config, model, model.layers) for model in named if model.layers]
+        self.host = ShardSupervisor(None, served, owner.asker_changed)
+        self.home = HomeLayers(config, named, self.host, self.push_shards)
         self._config = config
         self._key = key
         self._owner = owner
-        self._tls: Callable[[], Awaitable[TlsMaterial]] | None = None
+        self._tls = tls
         self._resident: tuple[int | None, tuple[ShardId, ...]] = (None, ())
         """Which process was told last that the weights of which shards stay."""
 
-    async def start(self, address: str, tls: Callable[[], Awaitable[TlsMaterial]]) -> None:
-        """Start what the configuration names; shards listen at `address`, `tls` is what processes
-        that start now prove themselves with."""
-        self._tls = tls
-        config, models = self._config, list(self.models.values())
-        start = wiring.start_shards(config, self._key, address, material := await tls())
-        served = [wiring.shard(config, m, m.layers) for m in models if m.layers]
-        self.host = ShardSupervisor(start, served, self._owner.asker_changed)
-        self.home = HomeLayers(config, models, self.host, self.push_shards)
-        if served:
+    async def start(self, address: str) -> None:
+        """Start what the configuration names; shards listen at `address`."""
+        tls = await self._tls()
+        self.host.first_command = wiring.start_shards(self._config, self._key, address, tls)
+        if self.host.wanted:
             self.host.start()
         self.home.start()
-        for model in models:
-            self._start_asker(model, material)
+        for model in self.models.values():
+            self._start_asker(model, tls)
 
     async def stop_asking(self) -> None:
         """End all askers."""
@@ -115,7 +118,6 @@ class Holdings:
             model.model_id, model.weights_sha256, model.quant
         ):
             await self.ask_no_more(model.model_id, forget=False)
-        assert self._tls is not None  # noqa: S101 - set by `start`
         tls = None if model.model_id in self.askers else await self._tls()
         # Nothing is waited for from here on: of two who ask at once each would start an asker.
         known = self.models.get(model.model_id)

@@ -21,7 +21,6 @@ from mesh.api.services import ApiSettings, Services
 from mesh.api.tls import api_tls
 from mesh.clock import SystemClock, next_tick
 from mesh.config import Config
-from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import Offering, ShardStore
 from mesh.discovery.distance import Distances
@@ -70,7 +69,10 @@ PUSH_TICK_S = 1.0
 class Node:
     """One running daemon. `start`, then `stop`; both once."""
 
-    def __init__(self, config: Config, key: NodeKey, models: Sequence[LocalModel]) -> None:
+    def __init__(
+        self, config: Config, key: NodeKey, models: Sequence[LocalModel], addresses: Sequence[str]
+    ) -> None:
+        """`addresses` are those at which others reach this machine, loopback if there is none."""
         self._config = config
         self._key = key
         self._clock = SystemClock()
@@ -85,23 +87,30 @@ class Node:
         # A peer is heard with every ping of its link and every renewal of its advertisement.
         expected_s = min(DEFAULT_LIMITS.ping_interval_s, timeout_s / 3)
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
-        self._watch = PeerWatch(detector, self._silences, self._on_verdict)
-        self._held = Holdings(config, key, models, self)
+        self._addresses = addresses
+        network = self._network = self._make_network(addresses[0])
+        self._watch = PeerWatch(detector, network.silences, self._on_verdict)
+        distances = Distances(key.node_id, config.interface)
+        self._offers = Offers(network, self._store, self._watch, distances)
+        held = self._held = Holdings(config, key, models, self, network.tls_material)
         looks = (self._is_idle, self._served, self.asker_changed, *wiring.blocking_looks(config))
         kv_tokens = config.distributed.host.kv_tokens
-        hooks = OwnHooks(lambda: self._held.host.health.memory, *looks, kv_tokens=kv_tokens)
+        hooks = OwnHooks(lambda: held.host.health.memory, *looks, kv_tokens=kv_tokens)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(
-            config, key, self._store, self._events, self._advertise, lambda: self._held.is_used
+            config, key, self._store, self._events, network.advertise, lambda: held.is_used
         )
-        self._jobs: JobsSupervisor | None = None
+        house = House(config, key.node_id, held, network, self._store, self._counts.awaits)
+        self._deployments = DeploymentsHere(
+            config, house, held, self._events, self.weights, network.advertise
+        )
+        self._coordination = CoordinationHere(
+            config, key.node_id, held.models, network, self._store, self._served, self._events
+        )
+        self._steering = Steering(network, held.models, StatePaths(config.state_dir).steering_dir)
+        self._jobs = JobsSupervisor(None, held.models.directories, self)
         self._queue: JobsApi | None = None
-        self._network: Network | None = None
-        self._offers: Offers | None = None
         self._api: ApiServer | None = None
-        self._steering: Steering | None = None
-        self._deployments: DeploymentsHere | None = None
-        self._coordination: CoordinationHere | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
         # Made anew at each start: whoever can read the runtime file may administer this node.
@@ -109,25 +118,16 @@ class Node:
 
     async def start(self) -> None:
         """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
-        chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
-        for line in [*chosen, *skipped]:
-            logger.info("interface %s", line)
-        address = str(chosen[0].address) if chosen else "127.0.0.1"
-        network = self._network = self._make_network(address)
-        distances = Distances(self._key.node_id, self._config.interface)
-        self._offers = Offers(network, self._store, self._watch, distances)
+        network, address = self._network, self._addresses[0]
         await network.start()
         tls = await network.tls_material()
-        await self._held.start(address, network.tls_material)
+        await self._held.start(address)
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
         self.weights.start(list(self._held.models.values()), address, tls)
-        start = wiring.start_jobs(self._config, self._key, tls)
-        jobs = self._jobs = JobsSupervisor(start, self._held.models.directories, self)
+        self._jobs.first_command = wiring.start_jobs(self._config, self._key, tls)
         watchers = (self._clock, self._events, self._metrics)
-        self._queue = await start_queue(self._config, jobs, *watchers)
-        await self._start_api(network, [str(choice.address) for choice in chosen])
-        assert self._deployments is not None  # noqa: S101 - made with the API
-        assert self._coordination is not None  # noqa: S101 - likewise
+        self._queue = await start_queue(self._config, self._jobs, *watchers)
+        await self._start_api(self._queue)
         self._deployments.start()
         self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
@@ -142,21 +142,16 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._deployments is not None:
-            await self._deployments.stop()
-        if self._coordination is not None:
-            await self._coordination.stop()
+        await self._deployments.stop()
+        await self._coordination.stop()
         await asyncio.gather(self._held.home.stop(), self._capacity.stop())
-        if self._network is not None:
-            await self._network.stop()
+        await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
         await asyncio.gather(self._held.host.drain(grace_s), self._close_api(grace_s))
         await self._held.stop_asking()
-        if self._jobs is not None:
-            await self._jobs.stop()
+        await self._jobs.stop()
         await self.weights.stop()
-        if self._steering is not None:
-            await self._steering.close()
+        await self._steering.close()
 
     async def _close_api(self, grace_s: float) -> None:
         """Jobs first, so that their clients are told before the sockets close."""
@@ -169,7 +164,6 @@ class Node:
         """Where this daemon answers, for the runtime file. Only after `start`."""
         api, network = self._api, self._network
         assert api is not None  # noqa: S101 - made in `start`
-        assert network is not None  # noqa: S101 - likewise
         return DaemonRecord.for_this_process(
             **api.reached(network.host),
             port=network.port,
@@ -191,15 +185,8 @@ class Node:
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
 
-    async def _start_api(self, network: Network, addresses: list[str]) -> None:
-        config, held = self._config, self._held
-        house = House(config, self._key.node_id, held, network, self._store, self._counts.awaits)
-        deployments = self._deployments = DeploymentsHere(
-            config, house, held, self._events, self.weights, self._advertise
-        )
-        coordination = self._coordination = CoordinationHere(
-            config, house.node, held.models, network, self._store, self._served, self._events
-        )
+    async def _start_api(self, queue: JobsApi) -> None:
+        config, held, network, own = self._config, self._held, self._network, self._key.node_id
         parts = NodeParts(
             node=self._facts,
             models=held.models,
@@ -210,52 +197,50 @@ class Node:
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
-            privacy=PrivacyReport(config, house.node, held.models, held.askers, self.routable),
+            privacy=PrivacyReport(config, own, held.models, held.askers, self.routable),
             lacking=held.home.lacking,
             processes=self._processes,
             accounts=self._reports,
-            deployments=deployments.control.view,
+            deployments=self._deployments.control.view,
             counts=self._counts,
             weights=self.weights.fetcher,
             software=wiring.SOFTWARE,
         )
-        paths = StatePaths(config.state_dir)
-        self._steering = steering = Steering(network, held.models, paths.steering_dir)
-        askers = self._answering(steering, deployments)
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
         )
-        keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
-        harvests, plans = Harvests(held.models, held.askers), self._planner(network, deployments)
+        keys = await asyncio.to_thread(ApiKeys.load, StatePaths(config.state_dir).api_keys)
         services = Services(
-            steering, harvests, deployments.control, plans, coordination,
-            self.weights.pulls(held.models),
-            ReachProbe(self._key.node_id, network, self._store, self.weights.held),
+            self._steering, Harvests(held.models, held.askers), self._deployments.control,
+            self._planner(), self._coordination, self.weights.pulls(held.models),
+            ReachProbe(own, network, self._store, self.weights.held),
         )  # fmt: skip
         app = create_app(
-            askers, Overview(parts), settings, Control(network), keys, self._queue, services
+            self._answering(), Overview(parts), settings, Control(network), keys, queue, services
         )
-        tls = await asyncio.to_thread(api_tls, config, addresses)
+        tls = await asyncio.to_thread(api_tls, config, self._addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
 
-    def _answering(self, steering: Steering, deployments: DeploymentsHere) -> Askers:
+    def _answering(self) -> Askers:
         return Askers(
             self._held.askers,
             entrance=wiring.entrance(self._config),
             why_disabled=self._held.why_disabled,
-            prepared=steering.prepared,
+            prepared=self._steering.prepared,
             on_frame=self._on_frame,
             counts=self._counts,
-            bring_up=deployments.waker.bring_up,
+            bring_up=self._deployments.waker.bring_up,
         )
 
-    def _planner(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+    def _planner(self) -> Estimates:
         """What plans are asked of; from now on deployments are laid out by it, too."""
+        deployments = self._deployments
         around = EstimateContext(
-            self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
-            self._watch.verdict, self._held.askers.__contains__, self.weights.held,
-            self._capacity.asker_ms, self._capacity.asked, deployments.house.names,
-            deployments.control.room_of_others, deployments.house.spoken_for,
+            self._key.node_id, self._config, self._store, self._offers.rtt_ms,
+            self._network.may_serve, self._watch.verdict, self._held.askers.__contains__,
+            self.weights.held, self._capacity.asker_ms, self._capacity.asked,
+            deployments.house.names, deployments.control.room_of_others,
+            deployments.house.spoken_for,
         )  # fmt: skip
         estimates = deployments.house.layouts.planner = Estimates(around, deployments.weights)
         return estimates
@@ -273,16 +258,14 @@ class Node:
         }
 
     def _reports(self) -> list[dict[str, Any]]:
-        jobs = self._jobs.accounts if self._jobs is not None else {}
-        return [self._accounts.report("daemon"), *self._held.accounts(), jobs]
+        return [self._accounts.report("daemon"), *self._held.accounts(), self._jobs.accounts]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also
         what could not be loaded before."""
         if not paused:
             self._held.try_again()
-            if self._deployments is not None:
-                self._deployments.reconciler.try_again()
+            self._deployments.reconciler.try_again()
         if paused == self._is_paused:
             return
         self._is_paused = paused
@@ -294,8 +277,8 @@ class Node:
         host, weights = self._held.host, self.weights.held()
         if host.first_command is None:
             return Serving(Offering(weights=weights))
-        progress = self._deployments.progress() if self._deployments is not None else None
-        offers = Offering(tuple(self._served()), weights, self._capacity.now(), progress)
+        progress, capacity = self._deployments.progress(), self._capacity.now()
+        offers = Offering(tuple(self._served()), weights, capacity, progress)
         return Serving(offers, list(host.wanted))
 
     def _served(self) -> list[Advertisement]:
@@ -309,12 +292,11 @@ class Node:
         if not self._config.is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return home + [Offer(shard) for shard in own]
-        return home + (self._offers.of(model_id) if self._offers is not None else [])
+        return home + self._offers.of(model_id)
 
     async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
         """How far a model is that jobs wait for; see `Waker.on_its_way`."""
-        here = self._deployments
-        return await here.waker.on_its_way(model_id, may_wake=may_wake) if here else None
+        return await self._deployments.waker.on_its_way(model_id, may_wake=may_wake)
 
     def asker_event(self, event: dict[str, Any]) -> None:
         """Tell people and the metrics what an asker noticed of a hop."""
@@ -333,11 +315,7 @@ class Node:
         return await self._held.load_judge(model_id, layers)
 
     def _processes(self) -> list[Supervisor]:
-        jobs = [self._jobs] if self._jobs is not None else []
-        return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
-
-    def _rtt_ms(self, node: NodeId) -> float | None:
-        return self._offers.rtt_ms(node) if self._offers is not None else None
+        return [self._held.host, *self._held.askers.values(), self._jobs, self.weights.fetcher]
 
     def _is_idle(self) -> bool:
         """Whether nothing loads here, and nobody is served."""
@@ -351,32 +329,21 @@ class Node:
     def asker_changed(self) -> None:
         """An asker or shard came or went: neighbours and askers are told."""
         self._held.home.look()
-        if self._deployments is not None:
-            self._deployments.reconciler.look()
-        self._advertise()
-
-    def _advertise(self) -> None:
-        if self._network is not None:
-            self._network.advertise()
+        self._deployments.reconciler.look()
+        self._network.advertise()
 
     def _on_members(self) -> None:
         """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""
-        network = self._network
-        users = network.users() if network is not None else ()
-        revoked = sorted(network.revoked_tokens()) if network is not None else []
-        self._held.trust(users, revoked)
+        users = self._network.users()
+        self._held.trust(users, sorted(self._network.revoked_tokens()))
         self.weights.fetcher.trust(users)
-        if self._jobs is not None:
-            self._jobs.trust(users)
+        self._jobs.trust(users)
 
     def _on_peer(self, event: PeerEvent) -> None:
         fields = asdict(event)
         kind = fields.pop("type")
         logger.info("%s %s", kind, " ".join(f"{k}={v}" for k, v in fields.items()))
         self._events.emit(kind, **fields)
-
-    def _silences(self) -> list[tuple[NodeId, float]]:
-        return self._network.silences() if self._network is not None else []
 
     def _on_verdict(self, node_id: NodeId, health: NodeHealth) -> None:
         logger.info("node=%s is %s, silent for %.1f s", node_id, health.verdict, health.silent_s)

@@ -13,18 +13,18 @@ from mesh.types import NodeId
 
 
 def own_facts(
-    config: Config, own: NodeId, network: Network | None, api: ApiServer | None
+    config: Config, own: NodeId, network: Network, api: ApiServer | None
 ) -> dict[str, Any]:
     """The ``node`` of `mesh.api.services.MeshView.status`, but for since when it runs and whether
     it is paused. What is not there yet is None."""
-    hearth = network.hearth if network is not None else None
+    hearth = network.hearth
     return {
         "id": own,
         "name": config.name,
         "software": SOFTWARE,
-        "api": api.url(network.host) if api is not None and network is not None else None,
+        "api": api.url(network.host) if api is not None else None,
         "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
-        "endpoint": network.address if network is not None else None,
+        "endpoint": network.address,
         "state_dir": str(config.state_dir),
         "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
         "enabled": config.is_distributed,

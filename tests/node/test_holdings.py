@@ -69,18 +69,22 @@ class SlowHost(ShardSupervisor):
         raise Busy("It is full.", fix="Wait.")
 
 
+async def tls() -> TlsMaterial:
+    return TlsMaterial.of(secure.KEY, [])
+
+
 async def test_a_model_that_is_asked_twice_at_once_has_one_asker() -> None:
     config = await asyncio.to_thread(Config)
-    held = Holdings(config, secure.KEY, [], Owner())
-    material = TlsMaterial.of(secure.KEY, [])
+    material = await tls()
     waiting: list[asyncio.Future[TlsMaterial]] = []
 
-    async def tls() -> TlsMaterial:
+    async def waits() -> TlsMaterial:
         waiting.append(asyncio.get_running_loop().create_future())
         return await waiting[-1]
 
+    held = Holdings(config, secure.KEY, [], Owner(), waits)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(held.start("127.0.0.1", tls))
+        tasks.create_task(held.start("127.0.0.1"))
         await asyncio.sleep(0)
         waiting.pop().set_result(material)
     try:
@@ -99,7 +103,7 @@ async def test_a_model_that_is_asked_twice_at_once_has_one_asker() -> None:
 
 async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None:
     config = await asyncio.to_thread(Config)
-    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
     alone, store = cast("Network", None), ShardStore(SystemClock(), expiry_s=9.0)
     house = House(config, NodeId("me"), held, alone, store, lambda model: False)
     start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
@@ -113,7 +117,7 @@ async def test_a_model_whose_ends_did_not_load_is_asked_which_says_why() -> None
 
 async def test_a_model_is_in_use_while_somebody_waits_at_the_entrance_to_ask_it() -> None:
     config = await asyncio.to_thread(Config)
-    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
     alone, store = cast("Network", None), ShardStore(SystemClock(), expiry_s=9.0)
     start = start_asker(config, secure.KEY, MODEL, TlsMaterial.of(secure.KEY, []))
     held.askers[MODEL.model_id] = AskerSupervisor(start, Owner())
@@ -137,7 +141,7 @@ async def test_a_model_is_in_use_while_somebody_waits_at_the_entrance_to_ask_it(
 
 async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
     config = await asyncio.to_thread(Config)
-    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
     held.host = SlowHost()
     phases, told = Phases(lambda *_: None), list[PhaseProgress | None]()
     phases.put(SHARD, Phase.DEPLOYING)

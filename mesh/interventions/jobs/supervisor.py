@@ -49,7 +49,7 @@ class JobsSupervisor(Supervisor):
 
     def __init__(
         self,
-        start: StartJobs,
+        start: StartJobs | None,
         directories: Mapping[ModelId, Path],
         owner: JobsOwner,
         limits: SilenceLimits | None = None,
