@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mesh.cli.conversation import SETTINGS, Conversation
 from mesh.codec import Fault, convert, parse_json
 from mesh.errors import BadValue, MeshError, NotFound
-from mesh.identity.private_files import read_private, write_private
+from mesh.private_files import read_private, write_private
 
 HISTORY_ENTRIES = 1000
 HISTORY_ENTRY_CHARS = 8 << 10

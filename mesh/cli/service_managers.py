@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from mesh.errors import BadValue, ServiceRefused
-from mesh.identity.private_files import write_private
 from mesh.paths import home_dir
+from mesh.private_files import write_private
 
 _PATIENCE_S = 90.0
 """For one command of a manager; systemd stops what it starts again within the limit it was told."""

@@ -6,8 +6,6 @@ place of a file. What a value means, and whether it may be, is `settings`' to sa
 
 from __future__ import annotations
 
-import os
-import secrets
 import tomllib
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
@@ -19,9 +17,7 @@ import tomlkit
 from mesh.config.problems import meanings, unknown
 from mesh.config.settings import Config, Settings, flatten, parsed, read_as
 from mesh.errors import BadValue
-
-_MODE = 0o600
-"""Of a new file: there may be a key in it."""
+from mesh.private_files import write_draft
 
 
 def with_value(file: Path, text: str, key: str, value: str) -> tuple[str, Settings]:
@@ -70,16 +66,10 @@ def replace_file(file: Path, text: str, expected: str | None) -> None:
             raise BadValue(
                 f"{file} was changed by somebody else meanwhile.", fix="Try again.", param="config"
             )
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        mode = target.stat().st_mode & 0o7777 if expected is not None else _MODE
+        draft = write_draft(target, text.encode())  # 0600: there may be a key in it
         try:
-            with os.fdopen(
-                os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE), "wb"
-            ) as new:
-                new.write(text.encode())
-                new.flush()
-                os.fsync(new.fileno())
-            draft.chmod(mode)
+            if expected is not None:
+                draft.chmod(target.stat().st_mode & 0o7777)
             draft.replace(target)
         finally:
             draft.unlink(missing_ok=True)

@@ -38,6 +38,7 @@ from mesh.events.opening import (
     put_note,
 )
 from mesh.events.types import GENESIS, MAX_EVENT_BYTES, Event, Place, decode
+from mesh.private_files import sync
 from mesh.types import NodeId
 
 _MAGIC = b"SQLite format 3\0"
@@ -166,7 +167,7 @@ def repair(path: Path, hearth_id: str) -> Repaired:
         target.execute("COMMIT")
         target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         target.execute("PRAGMA journal_mode=DELETE")
-    _sync(draft)
+    sync(draft)
     draft.replace(_done(path))
     return Repaired(kept, orphans, salvage.unreadable, _swap(path))
 
@@ -282,11 +283,3 @@ def _free_name(path: Path) -> Path:
         if not name.exists() and not Path(f"{name}-wal").exists():
             return name
     raise FileExistsError(f"there are 10000 damaged logs beside {path}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

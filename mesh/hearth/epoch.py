@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mesh.clock import Clock
 from mesh.errors import KeyUnreadable
-from mesh.identity.private_files import mending, read_private, write_private
+from mesh.private_files import mending, read_private, write_private
 
 _MAX_BYTES = 64
 

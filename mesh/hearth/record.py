@@ -17,8 +17,8 @@ from mesh.errors import KeyUnreadable, SchemaTooOld, UntrustedPeer
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import HEARTH_PREFIX
 from mesh.identity.keys import node_id
-from mesh.identity.private_files import mending, read_private, write_private
 from mesh.identity.roster import Member, TrustLevel
+from mesh.private_files import mending, read_private, write_private
 from mesh.types import NodeId
 
 _MAX_BYTES = 1 << 20

@@ -22,7 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from mesh.errors import KeyUnreadable
 from mesh.identity.certificates import NOT_AFTER, NOT_BEFORE, SIGN_ONLY
-from mesh.identity.private_files import read_private, write_private
+from mesh.private_files import read_private, write_private
 
 logger = logging.getLogger(__name__)
 

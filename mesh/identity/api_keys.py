@@ -23,7 +23,7 @@ from mesh.accounts.ledger import Personal, Resource
 from mesh.clock import Clock
 from mesh.codec import Fault
 from mesh.errors import BadValue, KeyUnreadable, NotFound, Unauthorized
-from mesh.identity.private_files import mending, read_private, write_private
+from mesh.private_files import mending, read_private, write_private
 from mesh.types import Principal, PrincipalKind
 
 _FORM = re.compile(r"hn_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")

@@ -6,7 +6,6 @@ Knows files and Ed25519. Knows nothing of certificates, links, hearths or trust.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import os
 import re
@@ -18,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
 
 from mesh.errors import BadKey, KeyUnreadable
-from mesh.identity.private_files import read_private, write_draft
+from mesh.private_files import read_private, write_once
 from mesh.types import NodeId
 
 _PREFIX = "hn1"
@@ -94,7 +93,7 @@ def load_or_create(path: Path) -> NodeKey:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
-            _create(path)
+            write_once(path, NodeKey(Ed25519PrivateKey.generate()).to_pem())
         pem = read_private(path, _MAX_KEY_BYTES)
     except OSError as error:
         raise KeyUnreadable(
@@ -106,16 +105,3 @@ def load_or_create(path: Path) -> NodeKey:
         return parse_pem(pem)
     except BadKey as error:
         raise BadKey(f"{path} does not hold a node key. {error.message}", fix=_RESTORE) from error
-
-
-def _create(path: Path) -> None:
-    """Write a new key beside its place and link it there whole.
-
-    A crash leaves no half file, and of two daemons starting at once both end up with one key.
-    """
-    draft = write_draft(path, NodeKey(Ed25519PrivateKey.generate()).to_pem())
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mesh.errors import BadCheckpoint, DiskFull
 from mesh.models.partial import RECORD, PartialRecord
+from mesh.private_files import sync
 
 _DRAFTS = ".drafts"
 _OLD_S = 3600.0
@@ -64,10 +65,10 @@ def create_sparse(
             _write(draft / name, {0: content}, len(content))
         for name, file in sparse.items():
             _write(draft / name, {0: file.header, **file.pieces}, file.size)
-        _sync_directory(draft)
+        sync(draft)
         with suppress(FileExistsError):
             take_place(draft, directory)
-        _sync_directory(directory.parent)
+        sync(directory.parent)
     except OSError as error:
         if (directory / mark).exists():
             return  # somebody else was quicker
@@ -129,11 +130,3 @@ def _write(file: Path, pieces: Mapping[int, bytes], size: int) -> None:
         stream.truncate(size)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -23,8 +23,8 @@ import msgspec
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.identity.private_files import write_private
 from mesh.paths import cache_dir
+from mesh.private_files import write_private
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault
+from mesh.private_files import write_once, write_private
 from mesh.processes.processor import cpu_model
 from mesh.shard.device import Choice, choose_threads, usable_cores
 
@@ -98,15 +97,9 @@ def _read(path: Path, machine: str) -> int | None:
 def _keep(path: Path, machine: str, threads: int) -> int:
     """Write it unless another process has; returns what is there then. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    draft.write_text(json.dumps({"machine": machine, "threads": threads}) + "\n", "utf-8")
-    try:
-        try:
-            os.link(draft, path)  # whole, and only where there is none
-        except FileExistsError:
-            if (found := _read(path, machine)) is not None:
-                return found
-            draft.replace(path)
-        return threads
-    finally:
-        draft.unlink(missing_ok=True)
+    data = f"{json.dumps({'machine': machine, 'threads': threads})}\n".encode()
+    if not write_once(path, data):
+        if (found := _read(path, machine)) is not None:
+            return found
+        write_private(path, data)
+    return threads

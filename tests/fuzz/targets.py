@@ -27,11 +27,11 @@ from mesh.identity.api_keys import ApiKeys
 from mesh.identity.certificates import check_certificate
 from mesh.identity.invitations import Invitation, Window, parse_ticket
 from mesh.identity.pairing import Inviter, Joiner
-from mesh.identity.private_files import write_private
 from mesh.identity.roster import TrustLevel
 from mesh.identity.tokens import TokenVerifier
 from mesh.models.edits import assemble
 from mesh.models.harvest import HarvestBatch
+from mesh.private_files import write_private
 from mesh.types import NodeId
 from mesh.wire.control import frames_for
 from mesh.wire.frames import Frame, FrameType, pack_frame

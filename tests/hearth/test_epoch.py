@@ -11,7 +11,7 @@ from mesh.errors import KeyUnreadable
 from mesh.hearth.epoch import next_epoch
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.api_keys import ApiKeys, Quota, Scope
-from mesh.identity.private_files import write_private
+from mesh.private_files import write_private
 from tests.full_disk import file_size_limit
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)

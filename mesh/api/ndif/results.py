@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from mesh.clock import Clock
 from mesh.errors import Forbidden, NotFound
-from mesh.identity.private_files import read_private, write_private
 from mesh.interventions.jobs.queue.keeping import KEEP_RESULTS_S
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job
+from mesh.private_files import read_private, write_private
 
 PREFIX = "/result/"
 _KEY_BYTES = 32

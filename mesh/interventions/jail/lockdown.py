@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mesh.interventions.jail import kernel, seccomp
 from mesh.interventions.jail.limits import JobLimits
+from mesh.processes.nursery import close_all_but
 
 _PACKAGE_ROOT = str(Path(__file__).parent.parent.parent)
 
@@ -42,7 +43,7 @@ def lock_down(keep: set[int], limits: JobLimits, readable: tuple[str, ...]) -> N
     """
     os.setsid()
     os.umask(0o077)
-    _close_all_but(keep)
+    close_all_but(keep)
     _bound_resources(limits)
     here = kernel.machine()
     if here is None:
@@ -56,15 +57,6 @@ def lock_down(keep: set[int], limits: JobLimits, readable: tuple[str, ...]) -> N
         kernel.landlock(here, abi, readable)
     # Without Landlock nothing tells one path from another, so no file is opened at all.
     kernel.install_filter(here, seccomp.program(here, os.getpid(), may_open=abi > 0))
-
-
-def _close_all_but(keep: set[int]) -> None:
-    start = 0
-    for fd in sorted(keep):
-        if start < fd:  # an empty range would close everything
-            os.closerange(start, fd)
-        start = fd + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
 
 
 def _bound_resources(limits: JobLimits) -> None:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mesh.errors import LinkLost
-from mesh.identity.private_files import write_private
 from mesh.models.edits import MAX_EDIT_BYTES
+from mesh.private_files import write_private
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
 

@@ -73,7 +73,7 @@ _TAKE_DOWN = {
     "limits": lambda: _set(lockdown, "_bound_resources", _outer_guard),
     "files": lambda: _set(kernel, "landlock", lambda *_: None),
     "calls": lambda: _set(kernel, "install_filter", lambda *_: None),
-    "descriptors": lambda: _set(lockdown, "_close_all_but", lambda _: None),
+    "descriptors": lambda: _set(lockdown, "close_all_but", lambda _: None),
     "executable": lambda: _set(
         bpf, "refuse_bits", lambda i, b, c: [] if b == mmap.PROT_EXEC else _REFUSE(i, b, c)
     ),

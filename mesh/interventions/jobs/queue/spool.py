@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from mesh.errors import BodyTooLarge, StorageFull
 from mesh.interventions.jobs.files import part_of
+from mesh.private_files import sync
 from mesh.units import data_size
 
 
@@ -102,7 +103,7 @@ class Spool:
             size_bytes = os.fstat(file.fileno()).st_size
             if durable:
                 os.fsync(file.fileno())
-                _sync_directory(path.parent)
+                sync(path.parent)
         return size_bytes
 
     def keep_result(self, size_bytes: int) -> None:
@@ -164,19 +165,9 @@ class Incoming:
         kept = self._spool.payload(job_id)
         self._path.rename(kept)
         if durable:
-            _sync_directory(kept.parent)
+            sync(kept.parent)
 
     def discard(self) -> None:
         """Remove what has come. Blocks. Raises OSError."""
         self._file.close()
         self._path.unlink(missing_ok=True)
-
-
-def _sync_directory(directory: Path) -> None:
-    """A new name survives a power cut only once its directory is synced."""
-    if os.name == "posix":
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

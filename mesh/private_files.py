@@ -46,8 +46,26 @@ def write_private(path: Path, data: bytes) -> None:
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
-    if os.name == "posix":  # the new name survives a power cut only once its directory is synced
-        descriptor = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """Put `data` there, 0600, unless there is a file by then; whether that was done. Of several who
+    do that at once one has its way, and a crash leaves no half file. Raises OSError."""
+    draft = write_draft(path, data)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
+
+
+def sync(path: Path) -> None:
+    """Have a file's bytes survive a power cut, or the names in a directory. Raises OSError."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
