@@ -69,10 +69,22 @@ def next_tick(every_s: float) -> float:
 async def tick(every_s: float) -> float:
     """Wait until the next `every_s` begin; when that was."""
     due_s = next_tick(every_s)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(due_s):
-            await asyncio.get_running_loop().create_future()
+    await set_by(asyncio.Event(), due_s)
     return due_s
+
+
+async def set_by(event: asyncio.Event, moment_s: float) -> bool:
+    """Whether the event is set by that moment of the running loop's clock, waiting for either."""
+    # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(moment_s):
+            return await event.wait()
+    return False
+
+
+async def set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event is set within so many seconds, waiting for either."""
+    return await set_by(event, loop_time() + seconds)
 
 
 class LoopClock(SystemClock):

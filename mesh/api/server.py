@@ -20,7 +20,7 @@ from mesh.api.connection import BoundedConnection
 from mesh.api.listener import TlsListener
 from mesh.api.services import ApiSettings
 from mesh.api.tls import ApiTls
-from mesh.clock import next_tick
+from mesh.clock import next_tick, set_by
 from mesh.config import is_loopback
 from mesh.errors import BadValue, PortInUse, no_such_address
 from mesh.types import host_port
@@ -57,9 +57,7 @@ class _Server(uvicorn.Server):
         """As uvicorn's, which looks ten times a second: here leaving is said by `leave`."""
         # It writes the Date header anew in turns of ten, of which this is always the first.
         while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(next_tick(_DATE_S)):
-                    await self._leaving.wait()
+            await set_by(self._leaving, next_tick(_DATE_S))
 
     def leave(self) -> None:
         """End `serve`."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
+from mesh.clock import set_by
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.layered import LayeredRecords
 from mesh.coordination.ready import READY, ReadyFlags, ReadySignal
@@ -124,9 +124,7 @@ class Coordinator:
                     fix="Wait longer, or see in `hearthnet status` what the nodes that hold it"
                     " are doing.",
                 )
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(until, loop.time() + _LOOK_S)):
-                    await changed.wait()
+            await set_by(changed, min(until, loop.time() + _LOOK_S))
 
     def _missing(self, record: ModelRecord, layers: LayerRange | None) -> str:
         """In words what lacks until it is ready; empty when nothing does."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mesh.clock import loop_time
+from mesh.clock import loop_time, set_within
 from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases
 from mesh.deployments.provisioning import Provisioning
 from mesh.deployments.reconcile import (
@@ -105,9 +104,7 @@ class Reconciler:
         while True:
             self._due.clear()
             await self._looks.take("of this node", self._step)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._due.wait()
+            await set_within(self._due, TICK_S)
 
     async def _step(self) -> None:
         view = self._view()

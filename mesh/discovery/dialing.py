@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mesh.clock import backoff_s, jittered_s
+from mesh.clock import backoff_s, jittered_s, set_within
 from mesh.errors import BadValue
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -174,12 +174,8 @@ class Dialer:
         return turns if worked is None else [worked, *turns]
 
     async def _pause(self, target: Target, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await target.wake.wait()
-        except TimeoutError:
-            return
-        target.wake.clear()
+        if await set_within(target.wake, seconds):
+            target.wake.clear()
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:

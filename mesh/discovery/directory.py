@@ -15,7 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from mesh.capacity import Capacity
-from mesh.clock import Clock
+from mesh.clock import Clock, set_within
 from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
@@ -218,13 +218,9 @@ class Subscription:
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether something changed since the last wait, waiting up to `timeout_s` for it."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._event.wait()
-        except TimeoutError:
-            return False
-        self._event.clear()
-        return True
+        if is_news := await set_within(self._event, timeout_s):
+            self._event.clear()
+        return is_news
 
     def close(self) -> None:
         """Stop being told."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mesh.clock import set_by
 from mesh.discovery.announcement import Announcement, from_record, is_instance
 from mesh.discovery.events import Warned
 from mesh.discovery.interfaces import InterfaceChoice
@@ -138,12 +139,8 @@ class Mdns:
                 self._resolve_some(resolving)
 
     async def _sleep_until(self, deadline: float) -> None:
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._wake.wait()
-        except TimeoutError:
-            return
-        self._wake.clear()
+        if await set_by(self._wake, deadline):
+            self._wake.clear()
 
     async def _follow_interfaces(self) -> None:
         """Open, or open again when the machine's addresses are others than last time."""

@@ -9,12 +9,12 @@ tensors, models or HTTP, nor of what the log's gossip says.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from mesh.clock import set_within
 from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
@@ -225,9 +225,7 @@ class Peering:
             self._due.clear()
             await self._tell()
             await asyncio.sleep(_SETTLE_S)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(period_s):
-                    await self._due.wait()
+            await set_within(self._due, period_s)
 
     async def _tell(self) -> None:
         offering = self._offering()

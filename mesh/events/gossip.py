@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import inf
 
 from mesh.accounts.ledger import Resource, of_peer
-from mesh.clock import backoff_s, jittered_s
+from mesh.clock import backoff_s, jittered_s, set_within
 from mesh.errors import LimitReached, MeshError
 from mesh.events.log import EventLog, LogChange
 from mesh.events.messages import Ask, Heads, LogMessage, Page, Probe, Pull
@@ -162,9 +162,7 @@ class _Peer:
     async def _ask(self) -> None:
         failures = 0
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.interval_s * (1 + self._rng.random())):
-                    await self._due.wait()
+            await set_within(self._due, self._settings.interval_s * (1 + self._rng.random()))
             self._due.clear()
             try:
                 useful = self._log.muted(self._peer) or await self._exchange()

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from mesh.clock import Clock
+from mesh.clock import Clock, set_within
 
 HISTORY = 4096
 """Events kept for readers that come late or come back."""
@@ -65,9 +65,7 @@ class EventFeed:
                     position = found[-1]["id"]
                 yield found
                 await asyncio.sleep(pace_s)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, idle_s - pace_s)):
-                        await news.wait()
+                await set_within(news, max(0.0, idle_s - pace_s))
 
     # Private
 

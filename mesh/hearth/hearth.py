@@ -13,7 +13,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.clock import Clock
+from mesh.clock import Clock, set_within
 from mesh.errors import BadFrame, InternalError, LogForked, MeshError
 from mesh.events import messages
 from mesh.events.gossip import LogGossip, Send
@@ -280,9 +279,7 @@ class Hearth:
 
     async def _wait_alone(self) -> None:
         if self._roster.members.keys() - {self.key.node_id}:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._waits.alone_s):
-                    await self._heard.wait()
+            await set_within(self._heard, self._waits.alone_s)
         self._heard.set()
 
     async def _acknowledge(self) -> None:

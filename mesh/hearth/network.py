@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.clock import Clock
+from mesh.clock import Clock, set_within
 from mesh.discovery import interfaces
 from mesh.discovery.calling_back import CallBacks
 from mesh.discovery.directory import NodeInfo, Offering, ShardStore
@@ -318,9 +318,7 @@ class Network:
         while True:
             self._due.clear()
             self._store.update(own, replace(self._offering(), weights=()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(settings.shard_health_timeout_s / 3):
-                    await self._due.wait()
+            await set_within(self._due, settings.shard_health_timeout_s / 3)
 
     def _offering(self) -> Offering:
         return self._hooks.serving().offers

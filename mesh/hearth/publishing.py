@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from mesh.clock import set_within
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import Offering
 from mesh.errors import BadEvent, Busy, EventLogError
@@ -76,11 +77,7 @@ class Publisher:
             except (EventLogError, BadEvent, Busy) as error:
                 # A node that has just joined is not in its own copy of the log yet.
                 logger.info("not recorded yet: %s", error)
-                try:
-                    async with asyncio.timeout(self._retry_s):
-                        await self._due.wait()
-                except TimeoutError:
-                    pass
+                await set_within(self._due, self._retry_s)
             self._due.clear()
             await asyncio.sleep(self._settle_s)
 

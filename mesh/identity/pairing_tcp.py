@@ -8,7 +8,6 @@ may do or where the address came from.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import struct
 from collections import Counter, deque
@@ -16,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mesh.clock import set_within
 from mesh.errors import ConnectFailed, MeshError, PairingRejected, PortInUse
 from mesh.identity.invitations import Ticket, Window, WindowEnding
 from mesh.identity.keys import NodeKey
@@ -79,9 +79,7 @@ class PairingListener:
 
     async def wait(self) -> tuple[WindowEnding, JoinRequest | None]:
         """Wait until the window is shut and the listener gone; how it ended, and who joined."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._window.remaining_s):
-                await self._shut.wait()
+        await set_within(self._shut, self._window.remaining_s)
         self._window.shut(WindowEnding.EXPIRED)
         if self._server is not None:
             self._server.close()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from mesh.api.services import Lack, LackKind
-from mesh.clock import backoff_s
+from mesh.clock import backoff_s, set_by
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError, NotEnoughMemory
@@ -164,9 +163,7 @@ class HomeLayers:
             if now:
                 self._on_change()
             next_at = min((at for _, at in self._tries.values()), default=float("inf"))
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(next_at, loop.time() + _LAST_RETRY_S)):
-                    await self._due.wait()
+            await set_by(self._due, min(next_at, loop.time() + _LAST_RETRY_S))
 
     async def _load(self, name: ShardId) -> None:
         if name not in self._wanted:

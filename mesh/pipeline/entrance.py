@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from mesh.accounts.fair_line import FairLine
+from mesh.clock import set_by
 from mesh.errors import Busy
 from mesh.types import Principal, Queued
 
@@ -41,10 +42,8 @@ class Entrance:
                     told = position
                     yield Queued(position)
                     continue
-                async with asyncio.timeout_at(until):
-                    await self._moved.wait()
-        except TimeoutError:
-            raise self._busy(f"; this request waited {self._wait_s:g} s") from None
+                if not await set_by(self._moved, until):
+                    raise self._busy(f"; this request waited {self._wait_s:g} s")
         finally:
             self._line.remove(request_id)
 

@@ -18,7 +18,7 @@ from msgspec import structs
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
-from mesh.clock import LoopClock, tick
+from mesh.clock import LoopClock, set_within, tick
 from mesh.errors import BadValue, InternalError, MeshError, PipelineStalled
 from mesh.logs import REQUEST
 from mesh.models.progress import Progress
@@ -77,13 +77,10 @@ class _Reader:
         """One frame's credit. Raises PipelineStalled when the reader takes nothing for long."""
         while self.credits <= 0:
             self.refilled.clear()
-            try:
-                async with asyncio.timeout(CONSUMER_TIMEOUT_S):
-                    await self.refilled.wait()
-            except TimeoutError:
+            if not await set_within(self.refilled, CONSUMER_TIMEOUT_S):
                 raise PipelineStalled(
                     f"nobody read the stream for {CONSUMER_TIMEOUT_S:g} s.", fix="Ask again."
-                ) from None
+                )
         self.credits -= 1
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from mesh.accounts.fair_line import FairLine
+from mesh.clock import set_by
 from mesh.pipeline.refusal import RouteRefused
 from mesh.types import Principal, Queued
 
@@ -150,9 +151,5 @@ class _Place:
         if now >= self._until:
             raise self._full.with_traceback(None)
         wakes_at = min(self._until, self._asks_at) if self._asks_at > now else self._until
-        try:
-            async with asyncio.timeout_at(wakes_at):
-                await self.changed.wait()
-        except TimeoutError:
-            return
-        self.changed.clear()
+        if await set_by(self.changed, wakes_at):
+            self.changed.clear()

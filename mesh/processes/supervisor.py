@@ -9,7 +9,6 @@ subclass: the answers that it understands, and what it does when one has ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
-from mesh.clock import loop_time, next_tick
+from mesh.clock import loop_time, next_tick, set_by, set_within
 from mesh.errors import BadRequest, Busy, LinkLost, MeshError, ProcessLost
 from mesh.processes import messages
 from mesh.processes.child import Child
@@ -225,9 +224,7 @@ class Supervisor(ABC):
         self.tell(messages.Stop(grace_s))
         self._stopping.set()
         if self._child is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
-                    await self._gone.wait()
+            await set_within(self._gone, grace_s + STOP_TIMEOUT_S)
         await self._end()
 
     async def stop(self) -> None:
@@ -265,10 +262,8 @@ class Supervisor(ABC):
             self._delay_s = delays_s[min(failures, len(delays_s) - 1)]
             failures += 1
             logger.error("%s: %s; starting again in %g s", self.name, self.ending, self._delay_s)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._delay_s):
-                    await self._stopping.wait()
-                    return
+            if await set_within(self._stopping, self._delay_s):
+                return
 
     async def _gets_leave(self) -> bool:
         """Wait until the owner has nothing against a start; False when there is to be none."""
@@ -280,9 +275,7 @@ class Supervisor(ABC):
             self._held = self.why_not_start(free_mb)
             if self._held is None:
                 return not self.is_stopping  # which may have come meanwhile
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LEAVE_TICK_S):
-                    await self._stopping.wait()
+            await set_within(self._stopping, _LEAVE_TICK_S)
         return False
 
     async def _run_one(self) -> None:
@@ -317,9 +310,7 @@ class Supervisor(ABC):
         self._counted_until_s, limits = loop_time(), self._limits
         while self._silent_s < (limits.replace_s if self._is_ready else limits.start_s):
             was_up = self.is_up
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(next_tick(TICK_S)):
-                    await self._gone.wait()
+            await set_by(self._gone, next_tick(TICK_S))
             if self._gone.is_set():  # also where it went at the very tick
                 return False
             now = loop_time()

@@ -18,7 +18,7 @@ from functools import partial
 
 import psutil
 
-from mesh.clock import SteadyClock, SystemClock, next_tick
+from mesh.clock import SteadyClock, SystemClock, next_tick, set_by
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
     BadRequest,
@@ -293,10 +293,7 @@ class ShardProcess(Worker):
     async def _report(self, parts: _Parts) -> None:
         rss_mb, process = 0.0, psutil.Process()
         while True:
-            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(next_tick(_HEALTH_INTERVAL_S)):
-                    await self._changed.wait()
+            if await set_by(self._changed, next_tick(_HEALTH_INTERVAL_S)):
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)
             self._changed.clear()

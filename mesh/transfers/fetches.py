@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh.clock import set_within
 from mesh.errors import Busy, MeshError, UnsupportedFamily
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
@@ -91,9 +92,7 @@ class Fetches:
     async def news(self, timeout_s: float) -> None:
         """Until others advertise something else, or so long."""
         changed = self._changed
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
+        await set_within(changed, timeout_s)
 
     def keep_only(self, members: frozenset[NodeId]) -> None:
         """Ask nobody else."""

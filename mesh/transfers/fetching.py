@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mesh.clock import set_within
 from mesh.errors import MeshError, TransferFailed, as_mesh_error
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
@@ -185,9 +186,7 @@ class Fetch:
         helped_at = told_at = loop.time()
         while not plan.is_done:
             self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_TELL_EVERY_S):
-                    await self._changed.wait()
+            await set_within(self._changed, _TELL_EVERY_S)
             if self._error is not None:
                 raise self._error
             if loop.time() - told_at >= _TELL_EVERY_S or plan.is_done:

@@ -13,7 +13,8 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+
+from mesh.clock import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,8 @@ class Bucket:
                     self._level -= amount
                     return
                 self._changed.clear()
-                with suppress(TimeoutError):
-                    wait_s = (amount - self._level) / self._rate
-                    async with asyncio.timeout(max(_SHORTEST_S, wait_s)):
-                        await self._changed.wait()
+                wait_s = (amount - self._level) / self._rate
+                await set_within(self._changed, max(_SHORTEST_S, wait_s))
 
 
 class CpuShare:

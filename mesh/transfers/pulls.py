@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
+from mesh.clock import set_within
 from mesh.errors import (
     BadRequest,
     Busy,
@@ -143,11 +144,7 @@ class Pulls:
     async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
         """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
         pull = self._require(name)
-        try:
-            async with asyncio.timeout(min(wait_s, _LONGEST_WAIT_S)):
-                await pull.ended.wait()
-        except TimeoutError:
-            pass
+        await set_within(pull.ended, min(wait_s, _LONGEST_WAIT_S))
         return {
             "pull": name,
             "model": pull.model,

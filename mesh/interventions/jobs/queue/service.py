@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh.clock import Clock, tick
+from mesh.clock import Clock, set_within, tick
 from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.keeping import KeptResults
@@ -199,13 +199,10 @@ class JobQueue:
         elif ticket.run is not None:
             ticket.ending = why
             ticket.run.cancel()
-        try:
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await ticket.ended.wait()
-        except TimeoutError:
+        if not await set_within(ticket.ended, _KILL_TIMEOUT_S):
             raise InternalError(
                 f"The job has not ended within {_KILL_TIMEOUT_S:g} s.", fix="See the node's log."
-            ) from None
+            )
         return ticket.job
 
     async def delivered(self, job_id: str) -> None:
