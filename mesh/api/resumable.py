@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from mesh.api.sse import FailureEvents, plain_failure
 from mesh.errors import Busy, InternalError, MeshError, NotFound
+from mesh.processes.tasks import end
 from mesh.types import Principal
 
 logger = logging.getLogger(__name__)
@@ -98,10 +99,7 @@ class KeptStreams:
 
     async def close(self) -> None:
         """End every stream."""
-        tasks = [kept.task for kept in self._kept.values() if kept.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(kept.task for kept in self._kept.values())
         self._kept.clear()
 
     def _make_room(self, owner: Principal) -> None:

@@ -82,7 +82,7 @@ class Reconciler:
         """Act no more; what is loaded stays until its process ends."""
         begun = (self._loads, self._drops, self._asks, self._ends_of_asking)
         tasks = [task for each in begun for task in each.values()]
-        await end([*([self._task] if self._task is not None else []), *tasks])
+        await end([self._task, *tasks])
         await self._provisioning.stop()
 
     def look(self) -> None:

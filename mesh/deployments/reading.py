@@ -94,7 +94,7 @@ class ReadingModels:
 
     async def close(self) -> None:
         """Read no more."""
-        await end([each.task for each in self._readings.values() if each.task is not None])
+        await end(each.task for each in self._readings.values())
 
     # Private
 

@@ -75,8 +75,7 @@ class Replanner:
 
     async def stop(self) -> None:
         """Watch no more."""
-        if self._task is not None:
-            await end([self._task])
+        await end([self._task])
 
     async def _run(self) -> None:
         while True:

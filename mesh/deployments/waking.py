@@ -75,8 +75,7 @@ class Sleeper:
 
     async def stop(self) -> None:
         """Watch no more."""
-        if self._task is not None:
-            await end([self._task])
+        await end([self._task])
 
     def up_s(self, deployment: str) -> float:
         """For how long this node has seen it wanted."""

@@ -92,9 +92,8 @@ class Mdns:
 
     async def stop(self) -> None:
         """Say goodbye; safe without `start`."""
-        if self._task is not None:
-            await end([self._task])
-            self._task = None
+        await end([self._task])
+        self._task = None
         await self._close()
 
     async def announce(self, shards: str) -> None:

@@ -106,8 +106,7 @@ class Network:
         peering, self._peering = self._peering, None
         hearth, self.hearth = self.hearth, None
         alone, self._alone = self._alone, None
-        if alone is not None:
-            await end([alone])
+        await end([alone])
         await self.callbacks.close()
         if inviting is not None:
             await inviting.close()

@@ -61,8 +61,7 @@ class Publisher:
 
     async def stop(self) -> None:
         """Stop; the record stays as it is."""
-        if self._task is not None:
-            await end([self._task])
+        await end([self._task])
 
     def look(self) -> None:
         """What is served, or who may serve, may have changed."""

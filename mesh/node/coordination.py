@@ -111,8 +111,7 @@ class CoordinationHere:
 
     async def stop(self) -> None:
         """Withdraw the shards, which end with this node, and let go. Files stay published."""
-        if self._task is not None:
-            await end([self._task])
+        await end([self._task])
         shards = [key for key, each in self._published.items() if each.held.shard is not None]
         try:
             for model, rank in shards:

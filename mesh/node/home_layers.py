@@ -103,8 +103,7 @@ class HomeLayers:
 
     async def stop(self) -> None:
         """Load no more."""
-        if self._task is not None:
-            await end([self._task])
+        await end([self._task])
 
     def look(self) -> None:
         """The shard process may have ended."""

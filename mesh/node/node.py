@@ -56,6 +56,7 @@ from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
 from mesh.processes.supervisor import Supervisor
+from mesh.processes.tasks import end, spawn
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
 from mesh.runtime import DaemonRecord
@@ -130,8 +131,8 @@ class Node:
         await self._start_api(self._queue)
         self._deployments.start()
         self._coordination.start()
-        self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
-        self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
+        self._tasks.append(spawn(self._push_shards(), "push shards"))
+        self._tasks.append(spawn(self._watch.run(), "watch peers"))
         self._capacity.start()
 
     async def stop(self) -> None:
@@ -139,9 +140,7 @@ class Node:
 
         Running answers, ours and others', get `drain_seconds` to end or to move elsewhere.
         """
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         await self._deployments.stop()
         await self._coordination.stop()
         await asyncio.gather(self._held.home.stop(), self._capacity.stop())

@@ -173,8 +173,7 @@ class OwnCapacity:
 
     async def stop(self) -> None:
         """Look no more."""
-        if self._task is not None:
-            await end([self._task], _STOP_S)
+        await end([self._task], _STOP_S)
 
     def now(self) -> Capacity | None:
         """The device as it serves, with what is free there; without speeds before they are

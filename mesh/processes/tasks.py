@@ -23,9 +23,9 @@ def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
     return task
 
 
-async def end(tasks: Iterable[asyncio.Task[None]], timeout_s: float = 5.0) -> None:
-    """Cancel the tasks and wait until they are gone."""
-    waiting = list(tasks)
+async def end(tasks: Iterable[asyncio.Task[None] | None], timeout_s: float = 5.0) -> None:
+    """Cancel the tasks, as far as there are any, and wait until they are gone."""
+    waiting = [task for task in tasks if task is not None]
     for task in waiting:
         task.cancel()
     if waiting:

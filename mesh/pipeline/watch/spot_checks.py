@@ -38,7 +38,7 @@ from mesh.pipeline.watch.evidence import (
     tolerance,
 )
 from mesh.pipeline.watch.reputation import Reputations
-from mesh.processes.tasks import spawn
+from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import Candidate, key_of
 from mesh.routing.router import ShardSource
 from mesh.types import LayerRange, RouteHop, ShardDescriptor
@@ -164,7 +164,7 @@ class SpotChecks:
         self._full_until = {h: until for h, until in self._full_until.items() if until > now}
         self._full_until[host] = now + YIELD_SECONDS
         had_any = bool(self._tasks)
-        await self._end_checks()
+        await end(self._tasks)
         return had_any
 
     @property
@@ -180,17 +180,11 @@ class SpotChecks:
 
     async def close(self) -> None:
         """End every check and free what they hold."""
-        await self._end_checks()
+        await end(self._tasks)
         for hop in list(self._records):
             self.closed(hop)
 
     # Private
-
-    async def _end_checks(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_due(self, record: Record) -> bool:
         drawn = self.rng.random() < self._settings.probability

@@ -19,6 +19,7 @@ from pathlib import Path
 from mesh.errors import LinkLost
 from mesh.models.edits import MAX_EDIT_BYTES
 from mesh.private_files import write_private
+from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
 
@@ -103,7 +104,7 @@ class FileTransfer:
             if asked is not None and asked[0] == peer and not asked[1].done():
                 asked[1].set_result(message)
         elif len(self._serving) < MAX_SERVING:
-            task = asyncio.create_task(self._answer(peer, message), name="send a steering edit")
+            task = spawn(self._answer(peer, message), "send a steering edit")
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
@@ -122,9 +123,7 @@ class FileTransfer:
 
     async def close(self) -> None:
         """Stop answering."""
-        for task in list(self._serving):
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await end(self._serving)
 
     async def _fetch_from(self, peer: NodeId, sha256: str, size: int) -> bytes | None:
         data = bytearray()
