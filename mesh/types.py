@@ -222,6 +222,10 @@ class LayerRange:
         """Whether every layer of `other` is in this range."""
         return self.start <= other.start and other.stop <= self.stop
 
+    def overlaps(self, other: LayerRange) -> bool:
+        """Whether they have a layer in common."""
+        return self.start < other.stop and other.start < self.stop
+
 
 def shard_id(model_id: ModelId, layers: LayerRange) -> ShardId:
     """``<model_id>:<lo>-<hi>``, inclusive."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
 from mesh.deployments.laid import Gap, Laid
-from mesh.deployments.placement import overlap
 from mesh.deployments.wishes import Plan, Quant, Span, Wish
 from mesh.errors import NotEnoughMemory, UnsupportedFamily, WeightsMismatch
 from mesh.routing.appraisal import Appraisal
@@ -82,7 +81,7 @@ def lay(
             span.node
             for replica in kept
             for span in replica.spans
-            if replica.number != gap.replica and overlap(span.layers, gap.layers)
+            if replica.number != gap.replica and span.layers.overlaps(gap.layers)
         }
         most = max(1, demand.max_shards - gap.kept)
         asked = replace(demand, max_shards=most)

@@ -221,7 +221,7 @@ def _kept(replica: Replica, wish: Wish, here: Collection[NodeId]) -> Replica:
         for span in replica.spans
         if span.node in here
         and all(
-            (span.layers, span.node) == pin or not overlap(span.layers, pin[0]) for pin in elsewhere
+            (span.layers, span.node) == pin or not span.layers.overlaps(pin[0]) for pin in elsewhere
         )
     ]
     return Replica(replica.number, tuple(spans))
@@ -307,11 +307,6 @@ def _split_within(
 
 def _left(room: int | None, taken: int, most: int) -> int:
     return most if room is None else max(0, room - taken)
-
-
-def overlap(one: LayerRange, other: LayerRange) -> bool:
-    """Whether they have a layer in common."""
-    return one.start < other.stop and other.start < one.stop
 
 
 def _require_small(replicas: Sequence[Replica]) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh.deployments.laid import AvailableNode
-from mesh.deployments.placement import overlap
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.types import NodeId
 
@@ -62,6 +61,6 @@ def _shared(replica: Replica, others: Sequence[Replica]) -> NodeId | None:
     """A machine that holds layers of it which it holds for another as well."""
     for span in replica.spans:
         for other in (each for one in others for each in one.spans if each.node == span.node):
-            if overlap(span.layers, other.layers):
+            if span.layers.overlaps(other.layers):
                 return span.node
     return None

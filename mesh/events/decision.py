@@ -8,12 +8,11 @@ its SHA-256; received bytes are kept, hashed and verified as they came. Knows no
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 from typing import Annotated, Any, NewType
 
 from msgspec import Meta
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from mesh.codec import Canonical, Fault, Int63, SignedForm
 from mesh.events.types import MAX_DEPTH as MAX_PAYLOAD_DEPTH
@@ -22,9 +21,8 @@ from mesh.events.types import (
     Author,
     HearthName,
     Kind,
+    Seals,
     Sign,
-    require_signature,
-    unusable,
 )
 
 DecisionId = NewType("DecisionId", bytes)
@@ -58,9 +56,6 @@ def _check(draft: DecisionDraft) -> None:
         raise Fault("is 1 where there are parents, or more where there are none", "depth")
 
 
-_FORM = Canonical(DecisionDraft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_PAYLOAD_DEPTH)
-
-
 class SignedDecision(DecisionDraft, frozen=True, tag=VERSION):
     """A well-formed decision; whether its signature holds and what it is worth is another question.
 
@@ -79,22 +74,11 @@ class SignedDecision(DecisionDraft, frozen=True, tag=VERSION):
         return DOMAIN + self.body
 
 
+_FORM = Canonical(DecisionDraft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_PAYLOAD_DEPTH)
+_SEALS = Seals("decision", DOMAIN, _FORM, SignedDecision)
+decode = _SEALS.decode
+
+
 def seal(draft: DecisionDraft, sign: Sign) -> SignedDecision:
-    """Encode and sign. Raises BadEvent for a draft that other nodes would refuse to read."""
-    try:
-        body = _FORM.pack(replace(draft, parents=tuple(sorted(draft.parents))))
-    except Fault as fault:
-        raise unusable("decision", fault) from fault
-    return decode(body, sign(DOMAIN + body))
-
-
-def decode(body: bytes, signature: bytes) -> SignedDecision:
-    """Read a decision's bytes, as strictly as events are read. Raises BadEvent."""
-    try:
-        require_signature(signature)
-        draft = _FORM.unpack(body)
-    except Fault as fault:
-        raise unusable("decision", fault) from fault
-    decision_id = DecisionId(hashlib.sha256(body).digest())
-    fields: list[Any] = [*astuple(draft), decision_id, body, signature]
-    return SignedDecision(*fields)
+    """See `Seals.seal`; its parents are put in order."""
+    return _SEALS.seal(replace(draft, parents=tuple(sorted(draft.parents))), sign)

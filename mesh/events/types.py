@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Annotated, Any, NewType
+from typing import Annotated, Any, Generic, NewType, TypeVar
 
 from msgspec import Meta
 from msgspec.structs import astuple
@@ -48,6 +48,9 @@ Place = tuple[int, int]
 Payload = dict[str, Any] | list[Any]
 """What an event says: a map of text, or an array of fixed order, of plain msgpack values."""
 
+D = TypeVar("D", bound=SignedForm)
+S = TypeVar("S")
+
 Sign = Callable[[bytes], bytes]
 """The 64-byte signature of some bytes by this node's key."""
 
@@ -75,9 +78,6 @@ class Draft(SignedForm, frozen=True, tag=VERSION):
 def _check(draft: Draft) -> None:
     if (draft.seq == 1) != (draft.prev == GENESIS):
         raise Fault("is that of a first event, or the number is, but not both", "prev")
-
-
-_FORM = Canonical(Draft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_DEPTH)
 
 
 class Event(Draft, frozen=True, tag=VERSION):
@@ -109,31 +109,38 @@ class Event(Draft, frozen=True, tag=VERSION):
         return DOMAIN + self.body
 
 
-def seal(draft: Draft, sign: Sign) -> Event:
-    """Encode and sign. Raises BadEvent for a draft that other nodes would refuse to read."""
-    try:
-        body = _FORM.pack(draft)
-    except Fault as fault:
-        raise unusable("event", fault) from fault
-    return decode(body, sign(DOMAIN + body))
+class Seals(Generic[D, S]):
+    """What is signed of one kind, which people call `what`: a draft, sealed, is an `S` of its
+    fields, the SHA-256 of its body, that body and the signature."""
+
+    def __init__(
+        self, what: str, domain: bytes, form: Canonical[D], sealed: Callable[..., S]
+    ) -> None:
+        self._what, self._domain, self._form, self._sealed = what, domain, form, sealed
+
+    def seal(self, draft: D, sign: Sign) -> S:
+        """Encode and sign. Raises BadEvent for a draft that other nodes would refuse to read."""
+        try:
+            body = self._form.pack(draft)
+        except Fault as fault:
+            raise unusable(self._what, fault) from fault
+        return self.decode(body, sign(self._domain + body))
+
+    def decode(self, body: bytes, signature: bytes) -> S:
+        """Read its bytes, as strictly as `mesh.codec.Canonical` does. Raises BadEvent."""
+        if len(signature) != SIGNATURE_BYTES:
+            wrong = f"must have {SIGNATURE_BYTES} bytes, got {len(signature)}"
+            raise unusable(self._what, Fault(wrong, "signature"))
+        try:
+            draft = self._form.unpack(body)
+        except Fault as fault:
+            raise unusable(self._what, fault) from fault
+        return self._sealed(*astuple(draft), hashlib.sha256(body).digest(), body, signature)
 
 
-def decode(body: bytes, signature: bytes) -> Event:
-    """Read an event's bytes, as strictly as `mesh.codec.Canonical` does. Raises BadEvent."""
-    try:
-        require_signature(signature)
-        draft = _FORM.unpack(body)
-    except Fault as fault:
-        raise unusable("event", fault) from fault
-    event_id = EventId(hashlib.sha256(body).digest())
-    fields: list[Any] = [*astuple(draft), event_id, body, signature]
-    return Event(*fields)
-
-
-def require_signature(signature: bytes) -> None:
-    """Whether it has the size of one. Raises Fault."""
-    if len(signature) != SIGNATURE_BYTES:
-        raise Fault(f"must have {SIGNATURE_BYTES} bytes, got {len(signature)}", "signature")
+_FORM = Canonical(Draft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_DEPTH)
+_SEALS = Seals("event", DOMAIN, _FORM, Event)
+seal, decode = _SEALS.seal, _SEALS.decode
 
 
 def unusable(what: str, fault: Fault) -> BadEvent:

@@ -78,7 +78,7 @@ def cheapest_cover(
     None where there is none within the rules, or where some candidate that could take part was not
     measured: nobody is left out because nobody has asked it yet.
     """
-    usable = [c for c in candidates if _meets(c.descriptor.layers, span)]
+    usable = [c for c in candidates if c.descriptor.layers.overlaps(span)]
     if any(c.layer_ms is None or c.rtt_ms is None for c in usable):
         return None
     wanted = {format_of(like)} if like is not None else {format_of(c.descriptor) for c in usable}
@@ -205,10 +205,6 @@ def _is_clearly_cheaper(
     if new[:3] != old[:3]:
         return new[:3] < old[:3]
     return new[3] < WORTHWHILE * old[3]
-
-
-def _meets(one: LayerRange, other: LayerRange) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def _sum(one: Price, other: Price) -> Price:

@@ -116,7 +116,7 @@ def greedy_cover(
             return _cover(candidates, same, span, rules, exclude, like)
         except NoRoute as error:
             refusal = refusal or error
-    held = [c for c in free if _overlaps(c.descriptor.layers, span)]
+    held = [c for c in free if c.descriptor.layers.overlaps(span)]
     if len({format_of(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
         raise _only_mixed(held, span)
     raise refusal or _no_route(candidates, span, exclude)
@@ -132,10 +132,6 @@ def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -
 def format_of(shard: ShardDescriptor) -> str:
     """What all of a route have: ``int8``, ``int4``, or an empty string for no such format."""
     return shard.dtype if shard.dtype in QUANTISED else ""
-
-
-def _overlaps(one: LayerRange, other: LayerRange) -> bool:
-    return one.start < other.stop and other.start < one.stop
 
 
 def _only_mixed(held: Sequence[Candidate], span: LayerRange) -> NoRoute:
