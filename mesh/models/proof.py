@@ -55,12 +55,16 @@ def require_proof(family: Family, cache_dir: Path | None) -> None:
     if family.proven:
         return
     twin = twin_config(family.config)
-    structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
-    digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
-    key = f"{family.model_type}-{transformers.__version__}-{digest}"
+    key = f"{family.model_type}-{transformers.__version__}-{structure_of(twin)}"
     file = cache_dir / f"proof-{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(family, twin)):
         raise _refused(family, reason)
+
+
+def structure_of(config: Any) -> str:
+    """What two configs have in common that say the same."""
+    structure = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(structure.encode()).hexdigest()[:16]
 
 
 def twin_config(config: Any) -> Any:
@@ -124,13 +128,14 @@ def _compare(family: Family, twin: Any, directory: Path) -> float:
     halves = [0, (count + 1) // 2, count]
     singles = list(range(count + 1))
     differences = [
-        _difference(_run_parts(directory, cuts, ids), expected) for cuts in (halves, singles)
+        largest_difference(_run_parts(directory, cuts, ids), expected) for cuts in (halves, singles)
     ]
     return max(differences)
 
 
-def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    largest = float((logits - expected).abs().max() / expected.abs().max())
+def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, as a part of the largest number expected; infinite where one is none."""
+    largest = float((found - expected).abs().max() / expected.abs().max())
     return largest if largest == largest else float("inf")  # noqa: PLR0124 - NaN
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mesh.errors import InternalError, UntrustedPeer
+from mesh.errors import BadRequest, InternalError, UntrustedPeer
 from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.types import NodeId
@@ -46,13 +46,19 @@ class MemberFeed:
         """Raise UntrustedPeer for a client whose hello names another than its certificate."""
         require_node(link.peer_certificate, link.peer.node_id)
 
-    def require_trusted(self, link: WebSocketLink, goods: str) -> None:
+    def require_trusted(self, link: WebSocketLink, goods: str, purpose: str) -> None:
         """Raise UntrustedPeer unless a link that came in is of whom it says, who is still trusted
-        with `goods`: one may have been put out between its handshake and its hello."""
+        with `goods`: one may have been put out between its handshake and its hello. Raise
+        BadRequest where it came for another purpose."""
         self.identify(link)
         if not self.tls.trusts(link.peer.node_id):
             raise UntrustedPeer(
                 f"This node does not trust you with its {goods}.", fix="See `hearthnet members`."
+            )
+        if link.peer.purpose != purpose:
+            raise BadRequest(
+                f"Links for {purpose} are taken here, not for {link.peer.purpose!r}.",
+                fix="Connect to the daemon's control port.",
             )
 
     async def open(self, material: TlsMaterial) -> None:

@@ -317,12 +317,7 @@ class ShardProcess(Worker):
             )
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
-        self.members.require_trusted(link, "shards")
-        if link.peer.purpose != "tensors":
-            raise BadRequest(
-                f"A shard takes tensor links, not {link.peer.purpose!r}.",
-                fix="Connect to the daemon's control port.",
-            )
+        self.members.require_trusted(link, "shards", "tensors")
         return self._service.handler(link)
 
 

@@ -10,7 +10,6 @@ and is kept on disk when there is a cache directory.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import transformers
 from torch import nn
 
 from mesh.models.families import Family, family_of_config
-from mesh.models.proof import twin_config
+from mesh.models.proof import largest_difference, structure_of, twin_config
 from mesh.models.span import Anatomy, LoadedSpan
 from mesh.models.verdicts import settled_once
 from mesh.shard.compiled.parts import NotCompilable
@@ -63,10 +62,8 @@ def require_right(way: Way, family: Family, cache_dir: Path | None) -> None:
     Blocks for up to a few seconds the first time a structure is seen.
     """
     twin = twin_config(family.config)
-    structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
-    digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
     versions = f"{transformers.__version__}-{way.versions}"
-    key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{digest}"
+    key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{structure_of(twin)}"
     file = cache_dir / f"{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(way, twin)):
         raise NotCompilable(reason)
@@ -114,8 +111,7 @@ def _difference(way: Way, twin: Any) -> float:
         found[:, start:stop], *other = runtime.forward(steps)
         for row in other:
             found[:, 9:10] = row
-    largest = float((found - expected).abs().max() / expected.abs().max())
-    return largest if largest == largest else float("inf")  # noqa: PLR0124 - NaN
+    return largest_difference(found, expected)
 
 
 def _random_span(twin: Any) -> LoadedSpan:

@@ -291,12 +291,7 @@ class FetcherProcess(Worker):
         return handler
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
-        self.members.require_trusted(link, "weights")
-        if link.peer.purpose != "weights":
-            raise BadRequest(
-                f"The fetcher takes links for weights, not {link.peer.purpose!r}.",
-                fix="Connect to the daemon's control port.",
-            )
+        self.members.require_trusted(link, "weights", "weights")
         return WeightsServer(link, self._shelf, self._serving_pace, self._count)
 
     def _keep_only(self, members: frozenset[NodeId]) -> None:

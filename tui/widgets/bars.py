@@ -18,13 +18,18 @@ class Bars(Drawn):
     def text(self, picture: Picture, width: int) -> Text:
         lines = []
         for coverage in coverages(picture):
-            line = Text()
-            line.append(f"{GLYPHS[coverage.state]} ", COLOURS[coverage.state])
-            line.append(coverage.model, "bold")
-            line.append(f" · {len(coverage.holders)} layers · {coverage.words}")
+            line = head(coverage)
             line.truncate(width, overflow="ellipsis")
             lines += [line, bar(coverage, width - 2)]
         return Text("\n").join(lines) if lines else Text("no models", "dim")
+
+
+def head(coverage: Coverage) -> Text:
+    """A model's name, its state and how much of it is held."""
+    line = Text()
+    line.append(f"{GLYPHS[coverage.state]} ", COLOURS[coverage.state])
+    line.append(coverage.model, "bold")
+    return line.append(f" · {len(coverage.holders)} layers · {coverage.words}")
 
 
 def bar(coverage: Coverage, width: int) -> Text:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from tui.picture import Coverage, Picture, coverages, nodes
-from tui.widgets.bars import bar
+from tui.picture import Picture, coverages, nodes
+from tui.widgets.bars import bar, head
 from tui.widgets.drawn import Drawn
 from tui.widgets.people import node_style
-from tui.words import COLOURS, GLYPHS
 
 
 class ModelHolders(Drawn):
@@ -19,7 +18,7 @@ class ModelHolders(Drawn):
     def text(self, picture: Picture, width: int) -> Text:
         lines: list[Text] = []
         for coverage, row in zip(coverages(picture), picture.rows("models"), strict=True):
-            lines += [_head(coverage), bar(coverage, width - 2)]
+            lines += [head(coverage), bar(coverage, width - 2)]
             for node in nodes(picture):
                 spans = [str(span) for model, span in node.shards if model == coverage.model]
                 if spans:
@@ -33,10 +32,3 @@ class ModelHolders(Drawn):
             if row.get("context"):
                 lines.append(Text(f"  context {row['context']} tokens", "dim"))
         return Text("\n").join(lines) if lines else Text("no models", "dim")
-
-
-def _head(coverage: Coverage) -> Text:
-    line = Text()
-    line.append(f"{GLYPHS[coverage.state]} ", COLOURS[coverage.state])
-    line.append(coverage.model, "bold")
-    return line.append(f" · {len(coverage.holders)} layers · {coverage.words}")
