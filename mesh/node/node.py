@@ -99,7 +99,7 @@ class Node:
         hooks = OwnHooks(lambda: held.host.health.memory, *looks, kv_tokens=kv_tokens)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(
-            config, key, self._store, self._events, network.advertise, lambda: held.is_used
+            config, key, held, self._store, self._events, network.advertise, addresses[0]
         )
         house = House(config, key.node_id, held, network, self._store, self._counts.awaits)
         self._deployments = DeploymentsHere(
@@ -119,12 +119,12 @@ class Node:
 
     async def start(self) -> None:
         """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
-        network, address = self._network, self._addresses[0]
+        network = self._network
         await network.start()
         tls = await network.tls_material()
-        await self._held.start(address)
+        await self._held.start(self._addresses[0])
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
-        self.weights.start(list(self._held.models.values()), address, tls)
+        self.weights.start(tls)
         self._jobs.first_command = wiring.start_jobs(self._config, self._key, tls)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, self._jobs, *watchers)
@@ -211,7 +211,7 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, StatePaths(config.state_dir).api_keys)
         services = Services(
             self._steering, Harvests(held.models, held.askers), self._deployments.control,
-            self._planner(), self._coordination, self.weights.pulls(held.models),
+            self._planner(), self._coordination, self.weights.pulls,
             ReachProbe(own, network, self._store, self.weights.held),
         )  # fmt: skip
         app = create_app(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.health.eventstream import EventFeed
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
-from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.node.holdings import Holdings
 from mesh.paths import cache_dir
 from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
@@ -32,45 +32,46 @@ TELL_BYTES_S = 2.0
 
 class Weights:
     """`start`, then `look` whenever others may have said something else, then `stop`; `fetcher`
-    does the rest.
-
-    `on_change` says that what others are told has changed, `is_used` whether somebody is answered
-    on this machine.
-    """
+    does the rest, and `pulls` are the verbs."""
 
     def __init__(
         self,
         config: Config,
         key: NodeKey,
+        held: Holdings,
         store: ShardStore,
         events: EventFeed,
         on_change: Callable[[], None],
-        is_used: Callable[[], bool],
+        address: str,
     ) -> None:
+        """`on_change` says that what others are told has changed; they come to `address`."""
         self._config = config
         self._key = key
         self._store = store
-        self._address = ""
+        self._models = held.models
+        self._address = address
         self._told: Sequence[HeldWeights] = ()
         self._told_at = -math.inf
         self._peers: Sequence[PeerHolding] = ()
         self._on_change = on_change
         self._events = events
-        self._pulls: Pulls | None = None
-        self.fetcher = FetcherSupervisor(None, self._changed, self._notify, is_used=is_used)
+        self.fetcher = FetcherSupervisor(
+            None, self._changed, self._notify, is_used=lambda: held.is_used
+        )
+        around = PullContext(lambda: self._peers, self._in_use, self._notify, cache_dir())
+        self.pulls = Pulls(self.fetcher, around)
 
-    def start(self, models: Sequence[LocalModel], address: str, tls: TlsMaterial) -> None:
+    def start(self, tls: TlsMaterial) -> None:
         """Begin to serve, where this node belongs to a hearth; fetching begins when asked for."""
-        self._address = address
-        start = wiring.start_fetcher(self._config, self._key, models, address, tls)
+        models = list(self._models.values())
+        start = wiring.start_fetcher(self._config, self._key, models, self._address, tls)
         self.fetcher.first_command = start
         if self._config.is_distributed:
             self.fetcher.start()
 
     async def stop(self) -> None:
         """End what is fetched; what has come stays on the disk."""
-        if self._pulls is not None:
-            await self._pulls.close()
+        await self.pulls.close()
         await self.fetcher.stop()
 
     def held(self) -> tuple[HeldWeights, ...]:
@@ -102,15 +103,8 @@ class Weights:
         something. Raises BadRequest when there are several."""
         return meant(model, self._peers, self.fetcher.holdings)
 
-    def pulls(self, held: Mapping[ModelId, LocalModel]) -> Pulls:
-        """The verbs, for a node that serves or asks these models."""
-
-        def in_use() -> set[Path]:
-            return {Path(model.directory) for model in held.values()}
-
-        around = PullContext(lambda: self._peers, in_use, self._notify, cache_dir())
-        self._pulls = Pulls(self.fetcher, around)
-        return self._pulls
+    def _in_use(self) -> set[Path]:
+        return {Path(model.directory) for model in self._models.values()}
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:
         self._events.emit(kind, **fields)
