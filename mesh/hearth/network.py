@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock, set_within
@@ -52,6 +52,16 @@ TOLD_S = 10.0
 """The longest that a node that leaves waits for the others to hear of it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """What there is as long as this node is in a hearth."""
+
+    hearth: Hearth
+    peering: Peering
+    inviting: Inviting
+    publisher: Publisher
+
+
 class Network:
     """`start`, then `stop`; in between perhaps `join`."""
 
@@ -65,7 +75,6 @@ class Network:
         hooks: NetworkHooks,
         accounts: ResourceLedger,
     ) -> None:
-        self.hearth: Hearth | None = None
         self.on_file: Callable[[NodeId, FileAsk | FilePart], None] = lambda peer, message: None
         self._key = key
         self._paths = paths
@@ -74,9 +83,7 @@ class Network:
         self._clock = clock
         self._hooks = hooks
         self._accounts = accounts
-        self._peering: Peering | None = None
-        self._inviting: Inviting | None = None
-        self._publisher: Publisher | None = None
+        self._here: _Here | None = None
         self._alone: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._moving = asyncio.Lock()
@@ -101,24 +108,22 @@ class Network:
 
     async def stop(self) -> None:
         """Say goodbye to everybody and close the log."""
-        inviting, self._inviting = self._inviting, None
-        publisher, self._publisher = self._publisher, None
-        peering, self._peering = self._peering, None
-        hearth, self.hearth = self.hearth, None
-        alone, self._alone = self._alone, None
-        await end([alone])
+        here, self._here = self._here, None
+        await end([self._alone])
         await self.callbacks.close()
-        if inviting is not None:
-            await inviting.close()
-        if publisher is not None:
-            await publisher.stop()
-        if peering is not None:
-            await peering.stop()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        if hearth is not None:
-            await hearth.close()
+        if here is not None:
+            await here.inviting.close()
+            await here.publisher.stop()
+            await here.peering.stop()
+            await asyncio.gather(*self._background, return_exceptions=True)
+            await here.hearth.close()
 
     # Asked by the rest of the node.
+
+    @property
+    def hearth(self) -> Hearth | None:
+        """The hearth that this node is in; None between two, and without distributed inference."""
+        return self._here.hearth if self._here is not None else None
 
     @property
     def name(self) -> str:
@@ -128,7 +133,7 @@ class Network:
     @property
     def port(self) -> int:
         """Where the node-to-node port listens; 0 while it does not."""
-        return self._peering.port if self._peering is not None else 0
+        return self._here.peering.port if self._here is not None else 0
 
     @property
     def host(self) -> str:
@@ -138,49 +143,47 @@ class Network:
     @property
     def address(self) -> str | None:
         """``HOST:PORT`` for other nodes."""
-        return self._peering.address if self._peering is not None else None
+        return self._here.peering.address if self._here is not None else None
 
     def peers(self) -> list[PeerView]:
         """Every peer that is linked, dialled or was seen; none while this node is in no hearth."""
-        return self._peering.peers() if self._peering is not None else []
+        return self._here.peering.peers() if self._here is not None else []
 
     def link(self, peer: NodeId) -> ControlLink | None:
         """The control link to a peer; None while there is none."""
-        return self._peering.links.get(peer) if self._peering is not None else None
+        return self._here.peering.links.get(peer) if self._here is not None else None
 
     def send(self, peer: NodeId, message: Said) -> None:
         """Queue a message for a linked peer. Raises LinkLost when there is no link to it."""
-        if self._peering is None:
+        if self._here is None:
             raise LinkLost("This node is linked to nobody.", fix="Wait until it is.")
-        self._peering.send(peer, message)
+        self._here.peering.send(peer, message)
 
     def silences(self) -> list[tuple[NodeId, float]]:
         """For each linked peer, the seconds since anything came from it."""
-        return self._peering.silences() if self._peering is not None else []
+        return self._here.peering.silences() if self._here is not None else []
 
     def advertise(self) -> None:
         """What this node serves has changed."""
         self._due.set()
-        if self._peering is not None:
-            self._peering.advertise()
-        if self._publisher is not None:
-            self._publisher.look()
+        if self._here is not None:
+            self._here.peering.advertise()
+            self._here.publisher.look()
 
     def may_serve(self, node: NodeId) -> bool:
         """Whether the node's shards may be used here: its own always, else trusted by trusted."""
-        own = self._key.node_id
+        own, hearth = self._key.node_id, self.hearth
         if node == own:
             return True
-        hearth = self.hearth
         return hearth is not None and hearth.may_serve(own) and hearth.may_serve(node)
 
     def users(self) -> tuple[bytes, ...]:
         """Certificates (DER) of the members that may use shards."""
-        return self.hearth.users() if self.hearth is not None else ()
+        return self._here.hearth.users() if self._here is not None else ()
 
     def revoked_tokens(self) -> frozenset[str]:
         """Ids of the session tokens that the hearth revoked."""
-        return self.hearth.revoked_tokens() if self.hearth is not None else frozenset()
+        return self._here.hearth.revoked_tokens() if self._here is not None else frozenset()
 
     async def tls_material(self) -> TlsMaterial:
         """For this node's own processes. Holds the private key."""
@@ -191,36 +194,33 @@ class Network:
     def require_hearth(self) -> Hearth:
         """The hearth. Raises ExperimentalDisabled when distributed inference is switched off, and
         Busy between two hearths."""
-        if self.hearth is None and self._settings.is_enabled:
+        return self._require_here().hearth
+
+    def _require_here(self) -> _Here:
+        if self._here is None and self._settings.is_enabled:
             raise Busy(
                 "This node is just joining or leaving a hearth.", fix="Try again in a moment."
             )
-        if self.hearth is None:
+        if self._here is None:
             raise ExperimentalDisabled(
                 "distributed inference is switched off, so this node is in no hearth.",
                 fix="Set research.distributed_inference.enabled, or leave it unset.",
             )
-        return self.hearth
+        return self._here
 
     async def invite(self, level: TrustLevel, ttl_s: float) -> OpenWindow:
         """Open a pairing window. Raises what `Inviting.open` raises."""
-        self.require_hearth()
-        assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
-        peering = self._settings.peering
-        return await self._inviting.open(
-            level, ttl_s, peering.answers_at or peering.host, self.host
-        )
+        inviting, peering = self._require_here().inviting, self._settings.peering
+        return await inviting.open(level, ttl_s, peering.answers_at or peering.host, self.host)
 
     async def invitation(self, port: int, timeout_s: float) -> WindowOutcome | None:
         """How the pairing window at `port` ended; None while it is open, after `timeout_s`."""
-        self.require_hearth()
-        assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
-        return await self._inviting.outcome(port, timeout_s)
+        return await self._require_here().inviting.outcome(port, timeout_s)
 
     async def close_invitation(self) -> None:
         """Shut the open window, if there is one."""
-        if self._inviting is not None:
-            await self._inviting.close()
+        if self._here is not None:
+            await self._here.inviting.close()
 
     async def join(self, code: str, peer: str | None) -> HearthRecord:
         """Leave a hearth in which this node is alone for the one it is invited to; or, among
@@ -283,14 +283,14 @@ class Network:
         return new
 
     async def _open(self, record: HearthRecord) -> None:
-        hearth = self.hearth = await Hearth.open(
+        epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)
+        hearth = await Hearth.open(
             self._key, record, self._paths.events_dir, self._clock, self._reported, self._accounts
         )
         hearth.on_roster.append(self._members_changed)
-        epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)
         choices = list(self._settings.interfaces)
         mdns = Mdns(lambda: interfaces.present(choices))
-        peering = self._peering = Peering(
+        peering = Peering(
             replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
             self._store,
             self._offering,
@@ -299,7 +299,9 @@ class Network:
             on_message=self._heard,
             mdns=mdns,
         )
-        self._inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
+        inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
+        publisher = Publisher(hearth, self._hooks.serving)
+        self._here = _Here(hearth, peering, inviting, publisher)
         hearth.start_gossip(
             lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))
         )
@@ -307,7 +309,6 @@ class Network:
             is_out = self._key.node_id in hearth.roster.cuts
             self._hooks.on_event(PUT_OUT if is_out else not_in(hearth.roster.name))
         await peering.start()
-        publisher = self._publisher = Publisher(hearth, self._hooks.serving)
         publisher.start()
 
     async def _list_own(self) -> None:
@@ -327,8 +328,8 @@ class Network:
             self.callbacks.receive(peer, message)
         elif isinstance(message, FileAsk | FilePart):
             self.on_file(peer, message)
-        elif self.hearth is not None:
-            self.hearth.receive(peer, message.body)
+        elif (hearth := self.hearth) is not None:
+            hearth.receive(peer, message.body)
 
     def _on_event(self, event: PeerEvent) -> None:
         hearth = self.hearth
@@ -357,8 +358,8 @@ class Network:
             self._is_refused = False
 
     def _still_up(self, node: NodeId) -> None:
-        if self.hearth is not None:
-            self.hearth.peer_up(node)
+        if (hearth := self.hearth) is not None:
+            hearth.peer_up(node)
 
     def _members_changed(self, before: Roster, after: Roster) -> None:
         for kind, fields in notices(before, after):
@@ -368,10 +369,9 @@ class Network:
             self._hooks.on_event(PUT_OUT)
         for node in after.forked - before.forked:
             self._hooks.on_event(forked(after, node, is_own=node == own))
-        if self._peering is not None:
-            self._peering.follow_members()
-        if self._publisher is not None:
-            self._publisher.look()
+        if self._here is not None:
+            self._here.peering.follow_members()
+            self._here.publisher.look()
         self._hooks.on_members()
 
     def _invited(self, ending: WindowEnding, joined: JoinRequest | None) -> None:
