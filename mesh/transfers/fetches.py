@@ -16,7 +16,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
-from mesh.transfers.fetching import Fetch, WantedLayers
+from mesh.transfers.fetching import Fetch, WantedLayers, fetching
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import Dial, PeerSources, agreed_files, nobody, prepare
@@ -35,6 +35,7 @@ class _Running:
     order: Ensure
     state: str = "waiting"
     note: str = ""
+    directory: Path | None = None
     fetch: Fetch | None = None
     sources: PeerSources | None = None
 
@@ -101,10 +102,7 @@ class Fetches:
 
     def is_fetching(self, directory: Path) -> bool:
         """Whether something is being written there."""
-        return any(
-            running.fetch is not None and running.fetch.directory == directory
-            for running in self._running.values()
-        )
+        return any(running.directory == directory for running in self._running.values())
 
     async def ensure(self, order: Ensure) -> Path:
         """The directory in which what is wanted is, once it is.
@@ -138,29 +136,28 @@ class Fetches:
             running.state = "looking"
             if not (directory / RECORD).exists():
                 await self._prepare(running, directory)
-            fetch = running.fetch = Fetch(
+            running.directory, running.state, running.note = directory, "fetching", ""
+            opening = fetching(
                 directory, wanted, self._shelf, self._pace,
-                patience_s=self._settings.patience_s,
-                on_lie=lambda node, tensor: self._lied(order, NodeId(node), tensor),
+                lambda node, tensor: self._lied(order, NodeId(node), tensor),
             )  # fmt: skip
-            for name, why in self._refused(order.weights_sha256).items():
-                fetch.note(name, why)
             try:
-                async with self._asking(running, fetch):
-                    await fetch.run()
+                async with opening as fetch, self._asking(running, fetch):
+                    await fetch.run(self._settings.patience_s)
             except Busy as error:
                 # Another node of this user: what it fetches is there for this one as well.
-                running.state, running.note = "waiting", error.message
+                running.directory, running.state, running.note = None, "waiting", error.message
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return directory
 
     @asynccontextmanager
     async def _asking(self, running: _Running, fetch: Fetch) -> AsyncIterator[None]:
-        sha256 = running.order.weights_sha256
+        sha256, running.fetch = running.order.weights_sha256, fetch
+        for name, why in self._refused(sha256).items():
+            fetch.note(name, why)
         sources = running.sources = PeerSources(sha256, fetch, self._dial)
         sources.update(self._having(sha256))
-        running.state, running.note = "fetching", ""
         tasks = []
         if self.outside is not None and running.order.hub is not None:
             tasks.append(spawn(self.outside(running.order, fetch), "ask the hub"))

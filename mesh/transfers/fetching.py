@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,35 +57,55 @@ class _Asked:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
-class Fetch:
-    """One run; `join` and `leave` say who can be asked. Use on one event loop.
+@asynccontextmanager
+async def fetching(
+    directory: Path,
+    wanted: WantedLayers,
+    shelf: Shelf,
+    pace: Pace,
+    on_lie: Callable[[str, str], None] = lambda source, tensor: None,
+) -> AsyncIterator[Fetch]:
+    """A fetch of what is wanted; at the end nobody is asked any more. `on_lie` hears the source
+    whose bytes were wrong and the tensor.
 
-    `on_lie` hears the source whose bytes were wrong and the tensor. Raises TransferFailed when
-    nobody has what is missing for `patience_s`.
+    Raises DiskFull, BadCheckpoint, Busy while another process writes there.
     """
+    writer = await _opened(directory)
+    try:
+        manifest = await asyncio.to_thread(read_manifest, directory)
+        plan = await asyncio.to_thread(_plan_for, writer, manifest, wanted)
+    except BaseException:
+        await asyncio.to_thread(writer.close)
+        raise
+    fetch = Fetch(writer, manifest, plan, shelf, pace, on_lie)
+    fetch.meter.total = sum(manifest.tensors[name].nbytes for name in wanted.names(manifest))
+    try:
+        yield fetch
+    finally:
+        await fetch.close()
+
+
+class Fetch:
+    """See `fetching`; `join` and `leave` say who can be asked. Use on one event loop."""
 
     def __init__(
         self,
-        directory: Path,
-        wanted: WantedLayers,
+        writer: PartialWriter,
+        manifest: Manifest,
+        plan: PiecePicker,
         shelf: Shelf,
         pace: Pace,
-        *,
-        patience_s: float = 60.0,
-        on_lie: Callable[[str, str], None] = lambda source, tensor: None,
+        on_lie: Callable[[str, str], None],
     ) -> None:
-        self.directory = directory
+        self.directory = writer.directory
         self.meter = Meter()
-        self._wanted = wanted
+        self._writer = writer
+        self._manifest = manifest
+        self._plan = plan
         self._shelf = shelf
         self._pace = pace
-        self._patience_s = patience_s
         self._on_lie = on_lie
         self._asked: dict[str, _Asked] = {}
-        self._early: dict[str, tuple[_Asked, frozenset[str], bool]] = {}
-        self._plan: PiecePicker | None = None
-        self._writer: PartialWriter | None = None
-        self._manifest: Manifest | None = None
         self._error: MeshError | None = None
         self._given_up: dict[str, str] = {}
         self._changed = asyncio.Event()
@@ -95,7 +115,7 @@ class Fetch:
     @property
     def liars(self) -> frozenset[str]:
         """The sources that are not asked again."""
-        return frozenset() if self._plan is None else frozenset(self._plan.liars)
+        return frozenset(self._plan.liars)
 
     @property
     def stopped_by(self) -> str:
@@ -107,7 +127,7 @@ class Fetch:
     @property
     def lacking(self) -> list[str]:
         """The tensors that are missing and that no peer has."""
-        return [] if self._plan is None else self._plan.lacking()
+        return self._plan.lacking()
 
     def join(
         self,
@@ -119,18 +139,14 @@ class Fetch:
         is_spared: bool = False,
     ) -> None:
         """A source that has these tensors; `on_error` hears once why it is not used any more."""
-        asked = _Asked(source, on_error)
         self._given_up.pop(source.name, None)
-        if self._plan is None:
-            self._early[name] = (asked, holds, is_spared)
-            return
-        self._asked[name] = asked
+        self._asked[name] = _Asked(source, on_error)
         self._plan.join(name, holds, is_spared=is_spared)
         self._dispatch()
 
     def learn(self, name: str, holds: frozenset[str]) -> None:
         """A source has other tensors now."""
-        if self._plan is not None and name in self._asked:
+        if name in self._asked:
             self._plan.join(name, holds)
             self._dispatch()
 
@@ -140,49 +156,29 @@ class Fetch:
 
     def leave(self, name: str) -> None:
         """A source is gone."""
-        self._early.pop(name, None)
         asked = self._asked.pop(name, None)
         if asked is not None:
             for task in asked.tasks:
                 task.cancel()
             asked.source.close()
-        if self._plan is not None:
-            self._plan.leave(name)
-            self._dispatch()
+        self._leave_plan(name)
 
-    async def run(self) -> None:
-        """Until all that is wanted is here, verified and on the disk.
-
-        Raises TransferFailed, DiskFull, BadCheckpoint, Busy while another process writes there.
-        """
-        writer = self._writer = await _opened(self.directory)
-        try:
-            manifest = self._manifest = await asyncio.to_thread(read_manifest, self.directory)
-            plan = self._plan = await asyncio.to_thread(_plan_for, writer, manifest, self._wanted)
-            self.meter.total = self._total(manifest)
-            early, self._early = self._early, {}
-            for name, (asked, holds, is_spared) in early.items():
-                self.join(name, asked.source, holds, asked.on_error, is_spared=is_spared)
-            await self._until_done(plan, writer)
-        finally:
-            for name in list(self._asked):
-                self.leave(name)
-            await end(self._keeping)
-            await asyncio.to_thread(writer.close)
-            self._put_on_shelf()
+    async def close(self) -> None:
+        """Ask nobody any more; what has come is on the disk and on the shelf."""
+        for name in list(self._asked):
+            self.leave(name)
+        await end(self._keeping)
+        await asyncio.to_thread(self._writer.close)
+        self._put_on_shelf()
 
     def count(self) -> None:
         """Bring `meter` up to date."""
-        if self._plan is not None:
-            self.meter.done = max(0, self.meter.total - self._plan.left_bytes)
+        self.meter.done = max(0, self.meter.total - self._plan.left_bytes)
 
-    # Private
-
-    def _total(self, manifest: Manifest) -> int:
-        return sum(manifest.tensors[name].nbytes for name in self._wanted.names(manifest))
-
-    async def _until_done(self, plan: PiecePicker, writer: PartialWriter) -> None:
-        loop = asyncio.get_running_loop()
+    async def run(self, patience_s: float = 60.0) -> None:
+        """Until all that is wanted is here, verified and on the disk. Raises TransferFailed when
+        nobody has what is missing for so long, DiskFull, BadCheckpoint."""
+        loop, plan = asyncio.get_running_loop(), self._plan
         helped_at = told_at = loop.time()
         while not plan.is_done:
             self._changed.clear()
@@ -190,13 +186,13 @@ class Fetch:
             if self._error is not None:
                 raise self._error
             if loop.time() - told_at >= _TELL_EVERY_S or plan.is_done:
-                await asyncio.to_thread(writer.commit)
+                await asyncio.to_thread(self._writer.commit)
                 self._put_on_shelf()
                 told_at = loop.time()
             unheld = plan.unheld()
             if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
                 helped_at = loop.time()
-            elif loop.time() - helped_at > self._patience_s:
+            elif loop.time() - helped_at > patience_s:
                 raise TransferFailed(
                     f"No node that is up has {len(unheld)} of the tensors that are missing,"
                     f" {unheld[0]} among them. {self.stopped_by}".rstrip(),
@@ -204,21 +200,19 @@ class Fetch:
                     " fetched is kept.",
                 )
 
+    # Private
+
     def _put_on_shelf(self) -> None:
-        if self._writer is not None and self._manifest is not None:
-            kept = StoredCheckpoint(
-                self._manifest, self._writer.record.origin, frozenset(self._writer.complete),
-                self._writer.record.is_read,
-            )  # fmt: skip
-            before = self._shelf.at(self.directory)
-            if before is None or before.complete != kept.complete:
-                self._shelf.put(kept)
+        record, complete = self._writer.record, frozenset(self._writer.complete)
+        before = self._shelf.at(self.directory)
+        if before is None or before.complete != complete:
+            self._shelf.put(
+                StoredCheckpoint(self._manifest, record.origin, complete, record.is_read)
+            )
 
     def _dispatch(self) -> None:
         """Ask everybody who has time."""
         self._changed.set()
-        if self._plan is None:
-            return
         for name, asked in list(self._asked.items()):
             while (piece := self._plan.next(name)) is not None:
                 task = spawn(self._ask(name, asked, piece), f"fetch {piece.tensor}")
@@ -253,7 +247,6 @@ class Fetch:
                 asked.source.close()
                 asked.on_error(error)
             return None
-        assert self._plan is not None  # noqa: S101 - whoever asks has one
         is_news = self._plan.arrived(name, piece, loop.time() - began)
         self.meter.arrived(name, asked.source.name, piece.size, loop.time())
         if not is_news:
@@ -262,8 +255,7 @@ class Fetch:
 
     def _leave_plan(self, name: str) -> None:
         """What it had in hand goes to the others."""
-        if self._plan is not None:
-            self._plan.leave(name)
+        self._plan.leave(name)
         self._dispatch()
 
     async def _keep(self, piece: Piece, data: Parts) -> None:
@@ -274,8 +266,6 @@ class Fetch:
         self._dispatch()
 
     async def _put(self, piece: Piece, data: Parts) -> None:
-        assert self._plan is not None  # noqa: S101 - as above
-        assert self._writer is not None  # noqa: S101 - as above
         outcome = await asyncio.to_thread(self._writer.put, piece.tensor, piece.start, data)
         if outcome is WriteOutcome.WRONG:
             self._expel(self._plan.wrong(piece.tensor), piece.tensor)

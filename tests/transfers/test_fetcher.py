@@ -21,7 +21,7 @@ from mesh.models.partial_writer import PartialWriter, pieces_of
 from mesh.models.rounded import note_place
 from mesh.paths import quantised_dir
 from mesh.transfers.commands import LocalCheckpoint
-from mesh.transfers.fetching import Fetch, WantedLayers
+from mesh.transfers.fetching import WantedLayers, fetching
 from mesh.transfers.pacing import Pace
 from mesh.transfers.piece_picker import MAX_IN_HAND
 from mesh.transfers.shelf import Shelf
@@ -102,7 +102,12 @@ async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
     tmp_path: Path, whole: Manifest
 ) -> None:
     copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
-    run = asyncio.create_task(Fetch(copy, WantedLayers(None), Shelf(), Pace()).run())
+
+    async def fetch() -> None:
+        async with fetching(copy, WantedLayers(None), Shelf(), Pace()) as begun:
+            await begun.run()
+
+    run = asyncio.create_task(fetch())
     await asyncio.sleep(0)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -9,7 +9,7 @@ from mesh.discovery.weights import HeldWeights
 from mesh.models.manifest import read_manifest
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import PeerHolding
-from mesh.transfers.fetching import Fetch, WantedLayers
+from mesh.transfers.fetching import WantedLayers, fetching
 from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import PeerSources
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
@@ -44,14 +44,14 @@ async def test_who_is_asked_no_more_is_listened_to_no_more(tmp_path: Path) -> No
 
     copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
     before = asyncio.all_tasks()
-    fetch = Fetch(copy, WantedLayers(None), Shelf(), Pace())
-    sources = PeerSources(sha256, fetch, dial)
     where = Endpoint("wss://127.0.0.1:9")
     held = HeldWeights(whole.model_id, sha256, 2, (), ends=True, endpoint=where)
     peer = PeerHolding(NodeId("full"), "full", held)
-    sources.update([peer])
-    await fetch.run()
-    await sources.close()
+    async with fetching(copy, WantedLayers(None), Shelf(), Pace()) as fetch:
+        sources = PeerSources(sha256, fetch, dial)
+        sources.update([peer])
+        await fetch.run()
+        await sources.close()
     await asyncio.gather(*replies)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
