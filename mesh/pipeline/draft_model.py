@@ -27,7 +27,8 @@ from mesh.pipeline.sessions import common_prefix
 from mesh.processes.lifecycle import LoadNeed
 from mesh.shard.commands import ShardRequest
 from mesh.shard.device import choose_device
-from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.runtime import StepInput
 from mesh.shard.settings import ShardSettings
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId

@@ -46,7 +46,8 @@ from mesh.shard.commands import (
 )
 from mesh.shard.device import choose_device, headroom, memory_budget
 from mesh.shard.failures import device_failed
-from mesh.shard.loading import HeldShard, HostedOn, LoadedShard, LoadPlan, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
+from mesh.shard.loading import HeldShard, LoadedShard, load_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf

@@ -26,7 +26,8 @@ from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
 from mesh.shard.cuda import int4
 from mesh.shard.device import DTYPES, cpu_fast_dtypes, headroom
 from mesh.shard.linear import choose_kernels, halving_fails
-from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.runtime import StepInput
 from mesh.types import HALVED_FORMAT, Endpoint, LayerRange, ModelId, NodeId
 

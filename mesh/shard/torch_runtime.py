@@ -8,7 +8,7 @@ weights by `lean`, and on CUDA those of few rows by graphs that were captured of
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,12 +23,18 @@ from mesh.shard.cuda.rows import FULL_ROWS
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.lean import LeanLayers, fused_places
-from mesh.shard.linear import PLAIN, Place, choose_kernels
+from mesh.shard.linear import PLAIN, Kernels, Place, choose_kernels
 from mesh.shard.memory import settle
 from mesh.shard.packed import Packed
 from mesh.shard.protection import Protection
 from mesh.shard.runtime import StepInput, prepare, require_batch
-from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types, short_steps_keep_bits
+from mesh.shard.selfcheck import (
+    AttentionChoice,
+    choose_attention,
+    lean_agrees,
+    rope_types,
+    short_steps_keep_bits,
+)
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
@@ -41,6 +47,36 @@ if TYPE_CHECKING:
 
 _FEW_ROWS = 1, 4
 """For so many, products in 4 bit on CUDA take half the time that they take for sixteen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What the layers of a module have become."""
+
+    kernels: Kernels
+    attention: AttentionChoice
+    lean: LeanLayers | None
+
+
+def _made(
+    module: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    *,
+    halved: bool,
+    lean: bool,
+) -> _Made:
+    together = _together(module) if lean else None
+    with torch.inference_mode():
+        kernels = choose_kernels(
+            module, dtype, device, progress, halved=halved, together=together or ()
+        )
+    attention = choose_attention(module, device, dtype)
+    pays = kernels.name != PLAIN or device.type == "cuda"
+    is_own = attention.name == own_attention.NAME
+    layers = _lean(module, device, dtype) if together is not None and pays and is_own else None
+    return _Made(kernels, attention, layers)
 
 
 class TorchRuntime:
@@ -72,28 +108,17 @@ class TorchRuntime:
         self.dtype = dtype
         self.hidden_size: int = loaded.config.hidden_size
         self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
-        together = _together(self._module) if lean else None
-        with torch.inference_mode():
-            kernels = choose_kernels(
-                self._module, dtype, device, progress, halved=halved, together=together or ()
-            )
-        attention = choose_attention(self._module, device, dtype)
-        self._lean: LeanLayers | None = None
-        self._not_captured = ""
-        pays = kernels.name != PLAIN or device.type == "cuda"
-        if together is not None and pays and attention.name == own_attention.NAME:
-            self._lean = _lean(self._module, device, dtype)
-        few = _FEW_ROWS if kernels.name == int4.KERNELS else ()
-        self._captured = self._capture(positions, few)
+        made = _made(self._module, device, dtype, progress, halved=halved, lean=lean)
+        self._lean = made.lean
+        few = _FEW_ROWS if made.kernels.name == int4.KERNELS else ()
+        self._captured, why_captured = self._capture(positions, few)
         self.protection = Protection(self._module, loaded.pages, *self._beside)
-        together_rows = 1 if self._captured is None else FULL_ROWS
-        self.batch_rows = together_rows if attention.batched and not batch_invariant else 0
-        alone = None if self.batch_rows else "alone"
-        captured = self._captured is not None and "captured"
-        names = kernels.name, self.is_lean and "lean", captured, attention.name, alone
-        self.kernels = "+".join(name for name in names if isinstance(name, str))
-        said = self._said() if lean else ()
-        self.reasons = (kernels.reason, attention.reason, self.protection.reason, *said)
+        at_once = 1 if self._captured is None else FULL_ROWS
+        self.batch_rows = at_once if made.attention.batched and not batch_invariant else 0
+        self.kernels = self._names(made)
+        said = (self._said_of_layers(), why_captured or self._said_of_rows()) if lean else ()
+        reasons = made.kernels.reason, made.attention.reason, self.protection.reason, *said
+        self.reasons = tuple(filter(None, reasons))
         self.weight_bytes = _weight_bytes(self._module)
         """What the weights take in the form in which they are computed with."""
         settle()
@@ -105,27 +130,36 @@ class TorchRuntime:
         """Whether steps without hooks go through `lean`."""
         return self._lean is not None
 
-    def _capture(self, positions: int, few: Sequence[int]) -> CapturedLayers | None:
+    def _capture(self, positions: int, few: Sequence[int]) -> tuple[CapturedLayers | None, str]:
+        """Its short steps captured, where that is possible, and what is to be said of it."""
         if self._lean is None or self.device.type != "cuda" or not positions:
-            return None
+            return None, ""
         try:
-            return CapturedLayers(
+            captured = CapturedLayers(
                 self._lean, self.device, self.dtype,
                 hidden_size=self.hidden_size, positions=positions, few=few,
             )  # fmt: skip
         except NotCompilable as error:
-            self._not_captured = f"steps captured: no, {error}"
-            return None
+            return None, f"steps captured: no, {error}"
+        return captured, captured.reason
 
-    def _said(self) -> tuple[str, ...]:
-        if self._lean is None:
-            return ("layers lean: no, by their modules",)
-        if self.device.type == "cuda":
-            return "layers lean: checked", self._not_captured or _said_of(self._captured)
+    def _names(self, made: _Made) -> str:
+        """What the last bits depend on."""
+        names = {
+            made.kernels.name: True, "lean": self.is_lean, "captured": self._captured is not None,
+            made.attention.name: True, "alone": not self.batch_rows,
+        }  # fmt: skip
+        return "+".join(name for name, holds in names.items() if holds)
+
+    def _said_of_layers(self) -> str:
+        return "layers lean: no, by their modules" if self._lean is None else "layers lean: checked"
+
+    def _said_of_rows(self) -> str:
+        if self._lean is None or self.device.type != "cpu":
+            return ""
         exact = short_steps_keep_bits(self._module, self.device, self.dtype, self._lean.forward)
         bits = "the same bits" if exact else "other last bits on this CPU"
-        most = own_attention.SHORT_ROWS
-        return "layers lean: checked", f"rows: {bits} in steps of up to {most} as alone"
+        return f"rows: {bits} in steps of up to {own_attention.SHORT_ROWS} as alone"
 
     @property
     def _beside(self) -> tuple[nn.Module, ...]:
@@ -239,13 +273,6 @@ class TorchRuntime:
             view = layer_view(self._module, layers.start - first, layers.stop - first)
             self._views[layers] = view
         return view
-
-
-def _said_of(captured: CapturedLayers | None) -> str:
-    if captured is None:
-        return "steps captured: no"
-    sizes = ", ".join(map(str, captured.sizes))
-    return f"steps captured: filled up to {sizes} rows, the same bits in up to {FULL_ROWS}"
 
 
 def _is_halved(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -23,7 +23,8 @@ from mesh.accounts.ledger import Resource, ResourceLedger, of_peer
 from mesh.clock import SystemClock
 from mesh.models import builtin
 from mesh.shard.commands import ShardRequest
-from mesh.shard.loading import HostedOn, LoadedShard, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import LoadedShard, load_shard
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService

@@ -59,7 +59,8 @@ def _loads(directory: Path, form: str) -> dict[str, float]:
 
     import mesh.shard.process  # noqa: F401 - what a shard process has imported
     from mesh.shard.commands import ShardRequest
-    from mesh.shard.loading import HostedOn, load_shard, plan_shard
+    from mesh.shard.load_plan import HostedOn, plan_shard
+    from mesh.shard.loading import load_shard
     from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 
     torch.set_num_threads(1)

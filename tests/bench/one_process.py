@@ -25,7 +25,8 @@ import torch
 from mesh.cli.local_node import LocalNode
 from mesh.shard.attention import row_exact_attention_of, rule_mask
 from mesh.shard.commands import ShardRequest
-from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 from tests.bench.mesh_speed import SHAPES, mesh_run, pin, start_halves

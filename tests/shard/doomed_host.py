@@ -18,7 +18,8 @@ import torch
 
 from mesh.errors import DeviceFailed
 from mesh.shard import process
-from mesh.shard.loading import LoadedShard, LoadPlan, load_shard
+from mesh.shard.load_plan import LoadPlan
+from mesh.shard.loading import LoadedShard, load_shard
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange

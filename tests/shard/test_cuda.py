@@ -21,11 +21,12 @@ from mesh.shard.cuda.pool import Pool, PoolCache, PoolShape
 from mesh.shard.cuda.rows import FULL_ROWS
 from mesh.shard.device import choose_quant
 from mesh.shard.lean import LeanLayers, fused_places
-from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.runtime import StepInput
 from mesh.shard.stacked import stack, whole_of
 from mesh.shard.torch_runtime import TorchRuntime
-from mesh.types import Endpoint, LayerRange, NodeId
+from mesh.types import Endpoint, LayerRange, NodeId, Site
 from tests.checkpoints import FAMILIES, WINDOW
 from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows
 from tests.shard.test_lean import SINGULAR
@@ -300,3 +301,37 @@ def _request(family: str) -> ShardRequest:
 
 def _host(device: torch.device) -> HostedOn:
     return HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), device, 1)
+
+
+class _Doubles:
+    """A hook of one session."""
+
+    site = Site(1)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_modules_compute_over_the_pool_what_they_do_over_caches_of_their_own(family: str) -> None:
+    """A chunk, hooks, a rollback, and a batch of sessions: what goes without captures on a card."""
+    loaded = load_span(checkpoint(family), WHOLE, dtype=torch.float32, device=CPU)
+    span = TorchRuntime(loaded, device=CPU, dtype=torch.float32)
+    pool = Span(family, (CPU, torch.float32)).captured.pool
+    hidden, hooks = rows(80), (_Doubles(),)
+    found = []
+    for opened in (span.new_cache, pool.open):
+        one, other = opened(128), opened(128)
+        parts = [
+            *span.forward([StepInput(one, 0, hidden[:, :70])]),
+            *span.forward([StepInput(other, 0, hidden[:, :9], hooks)]),
+            *span.forward([StepInput(one, 66, hidden[:, 66:70])]),
+            *span.forward(
+                [
+                    StepInput(one, 70, hidden[:, 70:71]),
+                    StepInput(other, 9, hidden[:, 9:10], hooks),
+                ]
+            ),
+        ]
+        found.append(torch.cat(parts, 1))
+    assert relative_error(found[1], found[0]) < 1e-5

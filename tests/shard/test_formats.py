@@ -14,7 +14,8 @@ from mesh.routing.fitting import asking_bytes, benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.commands import ShardRequest
 from mesh.shard.linear import HALVED, halving_fails
-from mesh.shard.loading import HostedOn, LoadPlan, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.speed import float_formats
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import HALVED_FORMAT, Endpoint, ModelId, NodeId

@@ -81,6 +81,12 @@ class CapturedLayers:
         """How many rows a step may be filled up to."""
         self.sizes = (*filter(self._is_exact, few), *self.sizes)
 
+    @property
+    def reason(self) -> str:
+        """What it does, for people."""
+        sizes = ", ".join(map(str, self.sizes))
+        return f"steps captured: filled up to {sizes} rows, the same bits in up to {FULL_ROWS}"
+
     @staticmethod
     def takes(step: StepInput) -> bool:
         """Whether it is short enough."""

@@ -14,7 +14,8 @@ from mesh.models.rounded import sweep_rounded
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.compiled.runtime import CompiledRuntime
-from mesh.shard.loading import HostedOn, LoadPlan, load_shard, plan_shard
+from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
+from mesh.shard.loading import load_shard
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, ModelId, NodeId
 from tests.shard.spans import CPU, WHOLE, checkpoint

@@ -1,0 +1,170 @@
+"""What loading a shard will do, decided from the checkpoint's headers before a weight is read.
+
+In which numbers it is computed, by which runtime, and what that takes of the device. Blocks for
+files and, the first time, for the proofs of a family: called on the loading thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mesh.errors import UnsupportedFamily
+from mesh.models.families import family_of
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import require_present
+from mesh.models.progress import Progress
+from mesh.shard.commands import ShardRequest
+from mesh.shard.compiled.formats import Quant, bytes_per_weight
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.device import (
+    DTYPES,
+    Choice,
+    choose_dtype,
+    choose_quant,
+    short_dtype_name,
+)
+from mesh.shard.ends import EndsPlan
+from mesh.shard.footprint import ends_mb, estimate
+from mesh.shard.lean_proof import require_lean
+from mesh.shard.linear import kept_dtype
+from mesh.types import Endpoint, NodeId, ShardId, ShardMemory
+
+
+@dataclass(frozen=True, slots=True)
+class HostedOn:
+    """Where a shard runs: the node, its address for askers, and the device."""
+
+    node_id: NodeId
+    node_name: str
+    endpoint: Endpoint
+    device: torch.device
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load will do, known before it is done: `need` is what it takes of the device.
+
+    `dtype` is that of the torch runtime; with a `quant` the compiled one computes. With `lean` the
+    torch runtime does without modules where it can, and keeps weights in 16 bit that it computes
+    with in fp32.
+    """
+
+    manifest: Manifest
+    request: ShardRequest
+    host: HostedOn
+    dtype: Choice[torch.dtype]
+    quant: Choice[Quant | None]
+    lean: Choice[bool]
+    need: ShardMemory
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+    @property
+    def shard_id(self) -> ShardId:
+        """Of the shard that it gives."""
+        return self.request.shard_id
+
+    @property
+    def plain_need(self) -> ShardMemory:
+        """What its weights take once more, in the form in which interventions show them."""
+        weights_mb = self.need.weights_mb
+        return ShardMemory(weights_mb=2 * weights_mb if self.is_halved else weights_mb)
+
+    @property
+    def ends(self) -> EndsPlan:
+        """How the model's ends are computed, by the same settings."""
+        request, host = self.request, self.host
+        return EndsPlan(
+            self.manifest, host.device, request.dtype, self.dtype, request.quant, host.threads,
+            request.cache_dir,
+        )  # fmt: skip
+
+    @property
+    def ends_need(self) -> ShardMemory:
+        """What they take."""
+        return ShardMemory(weights_mb=ends_mb(self.manifest, self.dtype.value.itemsize))
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether linear layers stay in 16 bit though fp32 is computed."""
+        return self.lean.value and self.dtype.value == torch.float32
+
+
+def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
+    """Read the checkpoint's headers, and its hashes where nobody did before.
+
+    Raises ModelNotFound, BadCheckpoint, UnsupportedFamily for a model that cannot be quantised as
+    it was requested, or BadValue for an unknown dtype or format.
+    """
+    manifest = read_manifest(
+        request.directory, model_id=request.model_id, cache_dir=request.cache_dir
+    )
+    require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
+    dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
+    quant = _quant(request, manifest, host)
+    on_card = quant.value is not None and host.device.type != "cpu"
+    if on_card:
+        dtype = Choice(torch.bfloat16, "dtype bf16: what weights in 4 bit are computed in")
+    is_compiled = quant.value is not None and not on_card
+    lean = Choice(False, "") if is_compiled else _lean(request, manifest, host, dtype.value)
+    settings = request.settings
+    halved = 2.0 if lean.value and dtype.value == torch.float32 else None
+    need = estimate(
+        manifest,
+        request.layers,
+        4 if is_compiled else dtype.value.itemsize,
+        kv_tokens=settings.kv_tokens,
+        rows=settings.prefill_rows,
+        weight_size=bytes_per_weight(quant.value) if quant.value else halved,
+    )
+    return LoadPlan(manifest, request, host, dtype, quant, lean, need)
+
+
+def _lean(
+    request: ShardRequest, manifest: Manifest, host: HostedOn, dtype: torch.dtype
+) -> Choice[bool]:
+    """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
+    have 16 bit; what is asked for in fp32 is computed as transformers does."""
+    kept = kept_dtype(request.dtype, manifest.dtype, dtype, host.device)
+    kind = host.device.type
+    if kind not in ("cpu", "cuda") or kept == torch.float32:
+        return Choice(False, "")
+    if kind == "cpu" and dtype == torch.float16:
+        return Choice(False, "")
+    family = family_of(manifest)
+    try:
+        require_lean(family, manifest.cache_dir)
+    except NotCompilable as error:
+        return Choice(False, f"layers by modules: {family.model_type} has no lean ones, {error}")
+    return Choice(True, "")
+
+
+def stored_dtype(manifest: Manifest) -> torch.dtype:
+    """What the checkpoint's weights are in; fp32 for what torch has no numbers like."""
+    return DTYPES.get(short_dtype_name(manifest.dtype), torch.float32)
+
+
+def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[Quant | None]:
+    choice = choose_quant(request.quant, host.device)
+    if choice.value is None:
+        return choice
+    require = require_lean
+    if host.device.type == "cpu":
+        # Not before somebody wants it: onnxruntime takes its time to import, and memory.
+        from mesh.shard.compiled.proof import require_compilable
+
+        require = require_compilable
+    family = family_of(manifest)
+    try:
+        require(family, manifest.cache_dir)
+    except NotCompilable as error:
+        if request.quant == "auto":
+            return Choice(None, f"quant none: {family.model_type} is not compiled, {error}")
+        raise UnsupportedFamily(
+            f"Model type {family.model_type} cannot be served in {choice.value}: {error}.",
+            fix="Serve it unquantised (--quant none).",
+            param="quant",
+        ) from error
+    return choice
