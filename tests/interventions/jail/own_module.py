@@ -66,7 +66,7 @@ class Loudest(Louder):
         self._times = times
 
     def take(self, value: torch.Tensor) -> float:
-        return self._times * super().take(value) + super()._size(value)
+        return self._times * super().take(value) + self._size(value)
 
 
 class Probe(nn.Module):
