@@ -32,6 +32,7 @@ from typing import Any
 
 from mesh.logs import set_levels
 from mesh.processes.shared_pages import settle
+from mesh.processes.threads import other_threads
 
 MAX_ORDER_BYTES = 128 << 10
 WARM_MODULES = (
@@ -96,9 +97,8 @@ def _rehearse() -> None:
 
 def why_unfit() -> str | None:
     """Why a fork of this process could not be trusted, or None."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"importing started {threads - 1} threads, which a fork would lose"
+    if threads := other_threads():
+        return f"importing started threads, which a fork would lose: {', '.join(threads)}"
     # An accelerator that was looked at cannot be used after a fork; it leaves its device open.
     devices = [name for name in _open_files() if name.startswith("/dev/") and name != os.devnull]
     if devices:

@@ -48,6 +48,16 @@ node's own settings are not among them (a child is told what it needs), nor is w
 started the node had in its environment: tokens, say."""
 
 
+WITHOUT_THREADS = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_CONF": ",".join(
+        filter(None, (os.environ.get("MALLOC_CONF"), "background_thread:false"))
+    ),
+}
+"""For a process that is to fork: the threads that numpy starts, and jemalloc where it is preloaded,
+would be lost, and nothing computes with them."""
+
+
 def child_environment() -> dict[str, str]:
     """What a child sees of this process's environment."""
     return {name: text for name, text in os.environ.items() if name.startswith(_PASSED_ON)}
@@ -211,8 +221,7 @@ class WarmParent:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", _NURSERY, str(theirs.fileno()), _TITLE_ROOM],
-                    # numpy's threads would be lost in a fork, and nothing computes with them.
-                    env={**child_environment(), "OPENBLAS_NUM_THREADS": "1"},
+                    env={**child_environment(), **WITHOUT_THREADS},
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,

@@ -29,6 +29,7 @@ _ENVIRONMENT = {
     "HOME": "/nonexistent",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_CONF": "background_thread:false",  # of jemalloc, whose thread no fork takes along
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

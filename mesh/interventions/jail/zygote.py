@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +26,7 @@ from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jail.pages import HugePages
 from mesh.interventions.jail.syscalls import CpuArchitecture
 from mesh.processes.heap import part_with_blocks
+from mesh.processes.threads import other_threads
 
 MAX_COMMAND_BYTES = 64 << 10
 # A compiled module cannot be loaded once executable memory is refused, so all that ordinary code
@@ -103,8 +103,9 @@ def _warm(warm_up: str, argument: str) -> None:
         _preload(_PRELOAD_WITH_TORCH)
         _settle_torch()
     _locate_modules()
-    if threading.active_count() > 1 or _kernel_threads() > 1:
-        raise RuntimeError(f"the warm-up {warm_up} left threads running; a fork would lose them")
+    if threads := other_threads():
+        named = ", ".join(threads)
+        raise RuntimeError(f"the warm-up left threads running, which a fork would lose: {named}")
     gc.collect()
     gc.freeze()
 
@@ -135,11 +136,6 @@ def _locate_modules() -> None:
     behind one, no job would find the source of anything.
     """
     inspect.getmodule(compile("0", "<none>", "eval"))
-
-
-def _kernel_threads() -> int:
-    tasks = Path("/proc/self/task")
-    return len(list(tasks.iterdir())) if tasks.exists() else 1
 
 
 class _Nursery:
