@@ -16,7 +16,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     beside = ""
     shards = [shard for replica in plan["replicas"] for shard in replica["shards"]]
     if (most := plan["positions"]) > streams * plan["context"]:
-        sizes = {min((each["positions"] for each in shards), default=most), most}
+        sizes = {min((each.get("positions", most) for each in shards), default=most), most}
         beside = f"; a shard sets {' to '.join(map(str, sorted(sizes)))} aside (host.kv_tokens)"
     say(
         f"{plan['model_id']}: {count} layers in {_format(plan['quant'])}, caches for"
@@ -27,6 +27,8 @@ def print_plan(plan: dict[str, Any]) -> None:
         if len(plan["replicas"]) > 1:
             say(f"replica {number}")
         _print_replica(replica, streams)
+    if streams > 1 and shards and most == streams * plan["context"]:
+        say(f"its caches are for so many streams where it is deployed with --context {most}")
     _print_machines(plan["machines"], fits=plan["refusal"] is None)
     if plan["others_rest"]:
         say()

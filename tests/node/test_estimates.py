@@ -264,6 +264,13 @@ async def test_each_machine_sets_aside_caches_as_its_own_settings_say(
     assert both["positions"] == own
     long = await estimates.plan({**ASK, "nodes": ["Near"], "context": own // 2})
     assert long["replicas"][0]["shards"][0]["positions"] == own // 2
+    # A deployment sets aside what its context says, for however many.
+    many = await estimates.plan({**ASK, "nodes": ["Near"], "context": own // 2, "streams": 4})
+    print_plan(many)
+    assert f"deployed with --context {2 * own}" in capsys.readouterr().out
+    one = await estimates.plan({**ASK, "nodes": ["Near"], "context": 2 * own})
+    needs = [plan["replicas"][0]["shards"][0]["need"] for plan in (many, one)]
+    assert needs[0] == needs[1]
 
 
 async def test_what_lies_on_disks_need_not_be_fetched(
