@@ -93,6 +93,8 @@ class FetcherProcess(Worker):
         super().__init__()
         self._shelf = Shelf()
         self._parts: _Parts | None = None
+        self._offered_early: list[LocalCheckpoint] = []
+        """While it starts, by a daemon that did not know of them when it was told to."""
         self._listener: LinkServer | None = None
         self._accounts = ResourceLedger(SystemClock(), allowances.LINKS)
         self._share = CpuShare()
@@ -142,7 +144,7 @@ class FetcherProcess(Worker):
         outside = Outside(command.models_dir, self._shelf, fetches, claims, self._fetching_pace)
         fetches.outside = outside.feed
         self._parts = _Parts(command, fetches, outside)
-        for model in command.models:
+        for model in (*command.models, *self._offered_early):
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
             self._shelf.put(kept)
@@ -191,6 +193,9 @@ class FetcherProcess(Worker):
             self._parts.fetches.update(command.peers, command.neighbours, command.liars)
 
     def _offer(self, command: ServeCheckpoint) -> None:
+        if self._parts is None:
+            self._offered_early.append(command.model)
+            return
         self.spawn(self._add(command.model), f"offer {command.model.model_id}")
 
     async def _delete(self, directory: Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mesh.models.manifest import read_manifest
 from mesh.processes.lifecycle import ProcessState
+from mesh.transfers.commands import LocalCheckpoint
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, Fetcher, house, up
 
@@ -60,6 +61,18 @@ async def test_what_is_deleted_by_hand_is_not_advertised_any_more(tmp_path: Path
         async with asyncio.timeout(20):
             while giver.supervisor.holdings:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
+
+
+async def test_what_is_offered_while_one_starts_is_offered(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=2)
+    async with house(tmp_path, "giver") as made, asyncio.timeout(20):
+        giver = made.start("giver").supervisor
+        while giver.pid is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        giver.offer(LocalCheckpoint(MODEL, directory))
+        while not giver.holdings:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert [held.directory for held in giver.holdings] == [directory]
 
 
 async def resting(*fetchers: Fetcher) -> None:
