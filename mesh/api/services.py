@@ -131,9 +131,11 @@ class HearthControl(Protocol):
 
     def view(self) -> dict[str, Any]:
         """``{"id", "name", "self", "is_member", "two_signatures", "members": [{"node_id",
-        "short_id", "fingerprint", "name", "level", "added_by", "self"}], "pending": [{"node_id",
-        "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why", "forked_at"}],
-        "models": [...], "shards": [...]}``: members, who is out and why, and the log's record."""
+        "short_id", "fingerprint", "name", "let_in_as": str | None, "level", "added_by", "self"}],
+        "pending": [{"node_id", "name", "action", "voters", "needed"}], "out": [{"node_id", "name",
+        "why", "forked_at"}], "models": [...], "shards": [...]}``: members, who is out and why, and
+        the log's record. A member's `name` is what it calls itself; `let_in_as` what it was let in
+        as, where that is another."""
 
     async def log(self, wanted: LogFilter) -> dict[str, Any]:
         """A page of the signed log; see `mesh.hearth.listing.listing`."""

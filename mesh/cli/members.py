@@ -35,7 +35,12 @@ def require_known(who: str, nodes: Iterable[dict[str, Any]]) -> None:
     """Raise NotFound where none of these has that name, or an id that begins so."""
     from mesh.identity.naming import nodes_meant
 
-    known = [(node["node_id"], node["name"]) for node in nodes]
+    known = [
+        (node["node_id"], name)
+        for node in nodes
+        for name in (node["name"], node.get("let_in_as"))
+        if name
+    ]
     if not nodes_meant(who, known) and not any(node.startswith(who) for node, _ in known):
         raise NotFound(f"Nobody here is called {who!r}.", fix="See `hearthnet members`.")
 
@@ -43,10 +48,7 @@ def require_known(who: str, nodes: Iterable[dict[str, Any]]) -> None:
 def show(hearth: dict[str, Any]) -> None:
     """Print what `GET /mesh/v1/hearth` returned."""
     say(f"{hearth['name']}  ({hearth['id']})")
-    rows = [
-        [m["name"] + (" (this node)" if m["self"] else ""), m["level"], m["fingerprint"]]
-        for m in hearth["members"]
-    ]
+    rows = [[_shown(m), m["level"], m["fingerprint"]] for m in hearth["members"]]
     print_table(["name", "level", "fingerprint"], rows)
     for vote in hearth["pending"]:
         say(
@@ -58,6 +60,14 @@ def show(hearth: dict[str, Any]) -> None:
     for member in hearth["members"]:
         if member["forked"]:
             say(_FORKED.format(**member))
+
+
+def _shown(member: dict[str, Any]) -> str:
+    before = member.get("let_in_as")  # not said by earlier daemons
+    renamed = f", let in as {before}" if before else ""
+    here = ", this node" if member["self"] else ""
+    marks = (renamed + here).removeprefix(", ")
+    return f"{member['name']} ({marks})" if marks else str(member["name"])
 
 
 @app.command()

@@ -17,7 +17,7 @@ from mesh.events.state import AuthorFold, Fact, State, Subject
 from mesh.events.types import EventId
 from mesh.types import NodeId
 
-_VERSION = "hearthnet/state/v5"
+_VERSION = "hearthnet/state/v6"
 
 
 def dump(state: State, rules_version: str) -> bytes | None:

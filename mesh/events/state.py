@@ -15,6 +15,7 @@ from typing import Any
 from mesh.events.rules import Membership
 from mesh.events.types import (
     MODEL_PUBLISHED,
+    NODE_NAMED,
     PLACEMENT_PLANNED,
     PLACEMENT_WISHED,
     SHARD_ADVERTISED,
@@ -29,6 +30,7 @@ from mesh.types import NodeId
 
 SUBJECT_FIELDS: Mapping[str, str] = {
     MODEL_PUBLISHED: "model_id",
+    NODE_NAMED: "node_id",
     PLACEMENT_PLANNED: "deployment",
     PLACEMENT_WISHED: "deployment",
     SHARD_ADVERTISED: "shard_id",
@@ -40,8 +42,9 @@ SUBJECT_FIELDS: Mapping[str, str] = {
 _LAST_WORDS: Mapping[str, str] = {PLACEMENT_WISHED: "evicted"}
 """For types whose subjects may end for good, the payload's field that is true when they do."""
 
-MOST_SUBJECTS: Mapping[str, int] = {TOKEN_REVOKED: 1024}
-"""For types of which only an author's newest count, how many: tokens live short."""
+MOST_SUBJECTS: Mapping[str, int] = {NODE_NAMED: 1, TOKEN_REVOKED: 1024}
+"""For types of which only an author's newest count, how many: tokens live short, and each node has
+its own name."""
 
 Subject = tuple[str, str]
 """An event type and the subject's name."""

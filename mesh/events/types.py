@@ -37,6 +37,7 @@ MODEL_PUBLISHED = "model.published"
 STEERING_PUBLISHED = "steering.published"
 PLACEMENT_WISHED = "placement.wished"
 PLACEMENT_PLANNED = "placement.planned"
+NODE_NAMED = "node.named"
 TOKEN_REVOKED = "token.revoked"  # noqa: S105  (an event type, not a secret)
 
 Order = tuple[int, NodeId, int]

@@ -220,6 +220,7 @@ def _member(member: Member) -> dict[str, Any]:
         "short_id": short_id(member.node_id),
         "fingerprint": fingerprint(member.node_id),
         "name": member.name,
+        "let_in_as": member.let_in_as or None,
         "level": member.level.label,
         "added_by": member.added_by,
     }
@@ -232,7 +233,9 @@ def _name(roster: Roster, node: NodeId) -> str:
 
 def _find(roster: Roster, who: str) -> Member:
     """The member of that name or id, see `nodes_meant`. Raises NotFound, BadRequest for two."""
-    known = [(member.node_id, member.name) for member in roster.members.values()]
+    members = roster.members.values()
+    known = [(member.node_id, member.name) for member in members]
+    known += [(member.node_id, member.let_in_as) for member in members if member.let_in_as]
     found = nodes_meant(who, known)
     if len(found) == 1:
         return roster.members[found[0]]

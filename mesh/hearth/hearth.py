@@ -27,6 +27,7 @@ from mesh.events import messages
 from mesh.events.gossip import LogGossip, Send
 from mesh.events.log import EventLog, LogChange
 from mesh.events.state import Fact
+from mesh.events.types import NODE_NAMED
 from mesh.hearth import founding
 from mesh.hearth.founding import OnReport, open_log
 from mesh.hearth.record import HearthRecord
@@ -34,7 +35,8 @@ from mesh.hearth.revocations import Revocations
 from mesh.identity import decisions
 from mesh.identity.decisions import Acknowledged, Decision, Readmitted, Revoked
 from mesh.identity.keys import NodeKey
-from mesh.identity.roster import Cut, Roster, TrustLevel
+from mesh.identity.naming import is_name
+from mesh.identity.roster import Cut, Member, Roster, TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.types import NodeId
 
@@ -313,9 +315,20 @@ class Hearth:
         roster = self._log.state.membership
         assert isinstance(roster, Roster)  # noqa: S101 - our own rules made it
         own = self.key.node_id
-        if own in roster.members or own in roster.cuts:
+        members = {node: self._named(member) for node, member in roster.members.items()}
+        former = {node: self._named(member) for node, member in roster.former.items()}
+        roster = replace(roster, members=members, former=former)
+        if own in members or own in roster.cuts:
             return roster
         told = {m.node_id: m for m in self._record.members if m.node_id not in roster.cuts}
-        return replace(
-            roster, name=roster.name or self._record.name, members={**told, **roster.members}
-        )
+        return replace(roster, name=roster.name or self._record.name, members={**told, **members})
+
+    def _named(self, member: Member) -> Member:
+        """By what it calls itself, which decides nothing."""
+        state, node = self._log.state, member.node_id
+        if node in state.stale:  # what it said is just being read again
+            return member.called(self._roster.members.get(node, member).name)
+        fold = state.authors.get(node)
+        fact = fold.facts.get((NODE_NAMED, node)) if fold is not None else None
+        name = fact.payload.get("name") if fact is not None else None
+        return member.called(name) if is_name(name) else member

@@ -283,6 +283,9 @@ class Network:
         return new
 
     async def _open(self, record: HearthRecord) -> None:
+        if record.node_name != self.name:  # it stays that where no setting says another
+            record = replace(record, node_name=self.name)
+            await asyncio.to_thread(write_record, self._paths.hearth, record)
         epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)
         hearth = await Hearth.open(
             self._key, record, self._paths.events_dir, self._clock, self._reported, self._accounts
@@ -300,7 +303,7 @@ class Network:
             mdns=mdns,
         )
         inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
-        publisher = Publisher(hearth, self._hooks.serving)
+        publisher = Publisher(hearth, self._hooks.serving, self.name)
         self._here = _Here(hearth, peering, inviting, publisher)
         hearth.start_gossip(
             lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))

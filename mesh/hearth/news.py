@@ -59,7 +59,7 @@ class Departure:
 
 
 def notices(before: Roster, after: Roster) -> Iterator[tuple[str, dict[str, object]]]:
-    """The events, type and fields, of members that left, joined or have another level."""
+    """The events, type and fields, of members that left, joined, or are other than before."""
     for node in departed(before, after):
         yield "member_left", _named(before, node)
     for node in after.members:
@@ -67,6 +67,8 @@ def notices(before: Roster, after: Roster) -> Iterator[tuple[str, dict[str, obje
             yield "member_joined", _named(after, node)
         elif before.members[node].level is not after.members[node].level:
             yield "member_changed", _named(after, node)
+        elif before.members[node].name != after.members[node].name:
+            yield "member_renamed", _named(after, node) | {"was": before.members[node].name}
 
 
 def _named(roster: Roster, node: NodeId) -> dict[str, object]:

@@ -1,7 +1,9 @@
-"""The log's record of what this node serves: one event when that begins, one when it ends.
+"""What this node says of itself in the log: its name, where it was let in by another, and what it
+serves: one event when that begins, one when it ends.
 
-For the record only: routes are made from `mesh.discovery.notices`. A restart that serves the same,
-a shard that is loading or was unloaded for a while, and every renewal write nothing.
+What it serves is for the record only: routes are made from `mesh.discovery.notices`. A restart that
+serves the same, a shard that is loading or was unloaded for a while, and every renewal write
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import Offering
 from mesh.errors import BadEvent, Busy, EventLogError
 from mesh.events.state import Fact
-from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
+from mesh.events.types import MODEL_PUBLISHED, NODE_NAMED, SHARD_ADVERTISED
 from mesh.hearth.hearth import Hearth
 from mesh.processes.tasks import end, spawn
 from mesh.types import ShardId
@@ -44,12 +46,15 @@ class Publisher:
         self,
         hearth: Hearth,
         serving: Callable[[], Serving],
+        name: str,
         *,
         settle_s: float = 1.0,
         retry_s: float = 60.0,
     ) -> None:
         self._hearth = hearth
         self._serving = serving
+        self._name: str | None = name
+        """What others may still have to be told that this node is called."""
         self._settle_s = settle_s
         self._retry_s = retry_s
         self._due = asyncio.Event()
@@ -71,6 +76,7 @@ class Publisher:
         await self._hearth.heard()
         while True:
             try:
+                await self._publish_name()
                 await self._publish()
                 await self._due.wait()
             except (EventLogError, BadEvent, Busy) as error:
@@ -79,6 +85,16 @@ class Publisher:
                 await set_within(self._due, self._retry_s)
             self._due.clear()
             await asyncio.sleep(self._settle_s)
+
+    async def _publish_name(self) -> None:
+        """Once in a run: of two machines with one key each would take the other's name back."""
+        own = self._hearth.key.node_id
+        known = self._hearth.roster.members.get(own)
+        if self._name is None or known is None:
+            return
+        if known.name != self._name:
+            await self._hearth.publish(NODE_NAMED, {"node_id": own, "name": self._name})
+        self._name = None
 
     async def _publish(self) -> None:
         offers, wanted = (serving := self._serving()).offers, serving.wanted

@@ -28,7 +28,7 @@ _RESTORE = "Restore the file from a backup, or use a new --state-dir and join ag
 @dataclass(frozen=True, slots=True)
 class HearthRecord:
     """The hearth a node is in. `members` are those it was told of as it joined; founders: none.
-    `node_name` is what this node was called as it came in, '' where an earlier version wrote it."""
+    `node_name` is what this node is called, '' where an earlier version wrote it."""
 
     hearth_id: str
     name: str

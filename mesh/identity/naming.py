@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import TypeGuard
 
+from mesh.identity.decisions import MAX_NAME
 from mesh.identity.keys import short_id, without_prefix
 from mesh.types import NodeId
 
@@ -26,6 +28,11 @@ def nodes_meant(who: str, known: Iterable[tuple[NodeId, str]]) -> list[NodeId]:
         if found := sorted({node for node, name in pairs if is_meant(node, name)}):
             return found
     return []
+
+
+def is_name(said: object) -> TypeGuard[str]:
+    """Whether a node can be called that."""
+    return isinstance(said, str) and 1 <= len(said) <= MAX_NAME and said.isprintable()
 
 
 def told_apart(known: Iterable[tuple[NodeId, str]]) -> str:

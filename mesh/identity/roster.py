@@ -6,7 +6,7 @@ Answers questions and changes nothing. Knows nothing of events, links or how any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from mesh.codec import Int63
@@ -41,7 +41,10 @@ class TrustLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One node that is in. `certificate` is DER; `added_by` the anchor that let it in."""
+    """One node that is in. `certificate` is DER; `added_by` the anchor that let it in.
+
+    `name` is what it calls itself now; `let_in_as` what it was let in as, where that is another.
+    """
 
     node_id: NodeId
     public_key: bytes
@@ -49,6 +52,11 @@ class Member:
     level: TrustLevel
     added_by: NodeId
     certificate: bytes = field(repr=False)
+    let_in_as: str = ""
+
+    def called(self, name: str) -> Member:
+        """The same one by the name that it gives itself."""
+        return self if name == self.name else replace(self, name=name, let_in_as=self.name)
 
 
 @dataclass(frozen=True, slots=True, order=True)

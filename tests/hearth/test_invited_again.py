@@ -1,4 +1,4 @@
-"""Invitations of who is in already, and codes that are wrong: whole nodes on loopback."""
+"""Invitations of who is in already, codes that are wrong, other names: whole nodes on loopback."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from mesh.errors import PairingRejected, UntrustedPeer
+from mesh.events.types import NODE_NAMED
 from mesh.hearth.control import Control
 from mesh.hearth.joining import SEARCH_S
+from mesh.hearth.listing import LogFilter
 from mesh.identity.roster import TrustLevel
 from tests.identity.test_pairing import wrong
 from tests.mesh_e2e.test_hearth_attacks import PATIENCE_S, House, house, pair
@@ -103,3 +105,38 @@ async def test_a_wrong_code_is_said_before_the_search_is_over_and_is_tried_at_al
         second = await other.network.invite(TrustLevel.TRUSTED, 60.0)
         await guest.network.join(second.invitation.code, None)
         assert guest.network.require_hearth().id == other.network.require_hearth().id
+
+
+def named(node: House, of: House) -> tuple[str, str | None]:
+    """What a node is called at another, and what it was let in as if that is another name."""
+    rows = Control(node.network).view()["members"]
+    return next((r["name"], r["let_in_as"]) for r in rows if r["node_id"] == of.key.node_id)
+
+
+async def test_a_machine_that_has_another_name_has_it_at_all_and_is_found_by_both(
+    home: House, tmp_path: Path
+) -> None:
+    async with house(tmp_path / "guest", "guest") as guest:
+        await pair(home, guest)
+        assert named(home, guest) == ("guest", None)
+    for name, before in (("laptop", "guest"), ("laptop", "guest"), ("guest", None)):
+        async with house(tmp_path / "guest", name) as guest:
+            await home.until_up(guest)
+            async with asyncio.timeout(PATIENCE_S):
+                while not named(home, guest) == named(guest, guest) == (name, before):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            for who in (name, before or name):
+                assert (await Control(home.network).demote(who, None))["done"]
+                assert (await Control(home.network).promote(who, None))["done"]
+            assert named(home, guest) == (name, before), "whatever it may"
+            facts = await Control(home.network).log(
+                LogFilter("guest" if before is None else name, "node.", 50, None)
+            )
+    assert [fact["says"]["name"] for fact in facts["facts"]] == ["guest", "laptop"], "said once"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", 7, None])
+async def test_what_is_no_name_is_none(home: House, name: object) -> None:
+    own = home.key.node_id
+    await home.network.require_hearth().publish(NODE_NAMED, {"node_id": own, "name": name})
+    assert named(home, home) == ("home", None)

@@ -36,14 +36,14 @@ def unexpected(report: Report) -> None:
 class Home:
     """One node's hearth and the record it keeps; `said` are the types of its events so far."""
 
-    def __init__(self, hearth: Hearth) -> None:
+    def __init__(self, hearth: Hearth, name: str) -> None:
         self.hearth = hearth
         self.serving = Serving()
         self.said: list[str] = []
         self._happened = asyncio.Event()
         self.rounds = 0
         hearth.log.on_change.append(self._note)
-        self.publisher = Publisher(hearth, self._looked, settle_s=0.0, retry_s=0.01)
+        self.publisher = Publisher(hearth, self._looked, name, settle_s=0.0, retry_s=0.01)
 
     def _note(self, change: LogChange) -> None:
         self.said += [event.type for event in change.events]
@@ -75,9 +75,11 @@ class Home:
 
 
 @asynccontextmanager
-async def home(key: NodeKey, record: HearthRecord, logs: Path) -> AsyncIterator[Home]:
+async def home(
+    key: NodeKey, record: HearthRecord, logs: Path, name: str = "attic"
+) -> AsyncIterator[Home]:
     hearth = await Hearth.open(key, record, logs, CLOCK, unexpected)
-    node = Home(hearth)
+    node = Home(hearth, name)
     node.publisher.start()
     try:
         yield node
@@ -130,7 +132,7 @@ async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -
     record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     logs = tmp_path / "guest"
     logs.mkdir()
-    async with home(key, record, tmp_path) as attic, home(guest, record, logs) as node:
+    async with home(key, record, tmp_path) as attic, home(guest, record, logs, "guest") as node:
         await node.serve(advertised(guest.node_id))
         assert node.said == []  # not even in
         await attic.hearth.decide(Added(make_certificate(guest), "guest", TrustLevel.MEMBER))
