@@ -143,7 +143,10 @@ async def _around(config: Config | None, told: _Told | None) -> list[Finding]:
         peers = frozenset(row["id"] for row in told.picture["peers"] if row["id"])
         known = Known(node["id"], known.hearth, peers)
         # It may have been started with flags, which no file has.
-        requested = tuple(r["address"] for r in node.get("interfaces", []) if r["why"] == ASKED)
+        rows = node.get("interfaces", [])
+        requested = tuple(row["address"] for row in rows if row["why"] == ASKED)
+        if not any(row["used"] for row in rows):  # what it was told to use is not there now
+            requested = tuple(row["name"] for row in rows)
     return await network(requested or config.interface, known)
 
 

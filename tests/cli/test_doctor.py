@@ -96,6 +96,19 @@ async def test_a_daemon_that_hangs_is_not_waited_for_long(hearthnet: Run) -> Non
     assert "hearthnet restart" in found["fix"]
 
 
+async def test_an_interface_that_a_daemon_was_told_to_use_and_that_is_gone_is_what_is_wrong(
+    hearthnet: Run, daemon: Served
+) -> None:
+    """As when the router gives out other addresses, and one of those before was named."""
+    plain, gone = daemon.view.status, "192.0.2.5"
+    row = {"name": gone, "address": None, "network": None, "used": False, "why": "It is gone."}
+    node = {**plain()["node"], "interfaces": [row]}
+    daemon.view.status = lambda: {**plain(), "node": node}  # type: ignore[method-assign]
+    told = await hearthnet("doctor", "--json")
+    (found,) = findings(told.out)["interfaces"]
+    assert (found["state"], f"no interface '{gone}'" in found["said"]) == ("wrong", True), found
+
+
 async def test_flags_belong_behind_the_command(hearthnet: Run) -> None:
     told = await hearthnet("doctor", "--json", "privacy")
     assert (told.code, "doctor privacy --json" in told.err) == (2, True)
