@@ -235,8 +235,8 @@ def _find(roster: Roster, who: str) -> Member:
     """The member of that name or id, see `nodes_meant`. Raises NotFound, BadRequest for two."""
     members = roster.members.values()
     known = [(member.node_id, member.name) for member in members]
-    known += [(member.node_id, member.let_in_as) for member in members if member.let_in_as]
-    found = nodes_meant(who, known)
+    before = [(member.node_id, member.let_in_as) for member in members if member.let_in_as]
+    found = nodes_meant(who, known) or nodes_meant(who, before)
     if len(found) == 1:
         return roster.members[found[0]]
     if not found:

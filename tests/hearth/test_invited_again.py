@@ -135,6 +135,22 @@ async def test_a_machine_that_has_another_name_has_it_at_all_and_is_found_by_bot
     assert [fact["says"]["name"] for fact in facts["facts"]] == ["guest", "laptop"], "said once"
 
 
+async def test_what_a_member_is_called_goes_before_what_another_was_let_in_as(
+    home: House, tmp_path: Path
+) -> None:
+    async with house(tmp_path / "first", "guest") as first:
+        await pair(home, first)
+    async with house(tmp_path / "first", "laptop") as first:
+        await home.until_up(first)
+        async with house(tmp_path / "second", "guest") as second:
+            await invited(home, second, "trusted")
+            async with asyncio.timeout(PATIENCE_S):
+                while named(home, first) != ("laptop", "guest"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            assert (await Control(home.network).demote("guest", None))["done"]
+            assert (level_at(home, first), level_at(home, second)) == ("trusted", "member")
+
+
 @pytest.mark.parametrize("name", ["", "x" * 65, "a\nb", 7, None])
 async def test_what_is_no_name_is_none(home: House, name: object) -> None:
     own = home.key.node_id
