@@ -13,7 +13,7 @@ from mesh.clock import Clock
 from mesh.errors import MeshError, NotFound, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.identity.decisions import Added, LevelChanged
-from mesh.identity.invitations import Invitation, Window, WindowEnding
+from mesh.identity.invitations import Invitation, Ticket, Window, WindowEnding
 from mesh.identity.pairing import JoinRequest, Welcome
 from mesh.identity.pairing_tcp import PairingListener, listen
 from mesh.identity.roster import TrustLevel
@@ -63,6 +63,7 @@ class Inviting:
         self._announce = announce
         self._on_end = on_end
         self._listener: PairingListener | None = None
+        self._invitation: Invitation | None = None
         self._task: asyncio.Task[None] | None = None
         self._ended: dict[int, WindowOutcome] = {}
         self._news = asyncio.Event()
@@ -92,12 +93,22 @@ class Inviting:
                 listen_at, 0, key=self._hearth.key, window=window,
                 admit=partial(self._admit, levels),
             )  # fmt: skip
-            self._listener = listener
+            self._listener, self._invitation = listener, invitation
             self._task = asyncio.create_task(self._watch(listener, levels), name="pairing window")
             await self._announce(listener.port)
         return OpenWindow(
             invitation, invitation.link(own, host, listener.port), host, listener.port
         )
+
+    def require_another(self, ticket: Ticket) -> None:
+        """Raise PairingRejected for the ticket of the window that is open here."""
+        invitation = self._invitation if self._listener is not None else None
+        if invitation is not None and invitation.password(ticket.form) == ticket.password:
+            raise PairingRejected(
+                "This is the machine that invites.",
+                fix="Run `hearthnet join` on the one that is to come in.",
+                param="own",
+            )
 
     async def close(self) -> None:
         """Shut the open window, if there is one."""

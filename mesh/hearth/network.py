@@ -35,7 +35,7 @@ from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices, warned
 from mesh.hearth.publishing import Publisher
 from mesh.hearth.record import HearthRecord, read_record, write_record
-from mesh.identity.invitations import WindowEnding
+from mesh.identity.invitations import WindowEnding, parse_ticket
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
 from mesh.identity.roster import Roster, TrustLevel
@@ -226,6 +226,8 @@ class Network:
         """Leave a hearth in which this node is alone for the one it is invited to; or, among
         others, take up their invitation to another level."""
         self.require_hearth()
+        if self._inviting is not None:
+            self._inviting.require_another(parse_ticket(code))
         async with self._moving:
             joiner = JoiningNode(self._key, self.name, self._paths, self._clock)
             choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))

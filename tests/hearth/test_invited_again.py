@@ -94,6 +94,17 @@ async def test_who_shares_a_hearth_gives_its_proof_to_none_of_another(
         assert outcome["ending"] == "closed", "none of it was a guess"
 
 
+async def test_who_takes_up_its_own_invitation_is_told_so_and_it_stays_open(
+    home: House, tmp_path: Path
+) -> None:
+    window = await home.network.invite(TrustLevel.TRUSTED, 60.0)
+    for code in (window.invitation.code, window.link):
+        with pytest.raises(PairingRejected, match="the machine that invites"):
+            await home.network.join(code, None)
+    async with house(tmp_path / "guest", "guest") as guest:
+        await guest.network.join(window.link, None)
+
+
 async def test_a_wrong_code_is_said_before_the_search_is_over_and_is_tried_at_all_windows(
     home: House, tmp_path: Path
 ) -> None:
