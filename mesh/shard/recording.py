@@ -54,12 +54,7 @@ class HarvestShelf:
         self._is_swept = False
 
     def recording(self, batch: HarvestBatch, peer: NodeId) -> Recording:
-        """What writes one batch for `peer`. Raises DiskFull when this node keeps nothing for it."""
-        if peer != self._own and self._limit_bytes <= 0:
-            raise DiskFull(
-                "This node gives no disk to harvests.",
-                fix="Set research.distributed_inference.host.harvest_mb there.",
-            )
+        """What writes one batch for `peer`."""
         return Recording(self, batch, is_own=peer == self._own)
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
@@ -79,6 +74,11 @@ class HarvestShelf:
                 draft.unlink(missing_ok=True)
             self._is_swept = True
         if size > 0 and not is_own:
+            if self._limit_bytes <= 0:
+                raise DiskFull(
+                    "This node gives no disk to harvests.",
+                    fix="Set research.distributed_inference.host.harvest_mb there.",
+                )
             used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
             if used + self.reserved_bytes + size > self._limit_bytes:
                 raise DiskFull(

@@ -67,6 +67,16 @@ async def test_nothing_is_written_where_no_disk_is_given(attic: Attic, files: Pa
     await asker.open()  # other sessions are served
 
 
+async def test_who_writes_nothing_needs_no_disk(attic: Attic, files: Path) -> None:
+    """A harvest of layers that others hold passes through a node that gives none."""
+    shelve(attic, files, 0)
+    asker = attic.asker()
+    await asker.open(harvest=batch(5, "model.layers.77"))
+    await asker.step(1, 0, rows(5))
+    assert await sealed(asker) == []
+    assert not await asyncio.to_thread(files.exists)
+
+
 async def test_this_nodes_own_harvests_need_no_leave(attic: Attic, files: Path) -> None:
     shelve(attic, files, 0, own=OWN)
     asker = attic.asker()
