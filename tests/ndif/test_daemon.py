@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
+from types import ModuleType
 from typing import Any
 
 import nnsight
@@ -256,6 +259,30 @@ def test_a_function_without_what_its_decorator_hides_says_so(
         with model.trace(PROMPT, remote=True):
             last = last_of(model).save()  # noqa: F841
     assert "last = last_of(model).save()" in str(caught.value)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_a_type_that_only_an_annotation_names_need_not_be_on_the_node(
+    model: TransformersModel, daemon: LocalNode, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    monkeypatch.setitem(sys.modules, "only_here", ModuleType("only_here"))
+    matrix = type("Matrix", (), {"__module__": "only_here"})
+    sys.modules["only_here"].Matrix = matrix  # type: ignore[attr-defined]
+
+    def doubled(value: Any, where: Any = None) -> Any:
+        return value * 2
+
+    doubled.__annotations__ = {"value": matrix | None, "where": PurePath, "return": list[matrix]}
+    with model.trace(PROMPT, remote=True):
+        logits = model.output.logits.save()
+        twice = doubled(logits).save()
+    assert torch.equal(twice, 2 * logits)
+    what = "No module named 'only_here'" if is_trusted else "only_here.Matrix` in a payload is not"
+    with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
+        with model.trace(PROMPT, remote=True):
+            made = matrix()  # noqa: F841
+    assert "made = matrix()" in str(caught.value)
 
 
 def test_a_job_that_never_ends_is_killed_from_the_command_line(

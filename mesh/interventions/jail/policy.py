@@ -16,6 +16,7 @@ import secrets
 import sys
 import types
 from collections.abc import Callable
+from pathlib import PurePosixPath, PureWindowsPath
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -52,6 +53,7 @@ from mesh.interventions.jail.standins import (
     DataclassParams,
     Logger,
     Missing,
+    NamedOnly,
     Nothing,
     RefusedFunction,
     progress_modules,
@@ -236,6 +238,12 @@ _REPLACED: dict[str, Any] = {
     "typing.ForwardRef": Nothing,
     "dataclasses._DataclassParams": DataclassParams,
     "logging.getLogger": Logger,
+    "argparse.Namespace": types.SimpleNamespace,
+    # A path as text: those that a configuration has beside what the trace reads of it.
+    "pathlib.PosixPath": PurePosixPath,
+    "pathlib._local.PosixPath": PurePosixPath,
+    "pathlib.WindowsPath": PureWindowsPath,
+    "pathlib._local.WindowsPath": PureWindowsPath,
     "dataclasses._dataclass_getstate": dataclass_state,
     "dataclasses._dataclass_setstate": set_dataclass_state,
     "dataclasses._replace": dataclasses.replace,  # what each data class has since Python 3.13
@@ -247,11 +255,17 @@ class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
 
     _brings_a_module = False
 
-    def find_class(self, module: str, name: str) -> Any:
-        """A global by name. Raises PolicyViolation for those not on the list.
+    def load(self) -> Any:
+        """What the payload says. Raises PolicyViolation where that uses what is not on the list, or
+        is that."""
+        loaded = super().load()
+        if type(loaded) is NamedOnly:
+            raise loaded.violation
+        return loaded
 
-        From the first module by value on, those are stand-ins that refuse when they are used.
-        """
+    def find_class(self, module: str, name: str) -> Any:
+        """A global by name; for those not on the list, stand-ins that refuse when they are used,
+        and from the first module by value on not before the trace uses them."""
         full = f"{module}.{name}"
         if full == _BY_VALUE:
             self._brings_a_module = True
@@ -269,7 +283,7 @@ class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
         if found is None and self._brings_a_module:
             return unavailable(full)
         if found is None:
-            raise refuse(f"`{full}` in a payload")
+            return NamedOnly.of(full, refuse(f"`{full}` in a payload"))
         return found
 
 
@@ -282,7 +296,7 @@ def _importable(module: str, name: str) -> Any:
     for place in (module, module.lstrip("_"), allowed.DEFINED_IN.get(module, ""), root):
         if not module_allowed(place):
             continue
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, PolicyViolation):
             found = guarded_import_from(place, name)
             if place == module or found is own:
                 return found

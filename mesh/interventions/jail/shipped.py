@@ -2,7 +2,7 @@
 
 nnsight ships a function by its source and compiles that alone, outside of the class it stood in and
 without its decorators. The class that a bare `super()` means is put back; what a decorator had
-hidden did not come along at all, and calling such a function says so. Knows nothing of the fence.
+hidden did not come along at all, and calling such a function says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from nnsight.intervention import serialization
 
 from mesh.errors import BadRequest
+from mesh.interventions.jail.standins import NamedOnly
 
 _CLASS = "__class__"
 _REFUSAL = "__refusal__"
@@ -113,6 +114,21 @@ def _refuse(*_: Any, **__: Any) -> None:
 def _compile(source: str, filename: str, mode: str) -> CodeType:
     code: CodeType = compile(bind_super(ast.parse(source, filename)), filename, mode)
     return code
+
+
+class CompleteUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
+    """nnsight's unpickler, for payloads that also name what this node does not have."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A global by name; for what is not here, a stand-in that says so when it is used."""
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            missing = BadRequest(
+                f"`{module}.{name}`, which the trace uses, is not on this node: {error}.",
+                fix="Do without it inside the trace, or have it installed there.",
+            )
+            return NamedOnly.of(f"{module}.{name}", missing)
 
 
 class _Super(ast.NodeTransformer):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn, Self
 
-from mesh.errors import PolicyViolation
+from mesh.errors import MeshError, PolicyViolation
 from mesh.interventions.jail.guards import refuse
 from mesh.interventions.jail.ownership import UserClass
 
@@ -41,6 +41,28 @@ def unavailable(what: str) -> type:
     names: dict[str, Any] = {**dict.fromkeys(filling, ignore), **dict.fromkeys(using, refused)}
     names["__new__"] = lambda cls, *_, **__: object.__new__(cls)
     return _Refusing("Unavailable", (), {**names, "what": what})
+
+
+class NamedOnly(_Refusing):
+    """The class of what stands for something that may be named, as types are by annotations, and
+    not be used."""
+
+    violation: MeshError
+
+    @classmethod
+    def of(cls, what: str, violation: MeshError) -> NamedOnly:
+        """In the place of `what`; whoever uses it gets the `violation`."""
+
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            raise violation
+
+        return cls("Unavailable", (), {"__new__": refused, "what": what, "violation": violation})
+
+    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise cls.violation
+
+    def __getattr__(cls, _: str) -> NoReturn:
+        raise cls.violation
 
 
 class Nothing:

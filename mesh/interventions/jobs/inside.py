@@ -27,7 +27,7 @@ import numpy
 import torch
 import transformers
 import zstandard
-from nnsight.intervention.serialization import CustomCloudUnpickler, UnknownPersistentIdError
+from nnsight.intervention.serialization import UnknownPersistentIdError
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import WithBlockNotFoundError, _saves, dec, inc
 from nnsight.tracing.util import filter_traceback
@@ -38,7 +38,7 @@ from mesh.interventions.channel import SocketChannel
 from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
-from mesh.interventions.jail.shipped import complete_functions
+from mesh.interventions.jail.shipped import CompleteUnpickler, complete_functions
 from mesh.interventions.jobs.left import CameContainers, LeftGradients
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
@@ -140,7 +140,7 @@ def _say(line: str) -> None:
 
 
 def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[str, Any]:
-    unpickler = CustomCloudUnpickler
+    unpickler = CompleteUnpickler
     complete_functions()
     if not order.trusted:
         raise_fence()

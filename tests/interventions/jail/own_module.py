@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import namedtuple
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -22,6 +23,7 @@ SCALE = 2.0
 _OFFSET = 1.0
 logger = logging.getLogger(__name__)
 HERE = Path(__file__).parent
+LOCALHOST = ip_address("127.0.0.1")
 
 
 def scaled(value: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import math
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -131,13 +132,13 @@ async def _refusals(jail: Jail) -> None:
             "`logging.Handler`",
             "module `os`",
             "came as compiled code",
-            "PosixPath` is not available",
+            "IPv4Address` is not available",
         )
     ):
         with model.trace(x, backend=shipping):
             used = [  # noqa: F841 - a trace of one line
                 lambda: own_module.Shouting().level, own_module.never_in_a_job,
-                own_module.told_by_text, lambda: own_module.HERE.name,
+                own_module.told_by_text, lambda: own_module.LOCALHOST.packed,
             ][number]()  # fmt: skip
         outcome = await behind_the_fence(jail, shipping.payload)
         assert outcome.ending is Ending.FAILED
@@ -315,6 +316,24 @@ def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
         absent = module.startswith("nnsight.intervention.envoy.torch")
         with pytest.raises(ModuleNotFoundError if absent else PolicyViolation):
             FencedUnpickler(io.BytesIO(text), {}).load()
+
+
+def test_what_is_not_on_the_list_may_be_named_inside_a_payload_and_not_be_used() -> None:
+    """As annotations name types."""
+
+    def loaded(body: bytes) -> Any:
+        return FencedUnpickler(io.BytesIO(b"\x80\x04" + body + b"."), {}).load()
+
+    (stand_in,) = loaded(b"]" + _global("ipaddress", "IPv4Address") + b"a")
+    ways: list[Callable[[], Any]] = [
+        stand_in, functools.partial(stand_in, "x"), type("Own", (stand_in,), {}),
+        lambda: stand_in.packed, lambda: stand_in.__new__(stand_in),
+        lambda: loaded(_global("ipaddress", "IPv4Address") + b")R"),
+        lambda: loaded(_global("ipaddress", "IPv4Address") + b")\x81"),
+    ]  # fmt: skip
+    for way in ways:
+        with pytest.raises(PolicyViolation, match=r"ipaddress.IPv4Address` in a payload is not"):
+            way()
 
 
 @pytest.mark.parametrize("owner", [_global("collections", "OrderedDict"), b"]", b"}", b")"])

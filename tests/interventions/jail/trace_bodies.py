@@ -5,6 +5,7 @@ They run twice: here, plainly, and behind the fence in a jail; the saved values 
 
 from __future__ import annotations
 
+import argparse
 import collections
 import math
 import operator
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from itertools import chain
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import nnsight
@@ -590,6 +592,16 @@ def data_classes_of_one_s_own_made_inside(m: Any, x: torch.Tensor, backend: Back
             case own_module.Site(layer, strength=strength):
                 told += [layer, strength]
         out = (m.layers[site.layer].output * site.strength).save()
+    return locals()
+
+
+@benign
+def configurations(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    options = argparse.Namespace(layer=1, out=Path("/nowhere/results"))
+    with m.trace(x, backend=backend):
+        out = m.layers[options.layer].output.save()
+        name = nnsight.save(str(options.out / f"{options.layer}.pt"))
+        near = nnsight.save([own_module.HERE.name, options.out.suffix])
     return locals()
 
 
