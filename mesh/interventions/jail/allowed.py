@@ -27,7 +27,8 @@ MODULES = {
     "nnsight.intervention.envoy": False, "__future__": False, "abc": False,
     "torch.utils.data": False,
     "tqdm": False, "tqdm.std": False, "tqdm.auto": False, "tqdm.asyncio": False,
-    "tqdm.notebook": False,
+    "tqdm.notebook": False, "torch.func": False, "heapq": False, "datetime": False,
+    "torch.cuda": False, "contextlib": False, "warnings": False, "gc": False, "types": False,
 }
 
 # Those of them that a node has only with the extra of the same name.
@@ -76,6 +77,18 @@ DENIED_IN_MODULES = {
     "string": frozenset(("Formatter",)),
     "abc": frozenset(("ABCMeta",)),
     "copy": frozenset(("copyreg", "dispatch_table")),
+}
+
+# In these modules nothing else.
+ONLY_IN_MODULES = {
+    "torch.cuda": frozenset((
+        "is_available", "device_count", "empty_cache", "synchronize", "manual_seed",
+        "manual_seed_all", "memory_allocated", "max_memory_allocated", "is_bf16_supported",
+    )),
+    "contextlib": frozenset(("nullcontext", "contextmanager", "suppress", "ExitStack", "closing")),
+    "warnings": frozenset(("warn", "filterwarnings", "simplefilter", "catch_warnings")),
+    "gc": frozenset(("collect",)),
+    "types": frozenset(("SimpleNamespace",)),
 }
 
 # On a module of the model, nothing else than these, its children and its parameters.

@@ -93,7 +93,8 @@ def _check_module_attribute(module: ModuleType, name: str) -> None:
     if not module_allowed(full):
         raise refuse(f"module `{full}`")
     root = full.partition(".")[0]
-    if name in allowed.DENIED_IN_MODULES.get(root, ()):
+    only = allowed.ONLY_IN_MODULES.get(full)
+    if name in allowed.DENIED_IN_MODULES.get(root, ()) or (only is not None and name not in only):
         raise refuse(f"`{full}.{name}`")
 
 

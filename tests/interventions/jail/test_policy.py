@@ -253,6 +253,10 @@ def guarded(source: str) -> dict[str, Any]:
         "y = [0]\ny.__class__ += 1", "from abc import ABCMeta", "import abc\nabc.ABCMeta",
         "from torch.utils.data import datapipes", "import tqdm\ntqdm.cli",
         "model.interleaver = torch.nn.Identity()", "model._own = torch.nn.Identity()",
+        "torch.cuda.CUDAPluggableAllocator", "from torch.cuda import graphs",
+        "import gc\ngc.get_objects()", "from types import FunctionType",
+        "import contextlib\ncontextlib.chdir('/')", "import warnings\nwarnings.sys",
+        "import datetime\ndatetime.sys", "import types\ntypes.CodeType",
         "model.trace = torch.nn.Identity()", "model.layers[0].own = lambda x: x",
     ],
 )  # fmt: skip

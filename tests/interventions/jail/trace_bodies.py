@@ -689,6 +689,26 @@ def names_imported_at_the_top(m: Any, x: torch.Tensor, backend: Backend) -> Name
 
 
 @benign
+def housekeeping(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        import contextlib
+        import gc
+        import heapq
+        import warnings
+        from types import SimpleNamespace
+
+        place = SimpleNamespace(layer=1, device="cuda" if torch.cuda.device_count() else "cpu")
+        with contextlib.nullcontext(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = m.layers[place.layer].output.to(place.device).save()
+        lengths = torch.func.vmap(lambda row: row.norm())(out[0]).save()
+        most = nnsight.save(heapq.nlargest(2, lengths.tolist()))
+        torch.cuda.empty_cache()
+        gc.collect()
+    return locals()
+
+
+@benign
 def einops_where_it_is_installed(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend):
         from einops import einsum, rearrange, reduce, repeat
