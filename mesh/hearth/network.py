@@ -225,9 +225,7 @@ class Network:
     async def join(self, code: str, peer: str | None) -> HearthRecord:
         """Leave a hearth in which this node is alone for the one it is invited to; or, among
         others, take up their invitation to another level."""
-        self.require_hearth()
-        if self._inviting is not None:
-            self._inviting.require_another(parse_ticket(code))
+        self._require_here().inviting.require_another(parse_ticket(code))
         async with self._moving:
             joiner = JoiningNode(self._key, self.name, self._paths, self._clock)
             choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))
