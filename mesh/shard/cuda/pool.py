@@ -60,6 +60,11 @@ class Pool:
         """Where rows that nobody wants are written."""
         return self.positions
 
+    def share(self, region: int) -> int:
+        """The positions that a region stands for, of all that the pool has."""
+        taken = sum(cache.capacity for cache in self._caches)
+        return region * self.positions // taken if taken else 0
+
     def open(self, max_tokens: int) -> PoolCache:
         """An empty cache of one session, which has no region yet."""
         cache = PoolCache(self, max_tokens)
@@ -143,8 +148,8 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def allocated_bytes(self) -> int:
-        """What they take."""
-        return self.region * self.pool.shape.position_bytes
+        """What they take, with a share of what the pool has and nobody yet."""
+        return self.pool.share(self.region) * self.pool.shape.position_bytes
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
