@@ -72,7 +72,8 @@ async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> No
 
 
 def _joined(outcome: dict[str, Any], invited: str) -> str:
-    name, level, before = outcome["name"], outcome["level"], outcome["before"]
+    # A daemon that was not started again since an upgrade says no levels.
+    name, level, before = outcome["name"], outcome.get("level") or invited, outcome.get("before")
     if before is None:
         return f"{name} joined as {level}."
     if level != before:

@@ -36,8 +36,8 @@ def join(
     if json:
         print_json(joined)
         return
-    name, level = joined["name"], joined["level"]
-    say(f"This node is in {name!r} now, as {level}; distributed inference is on.")
+    level = f", as {joined['level']}" if "level" in joined else ""  # earlier daemons do not say it
+    say(f"This node is in {joined['name']!r} now{level}; distributed inference is on.")
     if not joined["running"]:
         say("Start it with `hearthnet up`.")
 

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from mesh.api.app import create_app
 from mesh.api.server import ApiServer, serve_api
-from mesh.api.services import ApiSettings
+from mesh.api.services import ApiSettings, HearthControl
 from mesh.api.tls import ApiTls
 from mesh.identity.api_keys import ApiKeys
 from tests.fakes import ScriptedGenerations, ScriptedView
@@ -44,11 +44,14 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    settings: ApiSettings = SETTINGS, tls: ApiTls | None = None, host: str = "127.0.0.1"
+    settings: ApiSettings = SETTINGS,
+    tls: ApiTls | None = None,
+    host: str = "127.0.0.1",
+    control: HearthControl | None = None,
 ) -> AsyncIterator[Served]:
     """Run an API with these settings on a free loopback port."""
     served = Served()
-    served.app = create_app(served.generations, served.view, settings, api_keys=served.keys)
+    served.app = create_app(served.generations, served.view, settings, control, served.keys)
     # What a bind beyond loopback does to the checks is in the settings; the socket stays local.
     served.server = await serve_api(served.app, host, 0, tls)
     try:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -18,6 +19,9 @@ from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served, serving, with_key
 from tests.cli.conftest import COMMAND, Run
 from tests.tui.house import whole
+
+if TYPE_CHECKING:
+    from mesh.api.services import HearthControl
 
 HEAVY = (
     "torch", "transformers", "textual", "starlette", "uvicorn", "httpx", "pydantic", "numpy",
@@ -188,12 +192,7 @@ async def test_a_daemon_that_runs_where_nothing_answers_any_more_is_not_to_be_st
 ) -> None:
     """As when this machine had another address as the daemon started."""
     paths = await asyncio.to_thread(StatePaths(tmp_path / "moved").create)
-    record = await asyncio.to_thread(
-        lambda: DaemonRecord.for_this_process(
-            api_url=f"http://{host}:1", api_port=1, port=2, api_key="secret"
-        )
-    )
-    await asyncio.to_thread(record.write, paths.runtime_file)
+    record = await asyncio.to_thread(leave_record, paths, f"http://{host}:1")
     gone = await hearthnet("status", "--state-dir", str(paths.root))
     assert (gone.code, f"its daemon runs here, as process {record.pid}" in gone.err) == (3, True)
     assert remedy in gone.err
@@ -309,3 +308,38 @@ def test_a_user_without_a_home_is_told_so(environment: dict[str, str], tmp_path:
     assert (code, "[not_running]" in why) == (3, True)
     code, why = said("status", "--state-dir", "~nosuchuser/x", **elsewhere)
     assert (code, "in the home of a user that is not known here" in why) == (2, True)
+
+
+class EarlierControl:
+    """The hearth of a daemon that was not started again since its package is a newer one."""
+
+    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
+        return {"code": "amber-river-42", "qr": "", "host": "h", "port": 9, "level": "trusted"}
+
+    async def invitation(self, port: int) -> dict[str, Any]:
+        return {"open": False, "ending": "used", "name": "barn", "error": None}
+
+    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
+        return {"id": "hh2", "name": "the house"}
+
+
+async def test_an_upgrade_needs_no_restart_for_somebody_to_come_in(
+    hearthnet: Run, tmp_path: Path
+) -> None:
+    paths = await asyncio.to_thread(StatePaths(tmp_path / "earlier").create)
+    control = cast("HearthControl", EarlierControl())
+    async with serving(with_key("secret"), control=control) as served:
+        await asyncio.to_thread(leave_record, paths, served.url)
+        here = ("--state-dir", str(paths.root))
+        invited = await hearthnet("invite", *here)
+        assert invited.out.splitlines()[-1] == "barn joined as trusted.", invited.err
+        joined = await hearthnet("join", "amber-river-42", *here)
+        said = "This node is in 'the house' now; distributed inference is on.\n"
+        assert joined.out == said, joined.err
+
+
+def leave_record(paths: StatePaths, url: str) -> DaemonRecord:
+    """As of a daemon at this URL, in this process."""
+    record = DaemonRecord.for_this_process(api_url=url, api_port=1, port=2, api_key="secret")
+    record.write(paths.runtime_file)
+    return record
