@@ -16,6 +16,7 @@ import torch
 from nnsight.intervention.backends.remote import RemoteError
 from nnsight.modeling import huggingface
 from nnsight.modeling.transformers import TransformersModel
+from transformers import GenerationConfig
 
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
@@ -259,6 +260,29 @@ def test_a_function_without_what_its_decorator_hides_says_so(
         with model.trace(PROMPT, remote=True):
             last = last_of(model).save()  # noqa: F841
     assert "last = last_of(model).save()" in str(caught.value)
+
+
+def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(
+    model: TransformersModel, local: TransformersModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.configure(monkeypatch, APIKEY="")
+
+    def compared(model: TransformersModel, **more: Any) -> list[torch.Tensor]:
+        tokens = model.tokenizer([PROMPT, "Anna"], return_tensors="pt", padding=True)
+        with model.trace(tokens, **more):
+            out = model.output.save()
+            top = model.output.logits[0, -1].topk(3).save()
+        settings = GenerationConfig(max_new_tokens=2, do_sample=False)
+        with model.generate(tokens, generation_config=settings, **more) as tracer:
+            ids = tracer.result.save()
+        with model.trace(PROMPT, **more):
+            width = nnsight.save(tokens["input_ids"].shape[1])
+            logits = model.output.logits
+            difference = (logits - out.logits[:1]).abs().max().save()
+            best = logits[0, -1][top.indices].save()
+        return [difference, best, ids, torch.tensor(width)]
+
+    assert all(map(torch.equal, compared(model, remote=True), compared(local)))
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])

@@ -41,7 +41,7 @@ DENIED_ANYWHERE = frozenset((
     "from_file", "dump", "from_buffer", "frombuffer", "genfromtxt", "loadtxt", "savetxt", "savez",
     "savez_compressed", "DataSource", "ctypeslib", "f2py", "load_library", "to_pickle", "to_csv",
     "to_sql", "to_hdf", "to_parquet", "to_feather", "to_excel", "to_json", "to_html", "to_latex",
-    "to_stata", "to_orc", "to_xml", "exec", "get_type_hints",
+    "to_stata", "to_orc", "to_xml", "to_json_file", "exec", "get_type_hints",
     "ForwardRef", "attrgetter", "methodcaller", "sympify", "parse_expr", "lambdify", "preview",
     "save_state_dict", "load_state_dict", "load_adapter", "set_adapter", "from_checkpoint",
     "hub", "jit", "package", "serialization", "multiprocessing", "export", "onnx", "classes", "ops",
@@ -162,7 +162,7 @@ PICKLED = frozenset((
     "nnsight.modeling.transformers.TransformersModel._call",
     "cloudpickle.cloudpickle._make_skeleton_enum", "cloudpickle.cloudpickle._builtin_type",
     "cloudpickle.cloudpickle._make_empty_cell", "cloudpickle.cloudpickle._make_cell",
-    "abc.ABCMeta", "enum.EnumType", "enum.EnumMeta", "enum.Enum",
+    "tokenizers.Encoding", "abc.ABCMeta", "enum.EnumType", "enum.EnumMeta", "enum.Enum",
     # What `dataclass` writes down in a class, beside methods that nobody has the source of.
     "dataclasses.Field", "types.MappingProxyType",
     "cloudpickle.cloudpickle._get_dataclass_field_type_sentinel",

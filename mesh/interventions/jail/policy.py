@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import re
 import secrets
 import sys
 import types
@@ -30,6 +31,9 @@ from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
 from nnsight.tracing.util import Scope
+from transformers import BatchEncoding, GenerationConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.utils import ModelOutput
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
@@ -69,6 +73,8 @@ _MODEL_FILE = "nnsight/modeling/transformers.py"
 _SHIPPED_BY_NNSIGHT: dict[str, Any] = {
     name: getattr(TransformersModel, name).__wrapped__ for name in ("generate", "pipe")
 }
+
+_DATA = (BatchEncoding, ModelOutput, Cache, CacheLayerMixin, GenerationConfig)
 
 # Whatever sympy is given as text, also by a symbol's name, it evaluates as Python with these.
 _EVALUATING = ("sympy.parsing.sympy_parser", "sympy.utilities.lambdify")
@@ -238,6 +244,7 @@ _REPLACED: dict[str, Any] = {
     "typing.ForwardRef": Nothing,
     "dataclasses._DataclassParams": DataclassParams,
     "logging.getLogger": Logger,
+    "re._compile": re.compile,
     "argparse.Namespace": types.SimpleNamespace,
     # A path as text: those that a configuration has beside what the trace reads of it.
     "pathlib.PosixPath": PurePosixPath,
@@ -271,7 +278,7 @@ class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
             self._brings_a_module = True
         if full in _REPLACED:
             return _REPLACED[full]
-        if full in allowed.PICKLED or _is_plain_torch(full):
+        if full in allowed.PICKLED or _is_plain(module, name):
             return super().find_class(module, name)
         if module.startswith(allowed.PICKLED_ROOTS):
             found = super().find_class(module, name)
@@ -303,9 +310,14 @@ def _importable(module: str, name: str) -> Any:
     return None
 
 
-def _is_plain_torch(full: str) -> bool:
-    """Data types (``torch.float32``) and the classes of modules."""
-    root, _, name = full.rpartition(".")
-    if root == "torch":
-        return isinstance(getattr(torch, name, None), torch.dtype)
-    return root.startswith("torch.nn.modules.")
+def _is_plain(module: str, name: str) -> bool:
+    """Data types (``torch.float32``), and classes: of torch's modules, of what `topk` and the like
+    give, and of what goes into transformers' models and comes out."""
+    if module == "torch":
+        return isinstance(vars(torch).get(name), torch.dtype)
+    # What a module has by that name itself: a dotted one may lead through it to anywhere.
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if not isinstance(found, type) or found.__module__ != module:
+        return False
+    is_of_torch = module.startswith("torch.nn.modules.") and issubclass(found, torch.nn.Module)
+    return is_of_torch or module == "torch.return_types" or issubclass(found, _DATA)
