@@ -393,10 +393,11 @@ class Plan:
 
 @benign
 def own_class(m: Any, x: torch.Tensor, backend: Backend) -> Names:
-    plan = Plan(layer=1, strength=0.5)
+    plan, draws = Plan(layer=1, strength=0.5), np.random.default_rng(3)
     with m.trace(x, backend=backend):
         plan.strength += 0.25
         out = (m.layers[plan.layer].output * plan.weight()).save()
+        drawn = nnsight.save(draws.normal(size=2).tolist())
     return locals()
 
 
