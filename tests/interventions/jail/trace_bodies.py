@@ -610,7 +610,7 @@ def configurations(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 def classes_that_ask_their_bases(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend):
         loud = own_module.Loudest(0.5)
-        taken = nnsight.save([loud.take(m.layers[1].output), loud._readings > 0])
+        taken = nnsight.save([loud.take(m.layers[1].output)])
         score = own_module.Probe()(torch.ones(1, 8)).detach().save()
     return locals()
 
