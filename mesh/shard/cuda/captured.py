@@ -9,7 +9,6 @@ graphs of their own for those, where these give the same bits.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from mesh.shard.cuda.rows import (
 from mesh.shard.lean import AttentionPlace, LeanLayers
 from mesh.shard.runtime import StepInput
 from mesh.types import LayerRange
-
-logger = logging.getLogger(__name__)
 
 MANY_ROWS = 64
 """The most that are computed at once."""

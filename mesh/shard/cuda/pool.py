@@ -77,18 +77,19 @@ class Pool:
 
         Nothing has changed when this raises: the device had no room.
         """
-        others = sorted((each for each in self._caches if each.capacity), key=lambda c: c.start)
-        start = self._gap(others, cache, positions)
+        taken = sorted((each for each in self._caches if each.capacity), key=lambda c: c.start)
+        start = self._gap(taken, cache, positions)
         if start is None:
-            taken = sum(each.capacity for each in others if each is not cache)
-            if taken + positions + cache.capacity > self.positions:
-                self._grow(taken + positions + cache.capacity)
-            self._close_ranks(others)
-            start = self._gap(others, cache, positions)
+            # What `cache` holds is in its old region until it is in the new one.
+            needed = sum(each.capacity for each in taken) + positions
+            if needed > self.positions:
+                self._grow(needed)
+            self._close_ranks(taken)
+            start = self._gap(taken, cache, positions)
             assert start is not None  # noqa: S101 - all that is free lies together
         if start != cache.start:
             self._move(cache.start, start, cache.length)
-        cache.start, cache.region = start, positions
+        cache.start, cache.capacity = start, positions
 
     def _gap(self, taken: list[PoolCache], cache: PoolCache, positions: int) -> int | None:
         """Where a region for `cache` can begin: where its own does, or else where nobody's is."""
@@ -139,17 +140,13 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.max_tokens = max_tokens
         self.length = 0
         self.start = 0
-        self.region = 0
-
-    @property
-    def capacity(self) -> int:
-        """Positions that it has memory for."""
-        return self.region
+        self.capacity = 0
+        """Positions that it has memory for, from `start` on."""
 
     @property
     def allocated_bytes(self) -> int:
         """What they take, with a share of what the pool has and nobody yet."""
-        return self.pool.share(self.region) * self.pool.shape.position_bytes
+        return self.pool.share(self.capacity) * self.pool.shape.position_bytes
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
@@ -157,8 +154,8 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
-        room = roomier(self.region, self.length + rows, self.max_tokens)
-        if room > self.region:
+        room = roomier(self.capacity, self.length + rows, self.max_tokens)
+        if room > self.capacity:
             self.pool.make_room(self, room)
 
     def commit(self, rows: int) -> None:
