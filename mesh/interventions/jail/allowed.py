@@ -39,13 +39,14 @@ DENIED_ANYWHERE = frozenset((
     # files, other code, evaluation
     "save_pretrained", "from_pretrained", "push_to_hub", "tofile", "fromfile", "memmap",
     "from_file", "dump", "from_buffer", "frombuffer", "genfromtxt", "loadtxt", "savetxt", "savez",
+    "fromregex",
     "savez_compressed", "DataSource", "ctypeslib", "f2py", "load_library", "to_pickle", "to_csv",
     "to_sql", "to_hdf", "to_parquet", "to_feather", "to_excel", "to_json", "to_html", "to_latex",
     "to_stata", "to_orc", "to_xml", "to_json_file", "exec", "get_type_hints",
     "ForwardRef", "attrgetter", "methodcaller", "sympify", "parse_expr", "lambdify", "preview",
     "save_state_dict", "load_state_dict", "load_adapter", "set_adapter", "from_checkpoint",
     "hub", "jit", "package", "serialization", "multiprocessing", "export", "onnx", "classes", "ops",
-    "library", "profiler", "fx", "overrides", "cpp_extension", "script",
+    "multiprocessing_context", "library", "profiler", "fx", "overrides", "cpp_extension", "script",
     # addresses and memory that is not this tensor's
     "data_ptr", "untyped_storage", "storage", "typed_storage", "UntypedStorage", "TypedStorage",
     "set_", "share_memory_", "as_strided", "as_strided_", "as_strided_copy", "ctypes",
@@ -76,6 +77,7 @@ DENIED_IN_MODULES = {
     "operator": frozenset(("setitem", "delitem", "call")),
     "string": frozenset(("Formatter",)),
     "abc": frozenset(("ABCMeta",)),
+    "enum": frozenset(("global_enum", "EnumMeta", "EnumType")),
     "copy": frozenset(("copyreg", "dispatch_table")),
 }
 
@@ -89,6 +91,12 @@ ONLY_IN_MODULES = {
     "warnings": frozenset(("warn", "filterwarnings", "simplefilter", "catch_warnings")),
     "gc": frozenset(("collect",)),
     "types": frozenset(("SimpleNamespace",)),
+    "torch.utils.data": frozenset((
+        "BatchSampler", "ChainDataset", "ConcatDataset", "DataLoader", "Dataset",
+        "IterableDataset", "RandomSampler", "Sampler", "SequentialSampler", "StackDataset",
+        "Subset", "SubsetRandomSampler", "TensorDataset", "WeightedRandomSampler",
+        "default_collate", "default_convert", "get_worker_info", "random_split",
+    )),
 }
 
 # On a module of the model, nothing else than these, its children and its parameters.
@@ -150,7 +158,7 @@ PICKLED = frozenset((
     "builtins.complex", "builtins.bytearray", "builtins.object", "builtins.int", "builtins.float",
     "builtins.str", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.bool",
     "builtins.bytes", "builtins.type", "builtins.property", "builtins.staticmethod",
-    "builtins.classmethod", "types.MethodType", "types.SimpleNamespace",
+    "builtins.classmethod", "types.MethodType",
     "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "torch.Size",
     "torch.device", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
     "torch.Tensor", "torch.FloatStorage", "torch.LongStorage", "torch.BFloat16Storage",

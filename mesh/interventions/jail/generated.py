@@ -12,6 +12,7 @@ from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import wraps
+from keyword import iskeyword
 from typing import Any, NoReturn
 
 from mesh.interventions.jail.guards import refuse
@@ -42,17 +43,22 @@ def with_generated(made: type, names: Mapping[str, Any]) -> dict[str, Any]:
     return dict(names)
 
 
-def _field_name(field: Any) -> str:
-    """The name of a data class's field. Raises PolicyViolation for one that guarded code could not
-    write."""
-    name = field.name
+def require_field_name(name: Any) -> str:
+    """`name`, which a data class's field has. Raises PolicyViolation for one that guarded code
+    could not write."""
     if (
         type(name) is not str
         or name.startswith("__")
+        or not name.isidentifier()
+        or iskeyword(name)
         or unicodedata.normalize("NFKC", name) != name
     ):
         raise refuse(f"a field called `{name}`")
     return name
+
+
+def _field_name(field: Any) -> str:
+    return require_field_name(field.name)
 
 
 def _methods(made: type, names: Mapping[str, Any]) -> dict[str, Any]:

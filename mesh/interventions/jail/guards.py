@@ -12,7 +12,7 @@ import operator
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 from mesh.interventions.jail.ownership import (
     CLASS_OF,
+    Namespace,
     UserClass,
     UserModule,
     is_own,
@@ -58,7 +59,8 @@ def refuse(what: str) -> PolicyViolation:
 
 def refuse_metaclass(bases: tuple[Any, ...]) -> None:
     """Raise PolicyViolation for a class whose objects would be classes, made of any names."""
-    if any(isinstance(base, type) and issubclass(base, type) for base in bases):
+    classes = (base for base in bases if isinstance(base, type))
+    if _type in bases or any(issubclass(base, type) for base in classes):
         raise refuse("a class of classes")
 
 
@@ -144,7 +146,7 @@ def guarded_getattr(owner: Any, name: str, default: Any = _MISSING) -> Any:
             raise refuse(f"`str.{name}` (as opposed to `text.{name}`)")
     value = getattr(owner, name) if default is _MISSING else getattr(owner, name, default)
     _check_value(owner, name, value)
-    return value
+    return Namespace if value is SimpleNamespace else value
 
 
 class _Formatter(string.Formatter):
@@ -319,10 +321,12 @@ def _in_place(op: str, old: Any, new: Any) -> Any:
     return operation(old, new)
 
 
-def _type(*arguments: Any) -> type:
+def _type(*arguments: Any) -> Any:
     if len(arguments) != 1:
         raise refuse("making a class by calling `type`")
-    return type(arguments[0])
+    kind = type(arguments[0])
+    # The class of a class makes classes, of any names.
+    return _type if issubclass(kind, type) else kind
 
 
 def _set_attribute(owner: Any, name: str, value: Any) -> None:

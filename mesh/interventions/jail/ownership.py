@@ -7,9 +7,11 @@ use it there; of everything else it is the inside. Refuses nothing itself.
 from __future__ import annotations
 
 from abc import ABCMeta
-from types import ModuleType
+from collections.abc import Iterable
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 
 _SUPER_OF = vars(super)["__self_class__"].__get__
@@ -24,8 +26,41 @@ class UserAbstractClass(UserClass, ABCMeta):
     """The same for classes with abstract methods."""
 
 
+ADDRESSING = frozenset(("__array_interface__", "__array_struct__", "__cuda_array_interface__"))
+"""By these, an object says where in memory its numbers are."""
+_TELLING = ADDRESSING | {
+    "__class__", "__reduce__", "__reduce_ex__", "__getattribute__", "__mro__",
+}  # fmt: skip
+"""By these, libraries take the memory, the class or the parts of an object from what it says."""
+
+
+def require_harmless(names: Iterable[str]) -> None:
+    """Raise PolicyViolation for a name by which an object would say of itself what is not so."""
+    for name in names:
+        if type(name) is not str or name in _TELLING:
+            raise PolicyViolation(
+                f"an attribute called `{name}` is not available to traced code of this key.",
+                fix="Do without it, or ask for your key to be marked trusted.",
+            )
+
+
 CLASS_OF = {type: UserClass, ABCMeta: UserAbstractClass}
 """By what Python would make them with, the class of classes of the author's own."""
+
+
+class Namespace(SimpleNamespace, metaclass=UserClass):
+    """In the place of Python's, whose attributes may have any name."""
+
+    def __init__(self, /, *given: Any, **names: Any) -> None:
+        names = dict(*given, **names)
+        require_harmless(names)
+        super().__init__(**names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SimpleNamespace, (), dict(vars(self))
+
+    def __repr__(self) -> str:
+        return repr(SimpleNamespace(**vars(self)))
 
 
 class UserModule(ModuleType):

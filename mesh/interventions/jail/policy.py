@@ -12,14 +12,16 @@ import contextlib
 import dataclasses
 import importlib
 import io
+import pickle
 import re
 import secrets
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import PurePosixPath, PureWindowsPath
 from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from cloudpickle.cloudpickle import (  # type: ignore[import-untyped]
@@ -50,7 +52,13 @@ from mesh.interventions.jail.guards import (
     refuse,
     refuse_metaclass,
 )
-from mesh.interventions.jail.ownership import CLASS_OF, UserModule
+from mesh.interventions.jail.libraries import guarded_libraries
+from mesh.interventions.jail.ownership import (
+    CLASS_OF,
+    Namespace,
+    UserModule,
+    require_harmless,
+)
 from mesh.interventions.jail.shipped import bind_super, complete_functions, refusing_incomplete
 from mesh.interventions.jail.standins import (
     CompiledFunction,
@@ -74,10 +82,11 @@ _SHIPPED_BY_NNSIGHT: dict[str, Any] = {
     name: getattr(TransformersModel, name).__wrapped__ for name in ("generate", "pipe")
 }
 
+# What a payload only names, and others use as well.
+_NOT_FILLED = (
+    type, ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+)  # fmt: skip
 _DATA = (BatchEncoding, ModelOutput, Cache, CacheLayerMixin, GenerationConfig)
-
-# Whatever sympy is given as text, also by a symbol's name, it evaluates as Python with these.
-_EVALUATING = ("sympy.parsing.sympy_parser", "sympy.utilities.lambdify")
 
 
 def raise_fence() -> None:
@@ -94,18 +103,14 @@ def raise_fence() -> None:
     for module in (request, interleaver):
         # Found before the builtin of the same name.
         vars(module)["compile"] = _compile
-    for name in _EVALUATING:
-        # Found before the builtins of the same names.
-        vars(importlib.import_module(name)).update(eval=_refuse_text, exec=_refuse_text)
+    for owner, names in guarded_libraries():
+        for name, guard in names.items():
+            setattr(owner, name, guard)
     sys.modules.update(progress_modules())
     complete_functions(_fenced_loader(_LOAD), _compile_function)
     vars(source)["compile_source"] = _not_of_the_author_s(source.compile_source)
     Tracer.compile = _compile_block
     Scope.__init__ = _guarding(Scope.__init__)
-
-
-def _refuse_text(*_: Any) -> NoReturn:
-    raise refuse("evaluating text with sympy")
 
 
 def _compile(text: str | ast.Module, filename: str, mode: str) -> CodeType:
@@ -202,14 +207,25 @@ def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: 
     wanted = CLASS_OF.get(constructor, constructor)
     # `NamedTuple` would make a class without fields, by a class of its own.
     plain = tuple(tuple if base is NamedTuple else base for base in bases)
-    made: type = _make_skeleton_class(wanted, name, plain, *more)
+    inside, *others = more
+    inside = dict(inside)
+    _require_harmless_class(inside)
+    made: type = _make_skeleton_class(wanted, name, plain, inside, *others)
     return made
+
+
+def _require_harmless_class(inside: dict[str, Any]) -> None:
+    """Raise PolicyViolation for one by which objects would say of themselves what is not so."""
+    inert = (RefusedFunction, CompiledFunction)
+    require_harmless(name for name, value in inside.items() if type(value) not in inert)
 
 
 def _fenced_class_state(made: type, state: tuple[dict[str, Any], dict[str, Any]]) -> type:
     """A class of the author's own with what is in it."""
     names, slots = state
-    filled: type = _class_setstate(made, (with_generated(made, names), slots))
+    inside = with_generated(made, names)
+    _require_harmless_class(inside)
+    filled: type = _class_setstate(made, (inside, dict(slots or {})))
     return filled
 
 
@@ -245,7 +261,8 @@ _REPLACED: dict[str, Any] = {
     "dataclasses._DataclassParams": DataclassParams,
     "logging.getLogger": Logger,
     "re._compile": re.compile,
-    "argparse.Namespace": types.SimpleNamespace,
+    "types.SimpleNamespace": Namespace,
+    "argparse.Namespace": Namespace,
     # A path as text: those that a configuration has beside what the trace reads of it.
     "pathlib.PosixPath": PurePosixPath,
     "pathlib._local.PosixPath": PurePosixPath,
@@ -257,10 +274,37 @@ _REPLACED: dict[str, Any] = {
 }
 
 
-class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
-    """nnsight's unpickler, for payloads made of nothing but what a trace needs."""
+class FencedUnpickler(pickle._Unpickler):
+    """nnsight's unpickler, for payloads made of nothing but what a trace needs.
+
+    Python's own and not the one in C: that one fills whatever it is told to.
+    """
 
     _brings_a_module = False
+    persistent_load = serialization.CustomCloudUnpickler.persistent_load
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, file: Any, persistent_objects: dict[str, Any] | None) -> None:
+        super().__init__(file)
+        self.persistent_objects = persistent_objects or {}
+
+    def load_build(self) -> None:
+        """Fill an object, of those that this payload has made."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined]
+        instance, state = stack[-2:]
+        others = isinstance(instance, _NOT_FILLED) or any(
+            instance is each for each in self.persistent_objects.values()
+        )
+        if others:
+            raise refuse(f"changing a {type(instance).__name__} in a payload")
+        for part in state if type(state) is tuple else (state,):
+            if isinstance(part, dict):
+                if type(part) not in (dict, OrderedDict):
+                    raise refuse("a state of this kind in a payload")
+                require_harmless(key for key in part if isinstance(key, str))
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def load(self) -> Any:
         """What the payload says. Raises PolicyViolation where that uses what is not on the list, or

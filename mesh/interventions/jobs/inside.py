@@ -140,7 +140,7 @@ def _say(line: str) -> None:
 
 
 def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[str, Any]:
-    unpickler = CompleteUnpickler
+    unpickler: type[pickle._Unpickler | pickle.Unpickler] = CompleteUnpickler
     complete_functions()
     if not order.trusted:
         raise_fence()

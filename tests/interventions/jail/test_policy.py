@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import io
 import math
 import pickle
@@ -176,20 +175,6 @@ async def test_without_the_fence_what_it_refuses_is_done() -> None:
         assert "not available" not in exploit.text
     finally:
         await jail.stop()
-
-
-@pytest.mark.parametrize(
-    "body",
-    ["import string\nstring.Formatter()", "from string import Formatter",
-     "import sympy\nsympy.sin('print(1)')", "import sympy\nsympy.Poly('print(1)')",
-     "import sympy\nx = sympy.Symbol('x')\nsympy.nsolve([x + sympy.Symbol('print(1)')], [x], [1])"],
-)  # fmt: skip
-def test_text_is_not_a_way_around_the_fence(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in policy._EVALUATING:
-        for builtin in ("eval", "exec"):
-            monkeypatch.setitem(vars(importlib.import_module(name)), builtin, policy._refuse_text)
-    with pytest.raises(PolicyViolation):
-        guarded(body)
 
 
 def _text(value: str) -> bytes:
