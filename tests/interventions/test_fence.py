@@ -104,10 +104,12 @@ def test_no_object_says_where_in_memory_it_is(made: str, fenced: Fenced) -> None
 @pytest.mark.parametrize(
     "body",
     ["import numpy\nnumpy.fromregex('/etc/hostname', '.', [('a', 'S1')])",
+     "a = np.zeros(9)\nb = a[:]\na.resize(99999, refcheck=False)",
+     "np.ndarray.resize", "import dataclasses\ndataclasses.dataclass(torch.nn.Linear)",
      "from torch.utils.data import DataLoader\nDataLoader([1, 2], num_workers=1,"
      " multiprocessing_context='fork').multiprocessing_context.log_to_stderr()"],
 )  # fmt: skip
-def test_files_and_processes_stay_behind_the_fence(body: str, fenced: Fenced) -> None:
+def test_files_processes_and_others_things_stay_behind_the_fence(body: str, fenced: Fenced) -> None:
     assert fenced(body)[0] == "PolicyViolation"
 
 

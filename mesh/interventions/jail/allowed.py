@@ -61,6 +61,9 @@ DENIED_ANYWHERE = frozenset((
     "with_traceback", "tb_frame", "tb_next", "obj", "frame", "gr_frame", "mro",
 ))
 
+# The same on objects; functions of these names are harmless. An array's views do not grow with it.
+DENIED_METHODS = frozenset(("resize",))
+
 # In these modules only; the same words are harmless elsewhere (`x.save()`).
 DENIED_IN_MODULES = {
     "torch": frozenset((

@@ -106,10 +106,13 @@ def _check_owner(owner: Any, name: str) -> None:
         raise refuse(f"`{name}`, as any name of others' that starts with an underscore,")
     if type(owner) is UserModule:
         return
+    denied = allowed.DENIED_ANYWHERE
     if isinstance(owner, ModuleType):
         _check_module_attribute(owner, name)
+    else:
+        denied |= allowed.DENIED_METHODS
     listed = isinstance(owner, Envoy) or is_the_author_s(owner)
-    if name in INSPECT_ATTRIBUTES or (name in allowed.DENIED_ANYWHERE and not listed):
+    if name in INSPECT_ATTRIBUTES or (name in denied and not listed):
         raise refuse(f"`.{name}`")
     if isinstance(owner, Tracer) and name not in allowed.TRACER:
         raise refuse(f"`.{name}` of a tracer")

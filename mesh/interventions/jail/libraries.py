@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import sys
 import typing
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NoReturn
@@ -105,6 +106,9 @@ def _made_dataclass(
 
 def _processed_class(made: type, *options: Any) -> type:
     """The names of fields become text that is executed: also those that came with a base."""
+    of_whom = vars(sys.modules.get(made.__module__, builtins))
+    if of_whom.get(made.__name__) is made:  # a library's own, and finished
+        raise refuse(f"changing `{made.__name__}`")
     for kind in made.__mro__:
         fields = vars(kind).get(_FIELDS, {})
         if type(fields) is not dict:
