@@ -54,8 +54,14 @@ def test_replicas_go_where_the_estimate_put_them(house: tuple[LocalNode, LocalNo
         "attic": 16384,
         "study": 4096,
     }
+
+    def told(node: LocalNode) -> dict[str, Any] | None:
+        (shard,) = node.get("/mesh/v1/status")["shards"]
+        return None if shard["memory"] is None else dict(shard)
+
     for node, replica in zip(house, plan["replicas"], strict=True):
-        (served,), (planned,) = node.get("/mesh/v1/status")["shards"], replica["shards"]
+        served = until(lambda node=node: told(node), "its process has said what it takes", node)
+        (planned,) = replica["shards"]
         said_mb, need = served["memory"], planned["need"]
         assert said_mb["weights_mb"] - 1 < need["weights"] / 2**20 <= said_mb["weights_mb"]
         caches_mb = served["vram_required_mb"] - said_mb["weights_mb"] - said_mb["headroom_mb"]
