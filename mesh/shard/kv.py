@@ -9,7 +9,7 @@ other than its own length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import Cache
 
@@ -38,29 +38,56 @@ def roomier(capacity: int, needed: int, most: int) -> int:
     return min(capacity, most)
 
 
-class KeptStates(Protocol):
-    """Keys and values of one session, to which a forward adds those of its rows."""
-
-    @property
-    def length(self) -> int:
-        """Positions before the rows that are added now."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write (1, kv heads, rows, width) behind the end; (1, kv heads, length + rows, width)."""
-
-
-class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values of one session for the layers of one span, in the form transformers asks for.
+class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """What every cache of one session has: a length, up to which what it holds exists.
 
     Sliding-window layers keep every position too: cutting back needs them.
     """
 
-    def __init__(self, layer_count: int, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int) -> None:
         super().__init__(layers=[])
         self.max_tokens = max_tokens
         self.length = 0
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on; a position beyond the end changes nothing."""
+        self.length = min(self.length, position)
+
+    def commit(self, rows: int) -> None:
+        """The forward over `rows` positions succeeded; they count from now on."""
+        self.length += rows
+
+    # transformers.Cache
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # (1, heads, rows, width)
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write behind the end; returns (1, heads, length + rows, width) views."""
+        raise NotImplementedError
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The same for every layer."""
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where the next row stands."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys a query of this length sees, offset of the first): nothing is dropped."""
+        return self.length + query_length, 0
+
+
+class SessionCache(OneSession):
+    """Keys and values of one session for the layers of one span, in buffers of its own."""
+
+    def __init__(self, layer_count: int, max_tokens: int) -> None:
+        super().__init__(max_tokens)
         self._capacity = 0
         self._keys: list[torch.Tensor | None] = [None] * layer_count
         self._values: list[torch.Tensor | None] = [None] * layer_count
@@ -74,10 +101,6 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def capacity(self) -> int:
         """Positions that the buffers have room for."""
         return self._capacity
-
-    def cut(self, position: int) -> None:
-        """Forget everything from `position` on; a position beyond the end changes nothing."""
-        self.length = min(self.length, position)
 
     def reset(self) -> None:
         """Forget everything and give the buffers back."""
@@ -94,10 +117,6 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         keys = [self._grown(t, capacity) for t in self._keys]
         values = [self._grown(t, capacity) for t in self._values]
         self._keys, self._values, self._capacity = keys, values, capacity
-
-    def commit(self, rows: int) -> None:
-        """The forward over `rows` positions succeeded; they count from now on."""
-        self.length += rows
 
     def copy(self, other: SessionCache, stop: int) -> None:
         """Take over the positions of `other` from `length` up to `stop`, which it holds.
@@ -124,8 +143,6 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         new[:, :, : self.length] = old[:, :, : self.length]
         return new
 
-    # transformers.Cache
-
     def update(
         self,
         key_states: torch.Tensor,  # (1, heads, rows, width)
@@ -145,18 +162,6 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         values[:, :, start:end] = value_states
         return keys[:, :, :end], values[:, :, :end]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The same for every layer."""
-        return self.length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where the next row stands."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(keys a query of this length sees, offset of the first): nothing is dropped."""
-        return self.length + query_length, 0
-
     def _new(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty((1, like.shape[1], self._capacity, like.shape[3]))
 
@@ -168,7 +173,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     `mesh.shard.attention` reads that, anything else fails on it.
     """
 
-    def __init__(self, caches: Sequence[KeptStates]) -> None:
+    def __init__(self, caches: Sequence[OneSession]) -> None:
         super().__init__(layers=[])
         self.caches = caches
 

@@ -28,7 +28,7 @@ from mesh.shard.compiled.parts import (
     layer_parts,
 )
 from mesh.shard.cuda.int4 import Int4Linear
-from mesh.shard.kv import KeptStates
+from mesh.shard.kv import OneSession
 from mesh.shard.linear import Place
 from mesh.shard.packed import PackedRows
 from mesh.shard.selfcheck import rope_types
@@ -113,7 +113,7 @@ class LeanLayers(nn.Module):
         self,
         hidden: torch.Tensor,  # (sessions, rows, hidden)
         positions: torch.Tensor,  # (sessions, rows)
-        caches: Sequence[KeptStates],
+        caches: Sequence[OneSession],
         layers: LayerRange,  # counted within the span
     ) -> torch.Tensor:
         """As `hidden`. One session of any number of rows, or several of one row each."""
@@ -152,7 +152,7 @@ class LeanLayers(nn.Module):
 class _InCaches:
     """Sessions with a cache of their own each, and `rows` rows of each of them."""
 
-    def __init__(self, caches: Sequence[KeptStates], rows: int) -> None:
+    def __init__(self, caches: Sequence[OneSession], rows: int) -> None:
         self._caches = caches
         self._rows = rows
         self._rules: dict[int | None, CausalRule] = {}

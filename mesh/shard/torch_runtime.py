@@ -21,7 +21,7 @@ from mesh.shard.cuda.captured import CapturedLayers
 from mesh.shard.cuda.pool import PoolCache
 from mesh.shard.cuda.rows import FULL_ROWS
 from mesh.shard.hooks import Hook, Placed, hooked
-from mesh.shard.kv import BatchCache, SessionCache
+from mesh.shard.kv import BatchCache, OneSession, SessionCache
 from mesh.shard.lean import LeanLayers, fused_places
 from mesh.shard.linear import PLAIN, Kernels, Place, choose_kernels
 from mesh.shard.memory import settle
@@ -312,9 +312,9 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-def _own_cache(step: StepInput) -> SessionCache | PoolCache:
+def _own_cache(step: StepInput) -> OneSession:
     """Its cache, which `new_cache` made."""
-    assert isinstance(step.cache, SessionCache | PoolCache)  # noqa: S101 - as said
+    assert isinstance(step.cache, OneSession)  # noqa: S101 - as said
     return step.cache
 
 

@@ -232,7 +232,8 @@ def _agrees(place: AttentionPlace, shape: PoolShape, device: torch.device) -> bo
     keys, values = (drawn(longest + 8, shape.kv_heads, shape.width) for _ in range(2))
     query = drawn(FULL_ROWS, place.heads, place.width)
     counts = torch.linspace(1, longest, FULL_ROWS, device=device).to(torch.int32)
-    behind = Behind(torch.arange(FULL_ROWS, device=device, dtype=torch.int32) % 8, counts, longest)
+    each = torch.arange(FULL_ROWS + 1, device=device, dtype=torch.int32)
+    behind = Behind(each, each % 8, counts, longest)
     try:
         found = flash_attention(query, keys, values, behind, place)
     except RuntimeError as error:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix, unpacked
+from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix, rows_of, unpacked
 
 KERNELS = "int4pack"
 
@@ -23,7 +23,7 @@ _TILES = (8, 4, 2)
 _ROWS_PER_TILE = 8
 
 _AT_ONCE = 512
-"""Columns that are made dense at a time."""
+"""Rows or columns that are made dense at a time."""
 
 _TOLERANCE = 0.02
 
@@ -106,23 +106,29 @@ def to_device(module: nn.Module, device: torch.device) -> int:
 
 
 def _moved(linear: BlockLinear, device: torch.device) -> nn.Module:
+    linear = linear.to(device)
     matrix = linear.matrix
     if fits(matrix) and not linear.transposed:
         layer = Int4Linear(matrix, linear.bias, device)
-        if _agrees(layer, linear):
+        if _agrees(layer, matrix):
             return layer
     dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
-    dense.weight = nn.Parameter(matrix.dense().to(device, torch.bfloat16), requires_grad=False)
+    dense.weight = nn.Parameter(matrix.dense().to(torch.bfloat16), requires_grad=False)
     if linear.bias is not None:
-        dense.bias = nn.Parameter(linear.bias.to(device, torch.bfloat16), requires_grad=False)
+        dense.bias = nn.Parameter(linear.bias.to(torch.bfloat16), requires_grad=False)
     return dense
 
 
-def _agrees(layer: Int4Linear, linear: BlockLinear) -> bool:
+def _agrees(layer: Int4Linear, matrix: BlockMatrix) -> bool:
+    """Whether the kernel multiplies by all of `matrix`, which lies where the layer does."""
     seeded = torch.Generator().manual_seed(0)
-    probe = torch.randn(2, layer.in_features, generator=seeded)
-    expected = linear(probe.to(linear.codes.device)).cpu()
-    found = layer(probe.to(layer.packed.device, torch.bfloat16)).float().cpu()
+    probe = torch.randn(2, layer.in_features, generator=seeded).to(layer.packed.device)
+    firsts = range(0, layer.out_features, _AT_ONCE)
+    parts = (rows_of(matrix, slice(first, first + _AT_ONCE)).dense() for first in firsts)
+    expected = torch.cat([probe @ part.t() for part in parts], 1)
+    if layer.bias is not None:
+        expected += layer.bias
+    found = layer(probe.to(torch.bfloat16)).float()
     return bool((found - expected).norm() <= _TOLERANCE * expected.norm())
 
 

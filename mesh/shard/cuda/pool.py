@@ -14,9 +14,8 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from transformers.cache_utils import Cache
 
-from mesh.shard.kv import roomier
+from mesh.shard.kv import OneSession, roomier
 
 _FIRST_POSITIONS = 4096
 """Of a pool that nobody has asked for more."""
@@ -131,14 +130,12 @@ class Pool:
         self.positions = capacity
 
 
-class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+class PoolCache(OneSession):
     """One session's region, as `mesh.shard.kv.SessionCache`."""
 
     def __init__(self, pool: Pool, max_tokens: int) -> None:
-        super().__init__(layers=[])
+        super().__init__(max_tokens)
         self.pool = pool
-        self.max_tokens = max_tokens
-        self.length = 0
         self.start = 0
         self.capacity = 0
         """Positions that it has memory for, from `start` on."""
@@ -148,19 +145,11 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """What they take, with a share of what the pool has and nobody yet."""
         return self.pool.share(self.capacity) * self.pool.shape.position_bytes
 
-    def cut(self, position: int) -> None:
-        """Forget everything from `position` on; a position beyond the end changes nothing."""
-        self.length = min(self.length, position)
-
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
         room = roomier(self.capacity, self.length + rows, self.max_tokens)
         if room > self.capacity:
             self.pool.make_room(self, room)
-
-    def commit(self, rows: int) -> None:
-        """The forward over `rows` positions succeeded; they count from now on."""
-        self.length += rows
 
     @torch.inference_mode()
     def copy(self, other: PoolCache, stop: int) -> None:
@@ -174,8 +163,6 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for memory in (*self.pool.keys, *self.pool.values):
             memory[mine : mine + rows] = memory[theirs : theirs + rows]
         self.commit(rows)
-
-    # transformers.Cache
 
     def update(
         self,
@@ -195,15 +182,3 @@ class PoolCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             memory[begin : begin + rows] = states[0].transpose(0, 1)
             views.append(memory[self.start : begin + rows].transpose(0, 1)[None])
         return views[0], views[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The same for every layer."""
-        return self.length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where the next row stands."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(keys a query of this length sees, offset of the first): nothing is dropped."""
-        return self.length + query_length, 0

@@ -35,11 +35,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Where the keys of each row begin in the pool, and how many count: (rows,) each.
+    """Where the one query of each row begins, and its keys in the pool, (rows + 1,) each, and how
+    many of those count, (rows,); all int32. What stands last in the first two is nobody's.
 
-    `most` bounds how many can count: it decides in how many parts the kernel adds them up.
+    `most` bounds how many keys can count: it decides in how many parts the kernel adds them up.
     """
 
+    queries: torch.Tensor
     starts: torch.Tensor
     counts: torch.Tensor
     most: int
@@ -70,6 +72,7 @@ class PooledRows:
         full = max(rows, FULL_ROWS)
         device = pool.keys[0].device
         self._numbers = torch.zeros((3, full), dtype=torch.int64, device=device)
+        self._queries = torch.arange(full + 1, dtype=torch.int32, device=device)
         self._behind: Behind | None = None
 
     def stand(self, rows: Sequence[Row]) -> None:
@@ -87,7 +90,8 @@ class PooledRows:
     def begin(self) -> torch.Tensor:
         """At the start of a forward: the rows' positions, (rows, 1)."""
         positions, starts = self._numbers[0], self._numbers[2]
-        self._behind = Behind(starts.to(torch.int32), (positions + 1).to(torch.int32), self._most)
+        starts, counts = F.pad(starts.to(torch.int32), (0, 1)), (positions + 1).to(torch.int32)
+        self._behind = Behind(self._queries, starts, counts, self._most)
         return positions[: self.rows, None]
 
     def __call__(
@@ -112,14 +116,11 @@ def flash_attention(
     place: AttentionPlace,
 ) -> torch.Tensor:
     """See `RowAttention`. On CUDA, for fp16 and bf16."""
-    rows = len(query)
-    each = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-    starts = F.pad(behind.starts, (0, 1))
     window = {}
     if place.window is not None:
         window = {"window_size_left": place.window - 1, "window_size_right": 0}
     output: torch.Tensor = _FLASH(
-        query.contiguous(), keys, values, each, starts, 1, behind.most, 0.0,
+        query.contiguous(), keys, values, behind.queries, behind.starts, 1, behind.most, 0.0,
         False, False, scale=place.scale, seqused_k=behind.counts, **window,
     )[0]  # fmt: skip
     return output
@@ -135,7 +136,7 @@ def plain_attention(
     """See `RowAttention`. softmax(q·k·scale)·v in fp32, one row after another."""
     found = []
     for row, start, count in zip(
-        query, behind.starts.tolist(), behind.counts.tolist(), strict=True
+        query, behind.starts.tolist()[:-1], behind.counts.tolist(), strict=True
     ):
         first = start + (0 if place.window is None else max(0, count - place.window))
         key, value = (
