@@ -21,7 +21,7 @@ _PIECE_ITEMS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Division:
     """A place at which a text falls into two that read as it does: all before `end`, and `opening`
     with the rest. `is_within`: inside of a block, so that no gap belongs there."""
 
@@ -30,7 +30,7 @@ class Cut:
     is_within: bool = False
 
 
-def cut(text: str) -> Cut | None:
+def cut(text: str) -> Division | None:
     """Where a text that still grows can be cut; None while it is short, or where nothing can."""
     if len(text) <= _PIECE_CHARS and text.count("\n") <= _PIECE_ITEMS:
         return None
@@ -48,29 +48,29 @@ def cut(text: str) -> Cut | None:
     is_long = len(text) - begins > _PIECE_CHARS or len(items) > _PIECE_ITEMS
     found = _inside(text, last, items, starts) if is_long else None
     if found is None and begins and (is_long or len(text) > _PIECE_CHARS):
-        return Cut(begins)
+        return Division(begins)
     return found
 
 
-def _inside(text: str, block: Token, items: list[Token], starts: list[int]) -> Cut | None:
+def _inside(text: str, block: Token, items: list[Token], starts: list[int]) -> Division | None:
     """Where one block can be cut: before its last item, row or line, or behind a word."""
     first = _line(block)
     begins = starts[first]
     if block.type in ("bullet_list_open", "ordered_list_open"):
         last = max(starts[_line(each)] for each in items if each.level == 1)
-        return Cut(last, "", is_within=True) if last > begins else None
+        return Division(last, "", is_within=True) if last > begins else None
     if block.type == "paragraph_open":
         ends = text.rfind("\n", begins, -1) + 1 or text.rfind(" ", begins, -1) + 1
-        return Cut(ends, "", is_within=True) if ends > begins else None
+        return Division(ends, "", is_within=True) if ends > begins else None
     heads = {"fence": 1, "table_open": 2}.get(block.type)
     if heads is None or not block.map:
         return None
     if block.type == "fence" and text.rstrip().rpartition("\n")[2].strip() == block.markup:
-        return Cut(starts[block.map[1]])  # it is closed
+        return Division(starts[block.map[1]])  # it is closed
     # The last line that is whole goes on with it: a mark that ends the block is not alone then.
     ends = text.rfind("\n", 0, text.rfind("\n")) + 1
     opening = text[begins : starts[first + heads]]
-    return Cut(ends, opening, is_within=True) if ends > begins + len(opening) else None
+    return Division(ends, opening, is_within=True) if ends > begins + len(opening) else None
 
 
 def _line(token: Token) -> int:
