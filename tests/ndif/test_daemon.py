@@ -53,6 +53,16 @@ def model(daemon: LocalNode, monkeypatch: pytest.MonkeyPatch) -> TransformersMod
     return client.model()
 
 
+@pytest.fixture(params=[True, False])
+def is_trusted(
+    request: pytest.FixtureRequest, model: TransformersModel, daemon: LocalNode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> bool:  # fmt: skip
+    """Whether the model is asked with a key that is trusted: once so, once with none."""
+    client.configure(monkeypatch, APIKEY=daemon.record.api_key if request.param else "")
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
 def local() -> TransformersModel:
     return TransformersModel(
@@ -201,12 +211,10 @@ def trained(model: TransformersModel, **more: Any) -> tuple[list[float], torch.T
     return losses, up
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
+@pytest.mark.usefixtures("is_trusted")
 def test_a_class_beside_the_trace_is_made_and_trained_in_a_session(
-    model: TransformersModel, local: TransformersModel, daemon: LocalNode, is_trusted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    model: TransformersModel, local: TransformersModel
+) -> None:
     losses, up = trained(model, remote=True)
     losses_here, up_here = trained(local)
     assert losses == pytest.approx(losses_here, abs=1e-4)
@@ -226,12 +234,10 @@ class Dictionary(torch.nn.Module):
         return (hidden @ self.weights).relu() @ self.weights.T
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
+@pytest.mark.usefixtures("is_trusted")
 def test_a_module_is_attached_to_a_layer_inside_the_trace(
-    model: TransformersModel, local: TransformersModel, daemon: LocalNode, is_trusted: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+    model: TransformersModel, local: TransformersModel
+) -> None:
     dictionary = Dictionary(local.config.hidden_size)
 
     def spliced(model: TransformersModel, **more: Any) -> Any:
@@ -250,11 +256,8 @@ def last_of(model: TransformersModel, layer: int = 1) -> torch.Tensor:
     return model.model.layers[layer].output[:, -1]
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
-def test_a_function_without_what_its_decorator_hides_says_so(
-    model: TransformersModel, daemon: LocalNode, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
+@pytest.mark.usefixtures("is_trusted")
+def test_a_function_without_what_its_decorator_hides_says_so(model: TransformersModel) -> None:
     what = r"`last_of` came without its defaults: .*@torch.no_grad\(\).*take the decorator off"
     with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
         with model.trace(PROMPT, remote=True):
@@ -285,11 +288,9 @@ def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(
     assert all(map(torch.equal, compared(model, remote=True), compared(local)))
 
 
-@pytest.mark.parametrize("is_trusted", [True, False])
 def test_a_type_that_only_an_annotation_names_need_not_be_on_the_node(
-    model: TransformersModel, daemon: LocalNode, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+    model: TransformersModel, monkeypatch: pytest.MonkeyPatch, *, is_trusted: bool
 ) -> None:
-    client.configure(monkeypatch, APIKEY=daemon.record.api_key if is_trusted else "")
     monkeypatch.setitem(sys.modules, "only_here", ModuleType("only_here"))
     matrix = type("Matrix", (), {"__module__": "only_here"})
     sys.modules["only_here"].Matrix = matrix  # type: ignore[attr-defined]
