@@ -24,8 +24,12 @@ _ARCHITECTURES = {
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
-    "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "olmoe": gguf.MODEL_ARCH.OLMOE, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
 }  # fmt: skip
+_TURNED = ("llama", "mistral", "smollm3", "granite")
+"""Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 _K_BLOCK = 256
 
@@ -90,7 +94,7 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
     kind = config["model_type"]
     tensor = tensor.float()
-    if kind in ("llama", "mistral"):
+    if kind in _TURNED:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = name.split(".")[-2]
         if part in heads:
@@ -156,11 +160,20 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     _describe_rotary(writer, config)
-    if config["model_type"] in ("llama", "mistral", "phi3"):
+    if config["model_type"] in (*_TURNED, "phi3"):
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
         writer.add_vocab_size(config["vocab_size"])
     if config["model_type"].startswith(("gemma", "phi3")):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if config["model_type"] == "olmo3":
+        writer.add_sliding_window(config["sliding_window"])
+        kinds = config["layer_types"]
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if config["model_type"] == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):

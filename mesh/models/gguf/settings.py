@@ -52,6 +52,15 @@ class GgufSettings:
             raise self._damaged(f"it says {count} layers, and holds {len(self.tensors)} tensors")
         return count
 
+    def windows(self, layers: int) -> list[str]:
+        """Of each layer, whether it looks at a window, as transformers names the two kinds. Raises
+        BadCheckpoint where that is not said of each."""
+        name = "attention.sliding_window_pattern"
+        said = self._value(name, None)
+        if not isinstance(said, list) or len(said) != layers:
+            raise self._damaged(f"{name} does not say of {layers} layers what they look at")
+        return ["sliding_attention" if each else "full_attention" for each in said]
+
     def real(self, name: str, default: float | None = None) -> float:
         """A number, in the fewest decimals that fp32 keeps: what was written down as 1e-6 is 1e-6.
 

@@ -1,0 +1,86 @@
+"""What an architecture's GGUF files call its tensors and settings, and transformers calls them.
+
+What the architectures have in common; `architectures` lists them. How llama.cpp writes the files:
+https://github.com/ggml-org/llama.cpp/tree/master/conversion
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mesh.models.gguf.settings import GgufSettings
+from mesh.models.header import Difference
+
+_ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+DECODER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One kind of GGUF file.
+
+    `ends` and `layer` map names of GGUF to those of transformers, without ``.weight`` or ``.bias``;
+    tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts` are stacked in
+    one tensor there and apart here. `config` gives what config.json would say, but for ids.
+    """
+
+    config: Callable[[GgufSettings], dict[str, Any]]
+    layer: Mapping[str, str]
+    ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
+    layers: str = "model.layers."
+    experts: Mapping[str, str] = field(default_factory=dict)
+    unlike: Callable[[str, Mapping[str, Any]], Difference | None] = lambda name, config: None
+    """How the tensor of this GGUF name, without its layer, differs from what the model computes
+    with."""
+
+
+def decoder(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+    """What the config of every decoder with rotary embeddings says, but for these."""
+    hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
+    return {
+        "model_type": model_type,
+        "architectures": [class_name],
+        "vocab_size": said.rows("token_embd.weight", hidden),
+        "max_position_embeddings": said.whole("context_length"),
+        "num_hidden_layers": said.layers(),
+        "hidden_size": hidden,
+        "intermediate_size": said.whole("feed_forward_length"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.whole("attention.head_count_kv", heads),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": not said.has("output.weight"),
+    }
+
+
+def head_width(said: GgufSettings, config: Mapping[str, Any]) -> int:
+    """How wide keys and values of a head are. Refuses where they differ."""
+    width = said.whole("attention.key_length", 0) or config["hidden_size"] // said.heads(
+        config["hidden_size"]
+    )
+    if said.whole("attention.value_length", width) != width:
+        said.refuse("its values are of another width than its keys")
+    return width
+
+
+def kinds(layers: int, period: int) -> list[str]:
+    """Every layer looks at a window but each last of `period`."""
+    return [
+        "sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)
+    ]

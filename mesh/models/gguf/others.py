@@ -1,0 +1,115 @@
+"""Architectures that resemble no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mesh.models.gguf.architecture import (
+    DECODER,
+    HEAD_NORMS,
+    Architecture,
+    decoder,
+    head_width,
+)
+from mesh.models.gguf.rotary import full_rotary, longrope, plain_rotary
+from mesh.models.gguf.settings import GgufSettings
+from mesh.models.header import Difference
+
+_TRANSPOSED = Difference("transposed")
+
+_PHI3 = {name: DECODER[name] for name in ("attn_norm", "attn_output", "ffn_norm", "ffn_down")} | {
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_GPT2 = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_OLMO2 = (
+    {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
+    | HEAD_NORMS
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+
+
+def _phi3(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "phi3", "Phi3ForCausalLM")
+    width = head_width(said, config)
+    original = said.whole(
+        "rope.scaling.original_context_length", config["max_position_embeddings"], least=2
+    )
+    # Zero means none. What files of before the key mean, only llama.cpp's tables know.
+    window = said.whole("attention.sliding_window", least=0)
+    return config | {
+        "sliding_window": window or None,
+        "original_max_position_embeddings": original,
+        "rope_parameters": longrope(said, width, original),
+        "pad_token_id": None,
+    }
+
+
+def _gpt2(said: GgufSettings) -> dict[str, Any]:
+    width = said.whole("embedding_length")
+    inner = said.whole("feed_forward_length")
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": said.rows("token_embd.weight", width),
+        "n_positions": said.whole("context_length"),
+        "n_embd": width,
+        "n_layer": said.layers(),
+        "n_head": said.heads(width),
+        "n_inner": None if inner == 4 * width else inner,
+        "layer_norm_epsilon": said.real("attention.layer_norm_epsilon"),
+        "tie_word_embeddings": not said.has("output.weight"),
+    }
+
+
+def _unlike_gpt2(name: str, _: Mapping[str, Any]) -> Difference | None:
+    matrices = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    return _TRANSPOSED if name in matrices else None
+
+
+def _olmo2(said: GgufSettings) -> dict[str, Any]:
+    """OLMo 2, and 3, whose files say that most layers look at a window."""
+    config = decoder(said, "olmo2", "Olmo2ForCausalLM")
+    width = head_width(said, config)
+    window = said.whole("attention.sliding_window", 0, least=0)
+    if not window:
+        return config | {"rope_parameters": full_rotary(said, width)}
+    near = plain_rotary(said, width)
+    return config | {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": said.windows(config["num_hidden_layers"]),
+        "rope_parameters": {
+            "sliding_attention": near
+            | {"rope_theta": said.real("rope.freq_base_swa", near["rope_theta"])},
+            "full_attention": full_rotary(said, width),
+        },
+    }
+
+
+PHI3 = Architecture(_phi3, _PHI3)
+OLMO2 = Architecture(_olmo2, _OLMO2)
+GPT2 = Architecture(
+    _gpt2,
+    _GPT2,
+    {
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+    "transformer.h.",
+    unlike=_unlike_gpt2,
+)

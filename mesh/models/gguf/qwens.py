@@ -1,0 +1,50 @@
+"""Qwen 2 to 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh.models.gguf.architecture import DECODER, HEAD_NORMS, Architecture, decoder, head_width
+from mesh.models.gguf.rotary import full_rotary
+from mesh.models.gguf.settings import GgufSettings
+
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+
+
+def _qwen2(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "qwen2", "Qwen2ForCausalLM")
+    width = head_width(said, config)
+    if width * config["num_attention_heads"] != config["hidden_size"]:
+        said.refuse("its heads together are not as wide as the model")
+    return config | {"rope_parameters": full_rotary(said, width)}
+
+
+def _qwen3(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "qwen3", "Qwen3ForCausalLM")
+    width = head_width(said, config)
+    return config | {"head_dim": width, "rope_parameters": full_rotary(said, width)}
+
+
+def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
+    return _qwen3(said) | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        # No file says these; llama.cpp computes so.
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+QWEN2 = Architecture(_qwen2, DECODER)
+QWEN3 = Architecture(_qwen3, DECODER | HEAD_NORMS)
+QWEN3_MOE = Architecture(
+    _qwen3_moe, DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, experts=_EXPERTS
+)
