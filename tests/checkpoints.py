@@ -201,6 +201,10 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "phi3": {"sliding_window": None},
         "olmo3": {"sliding_window": WINDOW},
+        "gpt_oss": {
+            "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": _YARN | {"truncate": False},
+        } | head,
         "minicpm3": {
             "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 16, "scale_emb": 2, "scale_depth": 3.0,
@@ -225,6 +229,7 @@ _CONFIGS: dict[str, Callable[..., Any]] = {
     "phi3": transformers.Phi3Config,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
+    "gpt_oss": transformers.GptOssConfig,
     "gpt2": transformers.GPT2Config,
     "smollm3": transformers.SmolLM3Config,
     "minicpm3": transformers.MiniCPM3Config,

@@ -26,7 +26,7 @@ _ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
     "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2,
     "olmoe": gguf.MODEL_ARCH.OLMOE, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-    "granite": gguf.MODEL_ARCH.GRANITE,
+    "granite": gguf.MODEL_ARCH.GRANITE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }  # fmt: skip
 _TURNED = ("llama", "mistral", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""
@@ -52,7 +52,7 @@ def write_gguf(
     """
     config = json.loads((directory / "config.json").read_text())
     arch = _ARCHITECTURES[config["model_type"]]
-    tensors = _stacked(load_file(directory / "model.safetensors"))
+    tensors = _apart(_stacked(load_file(directory / "model.safetensors")), config["model_type"])
     side = _side_tensors(config)
     per_file = -(-(len(tensors) + len(side)) // parts) if parts > 1 else 0
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=per_file)
@@ -89,6 +89,32 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: torch.stack([each[number] for number in sorted(each)])
         for name, each in experts.items()
     }
+
+
+def _apart(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """What gpt-oss has in one tensor and its files in two, by the names that those are made of."""
+    if model_type != "gpt_oss":
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("sinks"):
+            found[f"{name}.weight"] = tensor
+        elif ".experts." not in name:
+            found[name] = tensor
+        else:
+            stem, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+            numbers = tensor if kind == "bias" else tensor.transpose(-1, -2)
+            if stem.endswith("gate_up_proj"):
+                axis = 1
+                gate, up = (
+                    numbers.index_select(axis, torch.arange(first, numbers.shape[axis], 2))
+                    for first in (0, 1)
+                )
+                stem = stem.removesuffix("gate_up_proj")
+                found |= {f"{stem}gate_proj.{kind}": gate, f"{stem}up_proj.{kind}": up}
+            else:
+                found[f"{stem}.{kind}"] = numbers
+    return found
 
 
 def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
@@ -163,25 +189,46 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] in (*_TURNED, "phi3"):
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
         writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"].startswith(("gemma", "phi3")):
+    if config["model_type"].startswith(("gemma", "phi3", "gpt_oss", "olmo3")):
         writer.add_sliding_window(config.get("sliding_window") or 0)
-    if config["model_type"] == "olmo3":
-        writer.add_sliding_window(config["sliding_window"])
-        kinds = config["layer_types"]
-        writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
-    if config["model_type"] == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
-    if config["model_type"] == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config["model_type"] == "qwen3_moe":
-        writer.add_expert_count(_number(config, "num_experts", "num_local_experts"))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if (says_more := _MORE.get(config["model_type"])) is not None:
+        says_more(writer, config)
+
+
+def _of_granite(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _of_olmo3(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    windows = [each == "sliding_attention" for each in config["layer_types"]]
+    writer.add_sliding_window_pattern(windows)
+
+
+def _of_gemma2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+
+
+def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(_number(config, "num_experts", "num_local_experts"))
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(
+        _number(config, "moe_intermediate_size", "intermediate_size")
+    )
+
+
+_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
+    "granite": _of_granite,
+    "olmo3": _of_olmo3,
+    "gemma2": _of_gemma2,
+    "qwen3_moe": _of_experts,
+    "gpt_oss": _of_experts,
+}
+"""What is written of one family alone."""
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

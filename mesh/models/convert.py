@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -19,7 +20,10 @@ from transformers.core_model_loading import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Collection
+
+_TWO, _ONE = ("experts.gate_proj", "experts.up_proj"), "experts.gate_up_proj"
+"""Matrices of all experts that GGUF files store apart and some models take from one tensor."""
 
 
 def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,6 +33,7 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
     is kept, so that loading can complain about it.
     """
     expected = module.state_dict().keys()
+    stored = _in_turns(stored, expected)
     if stored.keys() <= expected:
         return stored  # without the table: to build it takes a fifth of a small span's load
     table = get_model_conversion_mapping(module, add_legacy=False)
@@ -53,3 +58,17 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
         for key, value in made.items():
             converted[key] = value[0] if isinstance(value, list) else value
     return converted
+
+
+def _in_turns(
+    stored: dict[str, torch.Tensor], expected: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """With a column of one of two tensors, then of the other, where a model has them in turns."""
+    first, second = _TWO
+    made = dict(stored)
+    for name in stored:
+        one, other = name.replace(first, _ONE), name.replace(first, second)
+        if one != name and one in expected and name not in expected and other in stored:
+            pair = made.pop(name), made.pop(other)
+            made[one] = torch.stack(pair, dim=-1).flatten(-2)
+    return made

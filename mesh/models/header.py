@@ -49,12 +49,19 @@ class _Stored:
 class Difference:
     """What is between stored numbers and those that a model computes with.
 
-    ``transposed``; ``less_one``, of which one is taken away; or ``rotary_rows``, whose rows within
-    each of `heads` heads lie in pairs that a model has in halves.
+    ``transposed``, each matrix where there are several; ``less_one``, of which one is taken away;
+    or ``rotary_rows``, whose rows within each of `heads` heads lie in pairs that a model has in
+    halves.
     """
 
     kind: Literal["transposed", "less_one", "rotary_rows"]
     heads: int = 0
+
+    def changed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A stored tensor's shape in the model, or the other way round."""
+        if self.kind != "transposed":
+            return shape
+        return (*shape[:-2], shape[-1], shape[-2])
 
 
 @dataclass(frozen=True, slots=True)

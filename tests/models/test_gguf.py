@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ READ_BY_BOTH = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2",
 )  # fmt: skip
 """What transformers reads from GGUF as well."""
-FAMILIES = (*READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3")
+FAMILIES = (*READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss")
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -134,6 +135,24 @@ def test_a_file_gives_what_hugging_face_reads_of_it(
     assert found_ids == ids
     for step, other in zip(found, expected, strict=True):
         torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_in_blocks_of_four_bit_are_decoded(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("gpt_oss", layers=2)
+    found, plain = (
+        load_span(
+            read_manifest(write_gguf(directory, tmp_path / f"{kind}.gguf", kind)),
+            LayerRange(0, 2),
+            dtype=torch.float32,
+            device=CPU,
+        ).module.layers[1].mlp.experts
+        for kind in ("MXFP4", "F32")
+    )  # fmt: skip
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(plain, name).transpose(-1, -2).contiguous().numpy()
+        blocks = gguf.quantize(stored, gguf.GGMLQuantizationType.MXFP4)
+        expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
+        assert torch.equal(getattr(found, name), torch.from_numpy(expected).transpose(-1, -2))
 
 
 _SCALED_SO = ("llama", "qwen2")

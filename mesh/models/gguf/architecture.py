@@ -36,9 +36,10 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 class Architecture:
     """One kind of GGUF file.
 
-    `ends` and `layer` map names of GGUF to those of transformers, without ``.weight`` or ``.bias``;
-    tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts` are stacked in
-    one tensor there and apart here. `config` gives what config.json would say, but for ids.
+    `ends` and `layer` map names of GGUF to those of transformers, without ``.weight`` or ``.bias``
+    unless there is one that has either by another name; tensors of layer i are ``blk.{i}.…`` there
+    and ``{layers}{i}.…`` here. `experts` are stacked in one tensor there and apart here. `config`
+    gives what config.json would say, but for ids.
     """
 
     config: Callable[[GgufSettings], dict[str, Any]]

@@ -27,6 +27,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma3": gemmas.GEMMA3,
         "phi3": others.PHI3,
         "olmo2": others.OLMO2,
+        "gpt-oss": others.GPT_OSS,
         "gpt2": others.GPT2,
     }
 )

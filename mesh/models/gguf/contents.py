@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import BadCheckpoint, ModelNotFound
-from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
+from mesh.models.gguf.architecture import Architecture
+from mesh.models.gguf.architectures import ARCHITECTURES
 from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.gguf.settings import GgufSettings, unreadable
@@ -160,14 +161,22 @@ def _named(
         name = before + architecture.experts[part] + f".{found['kind']}"
         yield from _experts(entry, name, config["num_experts"])
         return
-    if found is None or part not in names:
+    own = None if found is None else _name(names, part, found["kind"])
+    if found is None or own is None:
         raise unreadable(entry.file, kind, f"it holds a tensor {entry.name}, which is unknown")
     unlike = architecture.unlike(part, config)
     if found["kind"] == "bias" and unlike is not None and unlike.kind != "rotary_rows":
         unlike = None
     _require_fits(entry, unlike)
-    shape = entry.shape[::-1] if unlike and unlike.kind == "transposed" else entry.shape
-    yield replace(entry, name=f"{before}{names[part]}.{found['kind']}", shape=shape, unlike=unlike)
+    shape = unlike.changed(entry.shape) if unlike else entry.shape
+    yield replace(entry, name=before + own, shape=shape, unlike=unlike)
+
+
+def _name(names: Mapping[str, str], part: str, kind: str) -> str | None:
+    """What a part's weight or bias is called; where either is called otherwise, that is there."""
+    if (whole := names.get(f"{part}.{kind}")) is not None:
+        return whole
+    return f"{names[part]}.{kind}" if part in names else None
 
 
 def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:

@@ -26,8 +26,7 @@ def decode(area: Pages, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
 
     Raises BadCheckpoint when the `gguf` package cannot decode it.
     """
-    transposed = entry.unlike is not None and entry.unlike.kind == "transposed"
-    shape = entry.shape[::-1] if transposed else entry.shape
+    shape = entry.shape if entry.unlike is None else entry.unlike.changed(entry.shape)
     if entry.dtype in STORED_DTYPES:
         numbers = area.tensor(STORED_DTYPES[entry.dtype], shape, entry.offset)
     else:
@@ -86,7 +85,7 @@ def decode_rows(rows: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 def _as_the_model_has_it(numbers: torch.Tensor, unlike: Difference) -> torch.Tensor:
     match unlike.kind:
         case "transposed":
-            return numbers.t()
+            return numbers.transpose(-1, -2)
         case "less_one":
             return numbers.float() - 1
         case "rotary_rows":

@@ -11,6 +11,7 @@ from mesh.models.gguf.architecture import (
     Architecture,
     decoder,
     head_width,
+    kinds,
 )
 from mesh.models.gguf.rotary import full_rotary, longrope, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
@@ -29,6 +30,17 @@ _GPT2 = {
     "ffn_norm": "ln_2",
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
+}
+_GPT_OSS = {name: DECODER[name] for name in DECODER if not name.startswith("ffn")} | {
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
@@ -99,8 +111,31 @@ def _olmo2(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "gpt_oss", "GptOssForCausalLM")
+    width = head_width(said, config)
+    if said.whole("expert_feed_forward_length") != config["intermediate_size"]:
+        said.refuse("its experts are of another width than it says")
+    turned = full_rotary(said, width, theta=150_000.0)
+    if turned["rope_type"] == "yarn":
+        turned["truncate"] = False  # no file says it; the models are made so
+    return config | {
+        "head_dim": width,
+        "num_local_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "sliding_window": said.whole("attention.sliding_window"),
+        "layer_types": kinds(config["num_hidden_layers"], 2),
+        "rope_parameters": turned,
+    }
+
+
+def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
+    return _TRANSPOSED if name.endswith("_exps") else None
+
+
 PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
+GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
 GPT2 = Architecture(
     _gpt2,
     _GPT2,
