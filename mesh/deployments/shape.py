@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.manifest import Manifest
-from mesh.models.standard import has_other_layers, has_standard_layers
+from mesh.models.standard import experts_met, has_other_layers, has_standard_layers
 from mesh.routing.machines import QUANTS, ModelShape
 from mesh.shard.footprint import computing_bytes, position_bytes, weight_bytes
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 
+_EXPERTS = ".experts."
 _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -17,7 +20,8 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
     """Of this checkpoint, whose prompts are up to `context` long. Blocks for a moment."""
     ends = manifest.ends_tensors()
     is_in_blocks = manifest.dtype.upper() in BLOCK_TYPES
-    each = (LayerRange(layer, layer + 1) for layer in range(manifest.total_layers))
+    each = [LayerRange(layer, layer + 1) for layer in range(manifest.total_layers)]
+    share = experts_met(manifest.config)
     return ModelShape(
         manifest.model_id,
         manifest.weights_sha256,
@@ -32,4 +36,12 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         computing_bytes(manifest, ShardSettings().prefill_rows, context),
         quants=("none",) if has_other_layers(manifest.config) else QUANTS,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
+        layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
+
+
+def _read(manifest: Manifest, layers: LayerRange, share: float) -> int:
+    """How many numbers a row reads of these, which goes through such a share of the experts."""
+    tensors = manifest.layer_tensors(layers)
+    experts = weight_bytes([entry for entry in tensors if _EXPERTS in entry.name], 1)
+    return weight_bytes(tensors, 1) - experts + math.ceil(experts * share)

@@ -41,7 +41,8 @@ def load_span(
 ) -> LoadedSpan:
     """These layers of the checkpoint, in `dtype` on `device`; reads their tensors and no others.
 
-    With `defer`, linear layers whose weights are stored in GGUF's blocks are left without them.
+    With `defer`, linear layers whose weights are stored in GGUF's blocks, and experts, are left
+    without them.
     Raises UnsupportedFamily (``bad_request``) with the reason when the model cannot be cut, and
     BadCheckpoint when the files do not hold what the config needs.
     """

@@ -29,6 +29,7 @@ from mesh.models.filling import Placement, fill
 from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
+from mesh.models.late_experts import Late, late_experts, stacks_of
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
@@ -45,7 +46,7 @@ class LoadedSpan:
     it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files; `pages`
     are those in which its weights lie, as far as it is known; `sha256` has, by their names in
     `module`, the hashes of the weights whose bytes are those of the file. `deferred` has, by their
-    names in `module`, the weights that it does not have yet: they are on the meta device.
+    names in `module`, the weights that it lacks yet, on the meta device; `late` those of experts.
     """
 
     module: Any
@@ -56,6 +57,7 @@ class LoadedSpan:
     pages: WeakSet[Pages]
     sha256: Mapping[str, str]
     deferred: Mapping[str, TensorEntry] = field(default_factory=dict)
+    late: Late = field(default_factory=dict)
 
 
 class Ends(nn.Module):
@@ -197,7 +199,7 @@ def build_span(
 ) -> LoadedSpan:
     """The module of these layers with its weights; BadCheckpoint when tensors are missing.
 
-    With `defer`, linear layers that are stored in GGUF's blocks are left without their weights.
+    With `defer`, linear layers in GGUF's blocks, and experts, are left without their weights.
     """
     config = family.slice_config(layers)
     base = _empty(family.base_class, config, placement)
@@ -212,10 +214,13 @@ def build_span(
     }
     names = _used(base, stored)
     deferred = _stored_in_blocks(base, names) if defer else {}
-    now = {name: entry for name, entry in names.items() if name not in deferred}
-    pages, sha256 = fill(base, now, placement, progress, same={}, later=deferred)
+    late = late_experts(base, names) if defer else {}
+    not_now = {*deferred, *(name for entries in late.values() for name in entries)}
+    now = {name: entry for name, entry in names.items() if name not in not_now}
+    later = {*deferred, *stacks_of(late)}
+    pages, sha256 = fill(base, now, placement, progress, same={}, later=later)
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names), pages, sha256, deferred)
+    return LoadedSpan(base, config, layers, size, len(names), pages, sha256, deferred, late)
 
 
 def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

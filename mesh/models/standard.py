@@ -16,12 +16,15 @@ STANDARD = frozenset(
         "smollm3", "granite",
     }
 )  # fmt: skip
+MIXTURES = frozenset({"qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo"})
+"""Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
 )
 _ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
@@ -33,11 +36,18 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:
-    """Whether its layers are certainly not standard."""
+    """Whether nothing but transformers' modules computes its layers, as is certain."""
     text = _text(config)
-    counts = (text.get(name) for name in _EXPERTS)
-    is_latent = bool(text.get("qk_nope_head_dim"))
-    return is_latent or any(isinstance(count, int) and count > 1 for count in counts)
+    is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
+    return bool(text.get("qk_nope_head_dim")) or is_other_mixture
+
+
+def experts_met(config: Mapping[str, Any]) -> float:
+    """Which share of its experts a row goes through; 1 where it has none."""
+    text = _text(config)
+    count = next((n for name in _EXPERTS if isinstance(n := text.get(name), int) and n > 1), 1)
+    met = next((n for name in _MET if isinstance(n := text.get(name), int) and n > 0), 1)
+    return min(1.0, met / count)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -173,7 +173,7 @@ def shard_bytes(
     wide = computed_itemsize(name, device)
     caches = model.kv_numbers * wide * positions * len(layers)
     one_layer = math.ceil(sum(own) * wide / len(own))
-    weights = math.ceil(sum(own) * ITEMSIZE[name])
+    weights = math.ceil(sum(own) * model.weight_size(name))
     return weights + caches + one_layer + model.scratch_bytes + SPARE_BYTES
 
 
@@ -228,10 +228,11 @@ def _bench(
     if timed is None and speed is None:
         return None
     weights = model.layer_weights
-    mean = sum(weights) / len(weights)
-    taken = [math.ceil(each * ITEMSIZE[name]) for each in weights]
+    mean = sum(model.layer_read or weights) / len(weights)
+    taken = [math.ceil(each * model.weight_size(name)) for each in weights]
     decode, prefill = [], []
-    for number, size in zip(weights, taken, strict=True):
+    for number in model.layer_read or weights:
+        size = number * ITEMSIZE[name]
         step_ms = speed.layer_ms + size / speed.decode_gb_s / 1e6 if speed is not None else 0.0
         rows_ms = 2 * PREFILL_ROWS * number / speed.prefill_gflops / 1e6 if speed else 0.0
         if timed is not None:

@@ -210,7 +210,8 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
     """What would make a shard's computing take less."""
     fewer = bench.device.speed("int8")
     if shard.format not in ("int8", "int4") and fewer is not None and "int8" in model.quants:
-        weights = sum(model.layer_weights[shard.layers.start : shard.layers.stop])
+        each = model.layer_read or model.layer_weights
+        weights = sum(each[shard.layers.start : shard.layers.stop])
         read = weights * ITEMSIZE["int8"] / fewer.decode_gb_s / 1e6
         ms = read + len(shard.layers) * fewer.layer_ms
         if ms < 0.8 * shard.decode_ms:

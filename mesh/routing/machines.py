@@ -21,6 +21,9 @@ ITEMSIZE = {
 """Bytes that a weight takes in each format, scales and zero points counted in: those of
 `mesh.shard.compiled.formats.bytes_per_weight`, and a test holds the two together."""
 
+MIXED_SIZE = {"int8": 1.22, "int4": 1.36}
+"""By how much more that is in mixtures of experts: `mesh.shard.compiled.formats.MIXED_SIZE`."""
+
 MAX_SHARDS = 16
 DEFAULT_CONTEXT = 4096
 
@@ -35,7 +38,8 @@ class ModelShape:
     `ends_bytes`. `kv_numbers` are what one position adds to the caches of one layer.
     `scratch_bytes` is what computing takes beside weights and caches, however many layers there
     are. `quants` are the formats that its family can be served in; with `is_standard` layers it can
-    be halved.
+    be halved. Of its layers a row reads `layer_read` numbers, where that is not all of them: those
+    are mixtures of experts.
     """
 
     model_id: ModelId
@@ -51,6 +55,11 @@ class ModelShape:
     scratch_bytes: int = 0
     quants: tuple[Quant, ...] = QUANTS
     is_standard: bool = False
+    layer_read: tuple[int, ...] = ()
+
+    def weight_size(self, name: str) -> float:
+        """Bytes that a weight takes in this format."""
+        return ITEMSIZE[name] * (MIXED_SIZE.get(name, 1.0) if self.layer_read else 1.0)
 
     @property
     def total_layers(self) -> int:
@@ -61,7 +70,10 @@ class ModelShape:
         """A model of these layers only."""
         own = slice(layers.start, layers.stop)
         return replace(
-            self, layer_weights=self.layer_weights[own], layer_bytes=self.layer_bytes[own]
+            self,
+            layer_weights=self.layer_weights[own],
+            layer_bytes=self.layer_bytes[own],
+            layer_read=self.layer_read[own],
         )
 
 

@@ -85,7 +85,7 @@ def fused_places(module: Any) -> list[list[Place]]:
         }
         groups += [
             [places[id(linear)] for linear in linears]
-            for linears in (parts.attention.projections, parts.feed_forward.up)
+            for linears in (parts.attention.projections, _feed_forward_of(parts).up)
             if len(linears) > 1
         ]
     return groups
@@ -220,7 +220,7 @@ class _LeanLayer(nn.Module):
         super().__init__()
         self.attention = parts.attention
         self._attend = _Attention(parts.attention, index)
-        self._feed = _feed_forward(parts.feed_forward)
+        self._feed = _feed_forward(_feed_forward_of(parts))
         self._multiplier = parts.multiplier
         self._norms = [
             None if norm is None else _LeanNorm(norm)
@@ -342,4 +342,15 @@ def _stacked_product(linears: Sequence[Any]) -> Product:
 
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
     layers = module.get_submodule(layer_list_name(module))
-    return [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
+    found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
+    for parts, _ in found:
+        _feed_forward_of(parts)
+        if parts.attention.sinks is not None:
+            raise NotCompilable("its attention has sinks")
+    return found
+
+
+def _feed_forward_of(parts: LayerParts) -> FeedForward:
+    if not isinstance(parts.feed_forward, FeedForward):
+        raise NotCompilable("it is a mixture of experts")
+    return parts.feed_forward

@@ -15,8 +15,9 @@ from mesh.models.families import family_of
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import require_present
 from mesh.models.progress import Progress
+from mesh.models.standard import experts_met
 from mesh.shard.commands import ShardRequest
-from mesh.shard.compiled.formats import Quant, bytes_per_weight
+from mesh.shard.compiled.formats import MIXED_SIZE, Quant, bytes_per_weight
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.device import (
     DTYPES,
@@ -117,9 +118,15 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
         4 if is_compiled else dtype.value.itemsize,
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
-        weight_size=bytes_per_weight(quant.value) if quant.value else halved,
+        weight_size=_few_bits(manifest, quant.value) if quant.value else halved,
     )
     return LoadPlan(manifest, request, host, dtype, quant, lean, need)
+
+
+def _few_bits(manifest: Manifest, quant: Quant) -> float:
+    """What a weight takes in that format, as it is computed with."""
+    is_mixed = experts_met(manifest.config) < 1
+    return bytes_per_weight(quant) * (MIXED_SIZE[quant] if is_mixed else 1.0)
 
 
 def _lean(

@@ -130,8 +130,9 @@ def _linear(columns: int, device: torch.device, dtype: torch.dtype) -> nn.Linear
 
 def _quantised(quant: Quant, threads: int) -> Speed:
     # Not before it is needed: onnxruntime takes its time to import, and memory.
+    from mesh.shard.compiled.builder import Product
     from mesh.shard.compiled.engine import Binding, compiled
-    from mesh.shard.compiled.graph import Product, product_model
+    from mesh.shard.compiled.graph import product_model
 
     matrix = _matrix(BITS[quant])
     model = product_model(Product(matrix, None), _SIDE, _SIDE)

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
+from mesh.shard.compiled.experts import Experts, put_blocks
 from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
 from mesh.shard.compiled.parts import layer_parts
 from mesh.shard.compiled.store import quantised_span
@@ -24,7 +25,7 @@ from tests.interventions.cases import CASES, GRADIENTS, Parts
 from tests.interventions.test_traces import GRADIENT_TOLERANCE
 from tests.interventions.worlds import CPU, SPLITS, DirectChannel, checkpoint, equal
 
-WORLDS = (("llama", "int8"), ("gpt2", "int4"))
+WORLDS = (("llama", "int8"), ("gpt2", "int4"), ("qwen3_moe", "int4"))
 HOPS = 2
 
 
@@ -43,7 +44,8 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
     module.requires_grad_(False)
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
-        linears = {*map(id, layer_parts(layer, module.config, number).linears)}
+        parts = layer_parts(layer, module.config, number)
+        linears = {*map(id, parts.linears)}
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if id(child) in linears:
@@ -51,6 +53,9 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
                     setattr(parent, name, linear)
+        if isinstance(experts := parts.feed_forward, Experts):
+            for matrices in (experts.up, experts.down):
+                put_blocks(matrices, quantise(matrices.weight, quant))
 
 
 @cache
@@ -80,3 +85,14 @@ def test_values_are_those_of_one_machine(name: str, family: str, quant: Quant) -
         expected = run(reference(family, quant))
         found = run(spread(family, quant))
     equal(found, expected, tolerance)
+
+
+def test_the_weights_of_all_experts_are_not_made_dense_for_who_asks() -> None:
+    model = spread("qwen3_moe", "int4").model
+
+    def read() -> None:
+        with model.trace("hello"):
+            model.model.layers[1].mlp.experts.gate_up_proj.sum().save()
+
+    with pytest.raises(Exception, match="is in few bits here, one expert by itself"):
+        read()

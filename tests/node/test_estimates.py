@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mesh.capacity import Capacity, Device, Speed
 from mesh.cli.estimate import print_plan
@@ -34,8 +35,12 @@ from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
 from mesh.routing.placement import UNQUANTISED
+from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import ends_mb, estimate
+from mesh.shard.load_plan import HostedOn, plan_shard
+from mesh.shard.loading import load_shard
+from mesh.shard.settings import ShardSettings
 from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
 from tests.checkpoints import make_checkpoint
 from tests.discovery.network import advertised
@@ -384,7 +389,7 @@ async def test_a_format_that_no_machine_serves_the_model_in_is_refused_before_it
     store: ShardStore, estimates: Estimates, tmp_path: Path
 ) -> None:
     stored = await asyncio.to_thread(
-        make_checkpoint, tmp_path / "moe", "qwen3_moe", layers=2, dtype="float16"
+        make_checkpoint, tmp_path / "latent", "minicpm3", layers=2, dtype="float16"
     )
     ask = {**ASK, "model": str(stored)}
     refusal = (await estimates.plan({**ask, "quant": "int8"}))["refusal"]
@@ -427,6 +432,25 @@ def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) 
             weight_size=None if quant == "none" else bytes_per_weight(quant),
         )  # fmt: skip
         assert bench.need(layers).total >> 20 >= said.total_mb
+
+
+@pytest.mark.parametrize("quant", ["int4", "int8"])
+def test_of_a_mixture_all_experts_are_held_and_few_are_read(tmp_path: Path, quant: Any) -> None:
+    stored = make_checkpoint(tmp_path / "mixed", "gpt_oss", layers=2, hidden=256, dtype="bfloat16")
+    model = shape_of(read_manifest(stored), 512)
+    whole = LayerRange(0, 2)
+    for read, held in zip(model.layer_read, model.layer_weights, strict=True):
+        assert 0.5 < read / held < 0.7, "two of four experts, and attention"
+    machine = Machine(OWN, "own", cpu(1000).devices)
+    (bench,) = benches(model, machine, Demand(context=512), quant)
+    (dense,) = benches(replace(model, layer_read=()), machine, Demand(context=512), quant)
+    assert bench.cost(whole) < dense.cost(whole)
+    settings = replace(ShardSettings(), kv_tokens=512)
+    request = ShardRequest(stored, ModelId("m"), whole, quant=quant, settings=settings)
+    here = HostedOn(OWN, "own", Endpoint("wss://127.0.0.1:1"), torch.device("cpu"), 1)
+    loaded = load_shard(plan_shard(request, here))
+    assert loaded.descriptor.vram_required_mb <= bench.need(whole).total >> 20
+    assert bench.need(whole).weights > dense.need(whole).weights * 1.2
 
 
 @pytest.mark.parametrize(("quant", "weight_size"), [("none", 4.0), ("int8", 1.125)])

@@ -35,7 +35,7 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
-SINGULAR = {"qwen3_moe": "no mlp", "minicpm3": "no self_attn.q_proj"}
+SINGULAR = {"qwen3_moe": "a mixture of experts", "minicpm3": "no self_attn.q_proj"}
 """Families whose layers are not standard, and what is said of them."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
 
@@ -101,7 +101,8 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
         require_lean(family_of(checkpoint(family)), None)
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
-    assert has_other_layers(manifest.config)
+    # In few bits mixtures of experts are not computed by modules.
+    assert has_other_layers(manifest.config) == (family != "qwen3_moe")
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels

@@ -4,7 +4,8 @@
   ``last`` (1,) int32, where the last row stands, the padding's included, ``total`` () int32, one
   more than that, ``queries`` (1,) int32, how many rows attention takes, ``keys`` and ``values``
   (1, kv heads, capacity, width), ``padding`` (6,) int64 and ``rows`` (1,) int64 (see `padding`),
-  and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width). Its
+  and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width), and
+  ``sinks`` (heads,) for those that have some. Its
   outputs ``new_keys`` and ``new_values`` are to be bound to the memory of ``keys`` and ``values``:
   the rows are written into them in place.
 - `grouped_model`: the same where several queries share a key: ``at`` (1,) int64 is how many
@@ -22,11 +23,12 @@ from collections.abc import Sequence
 import torch
 from onnx import TensorProto
 
-from mesh.shard.compiled.graph import FLOAT, GraphBuilder
+from mesh.shard.compiled.builder import FLOAT, GraphBuilder
 from mesh.shard.compiled.parts import Attention
 
-_QUERIES = 16
-"""Which input of the attention operator says how many rows it takes of each session."""
+_SINKS, _QUERIES = 11, 16
+"""Which inputs of the attention operator are the sinks, and how many rows it takes of each
+session."""
 
 _GROUP = 4
 """Queries that share a key, from which on reading the keys once for all of them is worth a copy of
@@ -69,6 +71,8 @@ def attention_model(attention: Attention) -> bytes:
     turns = attention.table is not None
     if turns:
         inputs += [graph.input(n, FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
+    if attention.sinks is not None:
+        inputs += [""] * (_SINKS - len(inputs)) + [graph.input("sinks", FLOAT, [heads])]
     inputs += [""] * (_QUERIES - len(inputs))
     inputs.append(graph.input("queries", TensorProto.INT32, [1]))
     y = graph.op(
@@ -92,7 +96,8 @@ def attention_model(attention: Attention) -> bytes:
 def may_group(attention: Attention) -> bool:
     """Whether `grouped_model` computes this attention, and faster: three to four times as fast with
     2 key heads behind 1000 positions, 1.6 times with 8 (AVX-512)."""
-    return attention.window is None and attention.heads >= _GROUP * attention.kv_heads
+    is_plain = attention.window is None and attention.sinks is None
+    return is_plain and attention.heads >= _GROUP * attention.kv_heads
 
 
 def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:

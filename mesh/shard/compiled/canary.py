@@ -2,7 +2,7 @@
 
 It keeps them in a form and a place of its own, so they are not hashed but asked: each layer
 computes the same row over and over, and its bits must stay what they were. Every weight has a part
-in them.
+in them; of a mixture of experts not in those of one row, so it is asked with others in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CanaryCheck:
 
     def __init__(self, runtime: CompiledRuntime) -> None:
         self._runtime = weakref.ref(runtime)
-        self._expected: dict[int, torch.Tensor] = {}
+        self._expected: dict[tuple[int, int], torch.Tensor] = {}
         self._layers = runtime.layers
         self._next = runtime.layers.start
         self.rounds = 0
@@ -32,9 +32,9 @@ class CanaryCheck:
         runtime = self._runtime()
         if runtime is None:
             return None
-        layer = self._next
-        found = runtime.probe(layer)
-        expected = self._expected.setdefault(layer, found)
+        layer, row = self._next, self.rounds % runtime.probes
+        found = runtime.probe(layer, row)
+        expected = self._expected.setdefault((layer, row), found)
         self._next += 1
         if self._next == self._layers.stop:
             self._next = self._layers.start

@@ -12,52 +12,11 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
-import onnx
-import torch
-from onnx import TensorProto, helper, numpy_helper
-
-from mesh.shard.compiled.formats import BLOCK, BlockMatrix
-from mesh.shard.compiled.parts import Attention, FeedForward, LayerParts, Norm
-
-FLOAT = TensorProto.FLOAT
-_CONTRIB = "com.microsoft"
-_OPSET = 24
-_IR = 10
-
-INT8_PRODUCTS = 4
-"""``accuracy_level`` of a product: the rows are rounded to 8 bit, each block by a scale of its own,
-which is what the kernels for few bits are written for. A row's neighbours have no part in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a tensor's bytes lie in a file."""
-
-    file: Path
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """What a row is multiplied by: a dense (out, in) matrix or one of blocks, and a bias.
-
-    `stored` says by the names of a `BlockMatrix` where its tensors lie; the graph then refers to
-    those instead of holding copies.
-    """
-
-    matrix: torch.Tensor | BlockMatrix
-    bias: torch.Tensor | None
-    stored: Mapping[str, Stored] | None = None
-
-
-QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
+from mesh.shard.compiled import experts_graph
+from mesh.shard.compiled.builder import DOWN, FLOAT, OUTPUT, QKV, UP, GraphBuilder, Product
+from mesh.shard.compiled.parts import Attention, Experts, FeedForward, LayerParts
 
 
 def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
@@ -85,7 +44,11 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     attended: list[int | str] = [1, "rows", attention.heads * attention.width]
     y = graph.product(graph.input("attended", FLOAT, attended), OUTPUT)
     x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_attention))
-    y = _feed_forward(graph, parts.feed_forward, graph.norm(x, parts.before_feed_forward))
+    normed, part = graph.norm(x, parts.before_feed_forward), parts.feed_forward
+    if isinstance(part, Experts):
+        y = experts_graph.mixed(graph, part, normed, parts.hidden)
+    else:
+        y = _feed_forward(graph, part, normed)
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
     graph.op("Identity", [y], outputs=["y"])
     graph.output("y", [1, "rows", parts.hidden])
@@ -99,143 +62,6 @@ def product_model(product: Product, rows: int, columns: int) -> bytes:
     graph.op("Identity", [graph.product("x", "product")], outputs=["y"])
     graph.output("y", ["rows", rows])
     return graph.serialised()
-
-
-class GraphBuilder:
-    """Collects the nodes of one graph."""
-
-    def __init__(self, products: Mapping[str, Product]) -> None:
-        self._products = products
-        self._nodes: list[Any] = []
-        self._constants: list[Any] = []
-        self._inputs: list[Any] = []
-        self._outputs: list[Any] = []
-
-    def input(self, name: str, kind: int, shape: Sequence[int | str]) -> str:
-        """Declare one."""
-        self._inputs.append(helper.make_tensor_value_info(name, kind, shape))
-        return name
-
-    def output(self, name: str, shape: Sequence[int | str]) -> None:
-        """Declare one; floats."""
-        self._outputs.append(helper.make_tensor_value_info(name, FLOAT, shape))
-
-    def op(
-        self,
-        kind: str,
-        inputs: Sequence[str],
-        *,
-        outputs: Sequence[str] | None = None,
-        contrib: bool = False,
-        **attributes: Any,
-    ) -> str:
-        """Add a node; the name of its first output."""
-        name = f"{kind}.{len(self._nodes)}"
-        domain = _CONTRIB if contrib else ""
-        given = list(outputs or [name])
-        node = helper.make_node(kind, list(inputs), given, name=name, domain=domain, **attributes)
-        self._nodes.append(node)
-        return given[0]
-
-    def constant(self, value: torch.Tensor | np.ndarray[Any, Any]) -> str:
-        """Hold a small tensor."""
-        array = value.numpy() if isinstance(value, torch.Tensor) else value
-        name = f"constant.{len(self._constants)}"
-        self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
-        return name
-
-    def numbers(self, *values: int) -> str:
-        """Hold a few, as int64."""
-        return self.constant(np.array(values, np.int64))
-
-    def by_head(self, x: str, heads: int, width: int) -> str:
-        """(1, rows, heads * width) as (1, heads, rows, width)."""
-        x = self.op("Reshape", [x, self.numbers(1, -1, heads, width)])
-        return self.op("Transpose", [x], perm=[0, 2, 1, 3])
-
-    def norm(self, x: str, norm: Norm | None) -> str:
-        """`x` normalised over its last axis."""
-        if norm is None:
-            return x
-        gamma = self.constant(norm.gamma)
-        if norm.beta is None:
-            return self.op(
-                "SimplifiedLayerNormalization", [x, gamma], axis=-1, epsilon=norm.epsilon
-            )
-        beta = self.constant(norm.beta)
-        return self.op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=norm.epsilon)
-
-    def product(self, x: str, name: str) -> str:
-        """`x` times the product of that name."""
-        product = self._products[name]
-        bias = "" if product.bias is None else self.constant(product.bias.detach().float())
-        if isinstance(product.matrix, torch.Tensor):
-            y = self.op("MatMul", [x, self.constant(product.matrix.detach().float().t())])
-            return self.op("Add", [y, bias]) if bias else y
-        matrix = product.matrix
-        tensors = {"codes": matrix.codes, "scales": matrix.scales, "zeros": matrix.zeros}
-        names = [
-            "" if tensor is None else self._tensor(f"{name}.{part}", tensor, product.stored)
-            for part, tensor in tensors.items()
-        ]
-        rows, columns = matrix.shape
-        return self.op(
-            "MatMulNBits",
-            [x, *names, "", bias],
-            contrib=True,
-            N=rows,
-            K=columns,
-            bits=matrix.bits,
-            block_size=BLOCK,
-            accuracy_level=INT8_PRODUCTS,
-        )
-
-    def add(self, x: str, multiplier: float, y: str) -> str:
-        """``x + multiplier * y``."""
-        if multiplier != 1.0:
-            y = self.op("Mul", [y, self.constant(np.array(multiplier, np.float32))])
-        return self.op("Add", [x, y])
-
-    def split(self, x: str, widths: Sequence[int]) -> list[str]:
-        """`x` cut along its last axis."""
-        outputs = [f"Split.{len(self._nodes)}.{i}" for i in range(len(widths))]
-        self.op("Split", [x, self.constant(np.array(widths, np.int64))], outputs=outputs, axis=-1)
-        return outputs
-
-    def norm_heads(self, x: str, norm: Norm | None, heads: int, width: int) -> str:
-        """(sessions, rows, heads * width), each head normalised."""
-        if norm is None:
-            return x
-        apart = self.constant(np.array([0, 0, heads, width], np.int64))
-        together = self.constant(np.array([0, 0, heads * width], np.int64))
-        each = self.norm(self.op("Reshape", [x, apart]), norm)
-        return self.op("Reshape", [each, together])
-
-    def serialised(self) -> bytes:
-        """The model."""
-        graph = helper.make_graph(
-            self._nodes, "layer", self._inputs, self._outputs, self._constants
-        )
-        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR)
-        data: bytes = model.SerializeToString()
-        return data
-
-    def _tensor(self, name: str, tensor: torch.Tensor, stored: Mapping[str, Stored] | None) -> str:
-        if stored is None:
-            return self.constant(tensor)
-        place = stored[name.rpartition(".")[2]]
-        proto = TensorProto(
-            name=name,
-            data_type=helper.np_dtype_to_tensor_dtype(tensor.numpy().dtype),
-            dims=tensor.shape,
-            data_location=TensorProto.EXTERNAL,
-        )
-        place_of = {"location": place.file.name, "offset": place.offset, "length": place.nbytes}
-        for key, value in place_of.items():
-            proto.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
-        self._constants.append(proto)
-        return name
 
 
 def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mesh.models.span import Ends
+from mesh.shard.compiled.builder import Product
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BlockMatrix, Quant
-from mesh.shard.compiled.graph import Product, product_model
+from mesh.shard.compiled.graph import product_model
 from mesh.shard.compiled.lone_rows import fewest_rows
 from mesh.shard.compiled.store import folder_of, stored_products
 

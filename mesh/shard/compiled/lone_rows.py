@@ -14,9 +14,10 @@ import torch
 
 from mesh.shard.alike_rows import alike_rows
 from mesh.shard.compiled.attention_graph import grouped_model, may_group, padding, row_shape
+from mesh.shard.compiled.builder import Product
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BITS, BlockMatrix, quantise
-from mesh.shard.compiled.graph import Product, product_model
+from mesh.shard.compiled.graph import product_model
 from mesh.shard.compiled.parts import Attention
 
 _SHAPE = (64, 512)

@@ -6,11 +6,21 @@ understood a layer is not believed but shown: `proof` runs the graph against the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from mesh.shard.compiled.experts import Experts, experts_of
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = [
+    "ACTIVATION_NAMES", "Attention", "Experts", "FeedForward", "LayerParts", "Norm",
+    "NotCompilable", "layer_parts",
+]  # fmt: skip
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -18,23 +28,11 @@ ACTIVATION_NAMES = {
 }  # fmt: skip
 
 
-class NotCompilable(Exception):
-    """The layer does something that no graph is built for; the text says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """``x / rms(x) * gamma``, or with a `beta` ``(x - mean) / std * gamma + beta``."""
-
-    gamma: torch.Tensor
-    beta: torch.Tensor | None
-    epsilon: float
-
-
 @dataclass(frozen=True, slots=True)
 class Attention:
     """`projections` give queries, keys and values one behind the other: one module for all, or one
-    for each. `table` names the rotary table; None leaves positions alone."""
+    for each. `table` names the rotary table; None leaves positions alone. `sinks` (heads,) are
+    logits that take a share of each head's attention, and give nothing."""
 
     projections: tuple[nn.Module, ...]
     output: nn.Module
@@ -49,6 +47,7 @@ class Attention:
     key_norm: Norm | None
     norm_whole: bool
     """Whether those norms go over all heads at once and not each."""
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class LayerParts:
     """``x + multiplier * after(part(before(x)))``, for attention and then for feed-forward."""
 
     attention: Attention
-    feed_forward: FeedForward
+    feed_forward: FeedForward | Experts
     before_attention: Norm | None
     after_attention: Norm | None
     before_feed_forward: Norm | None
@@ -78,16 +77,26 @@ class LayerParts:
 
     @property
     def linears(self) -> tuple[nn.Module, ...]:
-        """All its matrices, in the order in which they are used."""
-        both = self.attention, self.feed_forward
-        return (*both[0].projections, both[0].output, *both[1].up, both[1].down)
+        """Its linear layers, in the order in which they are used; experts are none."""
+        attention, feed_forward = self.attention, self.feed_forward
+        own = (*attention.projections, attention.output)
+        if isinstance(feed_forward, Experts):
+            return own
+        return (*own, *feed_forward.up, feed_forward.down)
 
 
-def layer_parts(layer: nn.Module, config: Any, index: int) -> LayerParts:
-    """The parts of decoder layer `index` of a span with `config`. Raises NotCompilable."""
-    reader = _Reader(layer)
+def _all_there(name: str) -> None:
+    raise AssertionError(name)
+
+
+def layer_parts(
+    layer: nn.Module, config: Any, index: int, fill: Callable[[str], None] = _all_there
+) -> LayerParts:
+    """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of the
+    experts of that name there, where they are not yet. Raises NotCompilable."""
+    reader = PartsReader(layer)
     attention = _attention(reader, config, index)
-    feed_forward = _feed_forward(reader, config)
+    feed_forward = experts_of(reader, fill) or _feed_forward(reader, config)
     before, after, before_ff, after_ff = _norms(reader)
     parts = LayerParts(
         attention,
@@ -103,45 +112,7 @@ def layer_parts(layer: nn.Module, config: Any, index: int) -> LayerParts:
     return parts
 
 
-@dataclass(slots=True)
-class _Reader:
-    """A layer and which of its modules were understood."""
-
-    layer: nn.Module
-    read: set[int] = field(default_factory=set)
-
-    def find(self, *paths: str) -> nn.Module | None:
-        """The first of these that it has."""
-        for path in paths:
-            try:
-                found = self.layer.get_submodule(path)
-            except AttributeError:
-                continue
-            self.read.add(id(found))
-            return found
-        return None
-
-    def get(self, *paths: str) -> nn.Module:
-        """As `find`. Raises NotCompilable when it has none."""
-        found = self.find(*paths)
-        if found is None:
-            raise NotCompilable(f"it has no {paths[0]}")
-        return found
-
-    def norm(self, *paths: str) -> Norm | None:
-        """The norm there, if there is one. Raises NotCompilable for what is none."""
-        found = self.find(*paths)
-        return None if found is None else _norm(found)
-
-    def require_all_read(self) -> None:
-        """Raise NotCompilable when a module with weights was passed over."""
-        for name, module in self.layer.named_modules():
-            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if own and id(module) not in self.read:
-                raise NotCompilable(f"it has a {type(module).__name__} called {name}")
-
-
-def _attention(reader: _Reader, config: Any, index: int) -> Attention:
+def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     module = reader.find("self_attn") or reader.get("attn")
     path = "self_attn" if hasattr(reader.layer, "self_attn") else "attn"
     whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
@@ -155,8 +126,7 @@ def _attention(reader: _Reader, config: Any, index: int) -> Attention:
     rows = sum(_out(each) for each in projections)
     if rows != (heads + 2 * kv_heads) * width:
         raise NotCompilable("its queries, keys and values have widths of their own")
-    if getattr(module, "sinks", None) is not None:
-        raise NotCompilable("its attention has sinks")
+    sinks = getattr(module, "sinks", None)
     query_norm = reader.norm(f"{path}.q_norm")
     return Attention(
         projections,
@@ -171,10 +141,11 @@ def _attention(reader: _Reader, config: Any, index: int) -> Attention:
         query_norm,
         reader.norm(f"{path}.k_norm"),
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
+        sinks=None if sinks is None else sinks.detach().float().clone(),
     )
 
 
-def _feed_forward(reader: _Reader, config: Any) -> FeedForward:
+def _feed_forward(reader: PartsReader, config: Any) -> FeedForward:
     names = ("hidden_act", "hidden_activation", "activation_function")
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     activation = ACTIVATION_NAMES.get(str(named))
@@ -194,7 +165,7 @@ def _feed_forward(reader: _Reader, config: Any) -> FeedForward:
     return FeedForward(up, reader.get("mlp.down_proj", "mlp.c_proj"), activation, is_gated, width)
 
 
-def _norms(reader: _Reader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after attention, before and after feed-forward."""
     before_ff = reader.norm("pre_feedforward_layernorm")
     after_ff = reader.norm("post_feedforward_layernorm")
@@ -203,24 +174,6 @@ def _norms(reader: _Reader) -> tuple[Norm | None, Norm | None, Norm | None, Norm
         return before, reader.norm("post_attention_layernorm"), before_ff, after_ff
     before = reader.norm("input_layernorm", "ln_1")
     return before, None, reader.norm("post_attention_layernorm", "ln_2"), None
-
-
-def _norm(module: nn.Module) -> Norm:
-    epsilon = getattr(module, "variance_epsilon", None)
-    epsilon = getattr(module, "eps", None) if epsilon is None else epsilon
-    weight = getattr(module, "weight", None)
-    if epsilon is None or weight is None or weight.dim() != 1:
-        raise NotCompilable(f"it normalises by {type(module).__name__}")
-    if isinstance(module, nn.LayerNorm):
-        beta = torch.zeros_like(weight) if module.bias is None else module.bias
-        return Norm(weight.detach().float(), beta.detach().float(), epsilon)
-    # Some multiply by the weight and some by one more than it: what ones become tells which.
-    ones = torch.ones(1, len(weight), dtype=torch.float32, device=weight.device)
-    with torch.inference_mode():
-        found = module(ones)[0].float()
-    plain = weight.detach().float()
-    gamma = plain if (found - plain).norm() <= (found - plain - 1).norm() else plain + 1
-    return Norm(gamma, None, epsilon)
 
 
 def _out(linear: nn.Module) -> int:

@@ -19,7 +19,7 @@ from mesh.shard.compiled.attention_graph import attention_model, grouped_model, 
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.lone_rows import is_grouped
-from mesh.shard.compiled.parts import Attention
+from mesh.shard.compiled.parts import Attention, Experts
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.store import GraphSpan
 
@@ -35,8 +35,9 @@ _KEPT_SESSIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class LayerSessions:
-    """One layer's graphs, and what turns its queries and keys. `alone` is attention of a session
-    that has a single row in a pass, `attention` of any other."""
+    """One layer's graphs, and the `tables` that attention takes: what turns its queries and keys,
+    and its sinks. `alone` is attention of a session that has a single row in a pass, `attention` of
+    any other. With experts `is_mixed`: behind attention a row has other bits beside others."""
 
     front: Any
     attention: Any
@@ -46,6 +47,7 @@ class LayerSessions:
     projected: int
     attended: int
     """How wide a row is before and behind attention."""
+    is_mixed: bool
 
 
 def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> list[LayerSessions]:
@@ -75,7 +77,10 @@ def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> l
         attended = attention.heads * attention.width
         projected = attended + 2 * attention.kv_heads * attention.width
         sessions = front, *attention_of(attention, turned), back
-        found.append(LayerSessions(*sessions, turned, projected, attended))
+        sinks = {} if attention.sinks is None else {"sinks": attention.sinks}
+        is_mixed = isinstance(layer.parts.feed_forward, Experts)
+        given = {**turned, **sinks}
+        found.append(LayerSessions(*sessions, given, projected, attended, is_mixed))
     return found
 
 
@@ -129,6 +134,14 @@ class Attending:
         self.positions[0] = range(before, before + self.positions.shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class BoundProducts:
+    """What is computed before attention, and what behind it, one after the other."""
+
+    front: Binding
+    back: tuple[Binding, ...]
+
+
 @dataclass(slots=True)
 class Workspace:
     """Buffers for passes of up to `capacity` rows."""
@@ -139,7 +152,7 @@ class Workspace:
     _states: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     _projected: torch.Tensor = field(init=False)
     _attended: torch.Tensor = field(init=False)
-    _products: dict[int, list[tuple[Binding, Binding]]] = field(init=False, default_factory=dict)
+    _products: dict[tuple[int, int], list[BoundProducts]] = field(init=False, default_factory=dict)
     _attending: OrderedDict[tuple[int, int, int, int], Attending] = field(
         init=False, default_factory=OrderedDict
     )
@@ -154,12 +167,13 @@ class Workspace:
         it. There are two in turns."""
         return self._states[number % 2][:, :rows]
 
-    def products(self, rows: int) -> list[tuple[Binding, Binding]]:
-        """The graphs before and behind attention of each layer, bound for so many rows."""
-        known = self._products.get(rows)
+    def products(self, rows: int, apart: int = 0) -> list[BoundProducts]:
+        """The graphs before and behind attention of each layer, bound for so many rows; those that
+        are mixed for each of the first `apart` by itself, if that is not 0."""
+        known = self._products.get((rows, apart))
         if known is None:
-            known = self._products[rows] = [
-                self._layer(number, each, rows) for number, each in enumerate(self.layers)
+            known = self._products[rows, apart] = [
+                self._layer(number, each, rows, apart) for number, each in enumerate(self.layers)
             ]
         return known
 
@@ -178,12 +192,18 @@ class Workspace:
     def _rows(self, width: int) -> torch.Tensor:
         return torch.zeros(1, self.capacity, width)
 
-    def _layer(self, number: int, layer: LayerSessions, rows: int) -> tuple[Binding, Binding]:
-        x = {"x": self.state(number, rows)}
+    def _layer(self, number: int, layer: LayerSessions, rows: int, apart: int) -> BoundProducts:
+        x, y = self.state(number, rows), self.state(number + 1, rows)
         projected, attended = self._between(layer, 0, rows)
-        y = {"y": self.state(number + 1, rows)}
-        front = Binding.of(layer.front, x, {"projected": projected})
-        return front, Binding.of(layer.back, x | {"attended": attended}, y)
+        front = Binding.of(layer.front, {"x": x}, {"projected": projected})
+        each = [slice(row, row + 1) for row in range(apart)] if layer.is_mixed else []
+        back = tuple(
+            Binding.of(
+                layer.back, {"x": x[:, part], "attended": attended[:, part]}, {"y": y[:, part]}
+            )
+            for part in each or [slice(0, rows)]
+        )
+        return BoundProducts(front, back)
 
     def _between(
         self, layer: LayerSessions, start: int, rows: int

@@ -15,10 +15,18 @@ import onnxruntime
 import torch
 from torch import nn
 
+from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
-from mesh.shard.compiled.passes import KEPT_ROWS, Attending, PassPlace, Workspace, layer_sessions
+from mesh.shard.compiled.passes import (
+    KEPT_ROWS,
+    Attending,
+    BoundProducts,
+    PassPlace,
+    Workspace,
+    layer_sessions,
+)
 from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
 from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
@@ -30,12 +38,16 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
+_MIXED_PROBES = 64
+"""So many rows miss hardly any of 128 experts of which each meets eight."""
+
 _SCORES_BYTES = 32 << 20
 """What a piece of a prompt may take at once in attention that holds all its weights over positions:
 half of what a shard has to spare."""
 
 _BATCH_ROWS = 1024
-"""A row has the same bits whatever it is computed with, so pieces of prompts may join as well."""
+"""A row has the same bits whatever it is computed with, so pieces of prompts may join as well; but
+with experts, where rows of short steps are computed one by one, and longer pieces by themselves."""
 
 
 class CompiledRuntime:
@@ -66,7 +78,9 @@ class CompiledRuntime:
             product for layer in span.layers for product in layer.products.values()
         )
         self._kept = self._workspace(KEPT_ROWS)
-        self.batch_rows = 0 if batch_invariant else _BATCH_ROWS
+        self._is_mixed = any(each.is_mixed for each in self._sessions)
+        at_once = SHORT_ROWS if self._is_mixed else _BATCH_ROWS
+        self.batch_rows = 0 if batch_invariant else at_once
         how = "" if self.batch_rows else "+alone"
         grouped = [each.attention.heads for each in parts if is_grouped(each.attention)]
         self._most_heads = max(grouped, default=0)
@@ -95,20 +109,29 @@ class CompiledRuntime:
     def weight_check(self) -> CanaryCheck:
         return CanaryCheck(self)
 
-    def probe(self, layer: int) -> torch.Tensor:
-        """What layer `layer` makes of a row that is always the same, (1, 1, hidden).
+    def probe(self, layer: int, number: int = 0) -> torch.Tensor:
+        """What layer `layer` makes of a row that is always the same, (1, 1, hidden): there is one
+        for each `number` below `probes`.
 
         Touches no session; another thread may compute meanwhile.
         """
         index = layer - self.layers.start
         rows = self._fewest_rows
         workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, rows)
-        workspace.state(0, rows)[:] = torch.linspace(-1, 1, self.hidden_size)
+        row = torch.linspace(-1, 1, self.hidden_size)
+        if number:  # other experts
+            row = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(number))
+        workspace.state(0, rows)[:] = row
         place = PassPlace(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
         attending = workspace.attending(place)
         attending.stand(0)
-        self._run_layer(workspace, 0, rows, [attending])
+        _run_layer(workspace.products(rows, 1)[0], 0, [attending])
         return workspace.state(1, 1)
+
+    @property
+    def probes(self) -> int:
+        """How many rows there are to ask a layer with: a row meets a few of its experts only."""
+        return _MIXED_PROBES if self._is_mixed else 1
 
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
@@ -158,11 +181,13 @@ class CompiledRuntime:
         hooks = [
             (p.slice, hook) for step, p in zip(steps, places, strict=True) for hook in step.hooks
         ]
+        is_short = max(place.rows for place in places) <= SHORT_ROWS
+        products = workspace.products(rows, count if self._is_mixed and is_short else 0)
         for number in range(begin, end):
             if hooks:
                 at = self.layers.start + number
                 _call(hooks, at, "input", workspace.state(number, rows))
-            self._run_layer(workspace, number, rows, attending)
+            _run_layer(products[number], number, attending)
             if hooks:
                 _call(hooks, at, "output", workspace.state(number + 1, rows))
         found = workspace.state(end, rows)
@@ -176,16 +201,6 @@ class CompiledRuntime:
         rows = max(2, _SCORES_BYTES // (4 * self._most_heads * positions))
         return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
 
-    @staticmethod
-    def _run_layer(
-        workspace: Workspace, number: int, rows: int, attending: Sequence[Attending]
-    ) -> None:
-        front, back = workspace.products(rows)[number]
-        front.run()
-        for each in attending:
-            each.bindings[number].run()
-        back.run()
-
     def _workspace(self, rows: int) -> Workspace:
         return Workspace(self._sessions, self.hidden_size, rows)
 
@@ -193,6 +208,14 @@ class CompiledRuntime:
         if self._twin is None:
             self._twin = TorchRuntime(self.loaded, device=self.device, dtype=self.dtype)
         return self._twin
+
+
+def _run_layer(products: BoundProducts, number: int, attending: Sequence[Attending]) -> None:
+    products.front.run()
+    for each in attending:
+        each.bindings[number].run()
+    for part in products.back:
+        part.run()
 
 
 def _slot(step: StepInput) -> SlotCache:
@@ -231,6 +254,8 @@ def _rotary_tables(
         # A float tells it in which dtype to answer, its value nothing.
         both = module.rotary_emb(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
         half = both[0].shape[-1] // 2
+        if not torch.equal(both[0][..., :half], both[0][..., half:]):  # most say all twice
+            half *= 2
         cos, sin = (each[0, :, :half].float().contiguous() for each in both)
         tables[name] = {"cos": cos, "sin": sin}
     return tables

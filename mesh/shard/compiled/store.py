@@ -12,11 +12,13 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,12 +29,16 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
 from mesh.models.header import TensorEntry, read_header, read_metadata
+from mesh.models.late_experts import fill_late
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.paths import quantised_dir
+from mesh.shard.compiled.builder import DOWN, OUTPUT, QKV, UP, Product, Stored
+from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
+    MIXED_SIZE,
     VERSION,
     BlockLinear,
     BlockMatrix,
@@ -43,7 +49,6 @@ from mesh.shard.compiled.formats import (
     rows_of,
 )
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
-from mesh.shard.compiled.graph import DOWN, OUTPUT, QKV, UP, Product, Stored
 from mesh.shard.compiled.parts import LayerParts, layer_parts
 from mesh.shard.views import layer_list_name
 
@@ -82,8 +87,15 @@ class GraphSpan:
     @property
     def weight_bytes(self) -> int:
         """What the matrices take."""
-        matrices = [product.matrix for layer in self.layers for product in layer.products.values()]
-        return sum(matrix.nbytes for matrix in matrices)
+        return math.ceil(sum(map(self._taken, self.layers)))
+
+    def _taken(self, layer: GraphLayer) -> float:
+        is_mixed = isinstance(layer.parts.feed_forward, Experts)
+        more = MIXED_SIZE[self.quant] if is_mixed and self.quant is not None else 1.0
+        return sum(
+            product.matrix.nbytes * (more if name in (UP, DOWN) else 1.0)
+            for name, product in layer.products.items()
+        )
 
 
 def quantised_span(
@@ -100,7 +112,10 @@ def quantised_span(
     """
     module: Any = loaded.module
     layers = module.get_submodule(layer_list_name(module))
-    all_parts = [layer_parts(layer, loaded.config, i) for i, layer in enumerate(layers)]
+    all_parts = [
+        layer_parts(layer, loaded.config, i, partial(fill_late, loaded, layer))
+        for i, layer in enumerate(layers)
+    ]
     stored = {
         id(module.get_submodule(name.removesuffix(".weight"))): entry
         for name, entry in loaded.deferred.items()
@@ -115,12 +130,13 @@ def quantised_span(
         loaded.pages.update(pages)
         linears = dict(zip(map(id, parts.linears), _linears(parts, products), strict=True))
         _replace(layer, linears)
+        _put_experts(parts, products)
         progress.add(loaded.bytes_read // len(all_parts))
         done.append(GraphLayer(_without_modules(parts), products, folder))
     module.float()
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
-    return GraphSpan(replace(loaded, sha256={}, deferred={}), quant, tuple(done))
+    return GraphSpan(replace(loaded, sha256={}, deferred={}, late={}), quant, tuple(done))
 
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
@@ -137,7 +153,7 @@ def _product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     return {
         QKV: attention.projections,
         OUTPUT: (attention.output,),
-        UP: feed_forward.up,
+        UP: (feed_forward.up,) if isinstance(feed_forward, Experts) else feed_forward.up,
         DOWN: (feed_forward.down,),
     }
 
@@ -279,6 +295,8 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
     """In the order of `LayerParts.linears`, as rows of the products."""
     found = []
     for name, linears in _product_modules(parts).items():
+        if any(isinstance(each, ExpertMatrices) for each in linears):
+            continue
         product, first = products[name], 0
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - of a quantised span
         for linear in linears:
@@ -288,6 +306,17 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
             found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
             first = rows.stop
     return found
+
+
+def _put_experts(parts: LayerParts, products: Mapping[str, Product]) -> None:
+    """Have the module of the experts, if there is one, compute with these."""
+    experts = parts.feed_forward
+    if not isinstance(experts, Experts):
+        return
+    for matrices, name in ((experts.up, UP), (experts.down, DOWN)):
+        matrix = products[name].matrix
+        assert isinstance(matrix, BlockMatrix)  # noqa: S101 - of a quantised span
+        put_blocks(matrices, matrix)
 
 
 def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
@@ -300,6 +329,8 @@ def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
 def _without_modules(parts: LayerParts) -> LayerParts:
     """What a graph needs of it: the modules would keep the weights that were rounded."""
     attention = replace(parts.attention, projections=(), output=nn.Identity())
+    if isinstance(parts.feed_forward, Experts):  # which has none
+        return replace(parts, attention=attention)
     feed_forward = replace(parts.feed_forward, up=(), down=nn.Identity())
     return replace(parts, attention=attention, feed_forward=feed_forward)
 
@@ -317,8 +348,12 @@ def _bias(linears: Sequence[nn.Module]) -> torch.Tensor | None:
 
 
 def _rows(linear: nn.Module) -> int:
+    if isinstance(linear, ExpertMatrices):
+        return linear.shape[0] * linear.shape[1]
     return int(dense_weight(linear).shape[0])
 
 
 def _columns(linear: nn.Module) -> int:
+    if isinstance(linear, ExpertMatrices):
+        return linear.shape[2]
     return int(dense_weight(linear).shape[1])

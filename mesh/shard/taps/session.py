@@ -21,6 +21,7 @@ from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import SAME_VERSION, BadRequest, LimitReached, MeshError
+from mesh.shard.compiled.experts import BlockExperts
 from mesh.shard.compiled.formats import BlockLinear
 from mesh.shard.cuda.int4 import Int4Linear
 from mesh.shard.taps import sources
@@ -277,6 +278,11 @@ class TapSession:
         weight = {**module._parameters, **module._buffers}.get(name)
         if isinstance(module, BlockLinear | Int4Linear) and name == "weight":
             weight = module.weight
+        if isinstance(getattr(module, name, None), BlockExperts):
+            raise BadRequest(
+                f"{request.path}.{name} is in few bits here, one expert by itself.",
+                fix="Ask a deployment in 16 or 32 bit for it (--quant none).",
+            )
         if weight is None:
             raise BadRequest(f"{request.path} has no weight {name[:100]}.", fix=SAME_VERSION)
         return self._weights.seen(weight).detach()

@@ -7,9 +7,9 @@ import weakref
 
 import torch
 
+from mesh.shard.compiled.builder import DOWN
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.formats import BlockMatrix
-from mesh.shard.compiled.graph import DOWN
 from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.compiled.spans import compiled, span
 
@@ -19,8 +19,10 @@ class Tipping(CompiledRuntime):
 
     tipped: CompiledRuntime | None = None
 
-    def probe(self, layer: int) -> torch.Tensor:
-        return super().probe(layer) if self.tipped is None else self.tipped.probe(layer)
+    def probe(self, layer: int, number: int = 0) -> torch.Tensor:
+        if self.tipped is None:
+            return super().probe(layer, number)
+        return self.tipped.probe(layer, number)
 
 
 def a_round(check: CanaryCheck) -> set[str]:
@@ -41,6 +43,23 @@ def test_one_code_that_has_changed_is_noticed() -> None:
     matrix.codes[17, 1, 5] ^= 1  # what a bit that has tipped over in its memory would be
     runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
     assert a_round(check) == {"layer 2"}
+
+
+def test_a_code_of_any_expert_that_has_changed_is_noticed() -> None:
+    """The first row that a layer is asked with meets two of the four."""
+    runtime = Tipping(span("int8", "gpt_oss"), threads=1, positions=64)
+    check = runtime.weight_check()
+    for _ in range(runtime.probes):
+        assert a_round(check) == set()
+    for expert in range(4):
+        changed = span("int8", "gpt_oss")
+        matrix = changed.layers[2].products[DOWN].matrix
+        assert isinstance(matrix, BlockMatrix)
+        matrix.codes[64 * expert + 17, 1, 5] ^= 64
+        runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
+        found = [a_round(check) for _ in range(runtime.probes)]
+        assert {"layer 2"} in found
+        assert set() in found
 
 
 def test_a_check_keeps_no_weights() -> None:

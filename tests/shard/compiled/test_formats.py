@@ -5,8 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mesh.routing import machines
 from mesh.routing.machines import ITEMSIZE
-from mesh.shard.compiled.formats import BITS, BlockLinear, Quant, bytes_per_weight, quantise
+from mesh.shard.compiled.formats import (
+    BITS,
+    MIXED_SIZE,
+    BlockLinear,
+    Quant,
+    bytes_per_weight,
+    quantise,
+)
 
 
 def noise(rows: int, columns: int) -> torch.Tensor:
@@ -54,3 +62,4 @@ def test_a_linear_layer_multiplies_by_what_its_codes_stand_for() -> None:
 
 def test_plans_count_the_bytes_of_these_formats() -> None:
     assert {quant: ITEMSIZE[quant] for quant in BITS} == {q: bytes_per_weight(q) for q in BITS}
+    assert machines.MIXED_SIZE == MIXED_SIZE

@@ -11,8 +11,8 @@ from mesh.errors import DeviceFailed
 from mesh.models.families import family_of
 from mesh.shard import twins
 from mesh.shard.compiled import parts
+from mesh.shard.compiled.builder import DOWN
 from mesh.shard.compiled.formats import BlockMatrix
-from mesh.shard.compiled.graph import DOWN
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.proof import check_kernels, require_compilable
 from mesh.shard.compiled.runtime import CompiledRuntime

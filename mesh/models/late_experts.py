@@ -1,0 +1,59 @@
+"""The weights of a mixture's experts, put into their module when they are wanted and not before.
+
+Files hold a matrix for each expert, and modules compute with one tensor for all: nothing of it can
+be mapped, and all layers at once would be the whole checkpoint in memory. Whoever rounds them
+wants one layer after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mesh.models.filling import Placement, fill
+from mesh.models.header import TensorEntry
+
+if TYPE_CHECKING:
+    from mesh.models.span import LoadedSpan
+
+STACKS = ("gate_up_proj", "down_proj")
+"""What modules call the tensors of all experts."""
+
+Late = Mapping[str, Mapping[str, TensorEntry]]
+"""By the paths of modules in a span, the stored tensors that they are made of."""
+
+
+def late_experts(base: Any, names: Mapping[str, TensorEntry]) -> Late:
+    """Those of `names`, which are to be put into `base`, that make its experts."""
+    paths = [
+        path
+        for path, module in base.named_modules()
+        if all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
+    ]
+    found = {
+        path: {
+            name: entry
+            for name, entry in names.items()
+            if name.startswith(f"{path}.") and not name.endswith("bias")
+        }
+        for path in paths
+    }
+    return {path: entries for path, entries in found.items() if entries}
+
+
+def stacks_of(late: Late) -> set[str]:
+    """What a span calls the weights that `late` makes."""
+    return {f"{path}.{name}" for path in late for name in STACKS}
+
+
+def fill_late(loaded: LoadedSpan, layer: Any, path: str) -> None:
+    """Put the weights of the experts at `path` in `layer`, one of the span's, into their module.
+
+    Raises as `fill`.
+    """
+    module, wanted = loaded.module, layer.get_submodule(path)
+    place = next(name for name, each in module.named_modules() if each is wanted)
+    some = next(each for each in module.parameters() if not each.is_meta)
+    placement = Placement(some.dtype, some.device)
+    pages, _ = fill(module, loaded.late[place], placement, same={}, absent=("",))
+    loaded.pages.update(pages)

@@ -1,0 +1,178 @@
+"""A mixture of experts, in the terms in which a graph is built, and its weights in few bits.
+
+A router scores the experts for each row, the row goes through the few with the highest scores, and
+what those give is added up. Reads transformers' modules, which keep one tensor for all experts;
+what it has understood is shown by `proof`, as of all parts. Layout of the operator, ``QMoE``:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
+from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
+
+GATE_UP, DOWN_OF = "gate_up_proj", "down_proj"
+"""What transformers calls the tensors of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """`weight` (experts, hidden) scores them, by softmax or, where it `is_sigmoid`, each by itself;
+    `correction` (experts,) is added only while the `count` best are chosen. Their scores are
+    divided by their sum where it `normalises`, and what they give is multiplied by `scale`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    count: int
+    is_sigmoid: bool
+    normalises: bool
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """``down(g * sigmoid(slope * g) * (u + shift))`` of `count` experts, each `width` wide inside,
+    where g and u are limited to `limit` if there is one."""
+
+    router: Router
+    up: ExpertMatrices
+    down: ExpertMatrices
+    count: int
+    width: int
+    slope: float
+    shift: float
+    limit: float | None
+
+
+class ExpertMatrices(nn.Module):
+    """The matrices of all experts one behind the other, as one linear layer is seen.
+
+    Of the first, rows of gate and of what it is multiplied with are in turns.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, fill: Callable[[], None]) -> None:
+        """Those that `owner` has by this `name`; `fill` puts them there if they are not yet."""
+        super().__init__()
+        self._of = (owner,)  # no child: its tensors are not this one's
+        self.name = name
+        self._fill = fill
+
+    @property
+    def owner(self) -> Any:
+        """transformers' module of the experts."""
+        return self._of[0]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many there are, and the rows and columns of each."""
+        count, rows, columns = getattr(self.owner, self.name).shape
+        return (count, columns, rows) if self.owner.is_transposed else (count, rows, columns)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(experts * rows, columns)."""
+        if getattr(self.owner, self.name).is_meta:
+            self._fill()
+        stack: torch.Tensor = getattr(self.owner, self.name).detach()
+        stack = stack.transpose(1, 2) if self.owner.is_transposed else stack
+        if self.name == GATE_UP and self.owner.is_concatenated:
+            stack = stack.view(len(stack), 2, -1, stack.shape[2]).transpose(1, 2)
+        return stack.reshape(-1, self.shape[2])
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(experts * rows,)."""
+        bias = getattr(self.owner, f"{self.name}_bias", None)
+        return None if bias is None else bias.detach().reshape(-1)
+
+
+class BlockExperts:
+    """What stands where a module had a tensor of all experts: those in few bits, of which one is
+    made dense when it is asked for."""
+
+    def __init__(self, matrix: BlockMatrix, rows: int, owner: Any, name: str) -> None:
+        """`matrix` is what `ExpertMatrices` of that `owner` and `name` have become, `rows` how many
+        each expert has."""
+        self._matrix = matrix
+        self._rows = rows
+        self._is_transposed = bool(owner.is_transposed)
+        self._is_apart = name == GATE_UP and bool(owner.is_concatenated)
+
+    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+        """The matrix of one, fp32, in the shape that the module had it in."""
+        first = int(expert) * self._rows
+        dense = rows_of(self._matrix, slice(first, first + self._rows)).dense()
+        if self._is_apart:
+            dense = dense.view(-1, 2, dense.shape[1]).transpose(0, 1).flatten(0, 1)
+        return dense.t() if self._is_transposed else dense
+
+
+def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
+    """Have the module compute with these, one expert after the other."""
+    owner, name, rows = experts.owner, experts.name, experts.shape[1]
+    blocks = BlockExperts(matrix, rows, owner, name)
+    delattr(owner, name)
+    setattr(owner, name, blocks)
+    # Other ways to compute them want one tensor for all.
+    owner.config._experts_implementation = "eager"  # noqa: SLF001 - there is no other setter
+
+
+def experts_of(reader: PartsReader, fill: Callable[[str], None]) -> Experts | None:
+    """The mixture of a layer, None where it has none; `fill` puts the weights of a module of that
+    name in the layer there. Raises NotCompilable."""
+    module: Any = reader.find("mlp.experts")
+    if module is None:
+        return None
+    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+        raise NotCompilable(f"its experts are {type(module).__name__}")
+
+    def matrices(name: str) -> ExpertMatrices:
+        return ExpertMatrices(module, name, lambda: fill("mlp.experts"))
+
+    up, down = matrices(GATE_UP), matrices(DOWN_OF)
+    if any(columns % BLOCK for _, _, columns in (up.shape, down.shape)):
+        raise NotCompilable(f"its experts have no multiple of {BLOCK} columns")
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    slope, shift = (1.0, 0.0) if alpha is None else (float(alpha), 1.0)
+    if alpha is None:
+        _require_silu(module)
+    router = _router(reader)
+    return Experts(
+        router, up, down, up.shape[0], down.shape[2], slope, shift,
+        None if limit is None else float(limit),
+    )  # fmt: skip
+
+
+def _require_silu(module: Any) -> None:
+    row = torch.linspace(-4, 4, 9)
+    if not torch.allclose(module.act_fn(row), nn.functional.silu(row)):
+        raise NotCompilable("its experts have another activation than SiLU")
+
+
+def _router(reader: PartsReader) -> Router:
+    found: Any = reader.get("mlp.gate", "mlp.router")
+    weight = getattr(found, "weight", None)
+    if weight is None or weight.dim() != 2:
+        raise NotCompilable(f"its experts are chosen by {type(found).__name__}")
+    groups = getattr(found, "num_group", None) or getattr(found, "n_group", None) or 1
+    if groups != 1:
+        raise NotCompilable(f"its experts are chosen from {groups} groups")
+    correction = getattr(found, "e_score_correction_bias", None)
+    bias = getattr(found, "bias", None)
+    return Router(
+        weight.detach().float().clone(),
+        None if bias is None else bias.detach().float().clone(),
+        None if correction is None else correction.detach().float().clone(),
+        int(found.top_k),
+        is_sigmoid=correction is not None,
+        normalises=bool(getattr(found, "norm_topk_prob", True)),
+        scale=float(getattr(found, "routed_scaling_factor", 1.0)),
+    )

@@ -1,0 +1,81 @@
+"""The modules of one decoder layer by their names, none passed over unseen; and what norms are.
+
+`NotCompilable` says what is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+class NotCompilable(Exception):
+    """The layer does something that no graph is built for; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``x / rms(x) * gamma``, or with a `beta` ``(x - mean) / std * gamma + beta``."""
+
+    gamma: torch.Tensor
+    beta: torch.Tensor | None
+    epsilon: float
+
+
+@dataclass(slots=True)
+class PartsReader:
+    """A layer and which of its modules were understood."""
+
+    layer: nn.Module
+    read: set[int] = field(default_factory=set)
+
+    def find(self, *paths: str) -> nn.Module | None:
+        """The first of these that it has."""
+        for path in paths:
+            try:
+                found = self.layer.get_submodule(path)
+            except AttributeError:
+                continue
+            self.read.add(id(found))
+            return found
+        return None
+
+    def get(self, *paths: str) -> nn.Module:
+        """As `find`. Raises NotCompilable when it has none."""
+        found = self.find(*paths)
+        if found is None:
+            raise NotCompilable(f"it has no {paths[0]}")
+        return found
+
+    def norm(self, *paths: str) -> Norm | None:
+        """The norm there, if there is one. Raises NotCompilable for what is none."""
+        found = self.find(*paths)
+        return None if found is None else norm_of(found)
+
+    def require_all_read(self) -> None:
+        """Raise NotCompilable when a module with weights was passed over."""
+        for name, module in self.layer.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if own and id(module) not in self.read:
+                raise NotCompilable(f"it has a {type(module).__name__} called {name}")
+
+
+def norm_of(module: nn.Module) -> Norm:
+    """What it does. Raises NotCompilable for what is no norm."""
+    epsilon = getattr(module, "variance_epsilon", None)
+    epsilon = getattr(module, "eps", None) if epsilon is None else epsilon
+    weight = getattr(module, "weight", None)
+    if epsilon is None or weight is None or weight.dim() != 1:
+        raise NotCompilable(f"it normalises by {type(module).__name__}")
+    if isinstance(module, nn.LayerNorm):
+        beta = torch.zeros_like(weight) if module.bias is None else module.bias
+        return Norm(weight.detach().float(), beta.detach().float(), epsilon)
+    # Some multiply by the weight and some by one more than it: what ones become tells which.
+    ones = torch.ones(1, len(weight), dtype=torch.float32, device=weight.device)
+    with torch.inference_mode():
+        found = module(ones)[0].float()
+    plain = weight.detach().float()
+    gamma = plain if (found - plain).norm() <= (found - plain - 1).norm() else plain + 1
+    return Norm(gamma, None, epsilon)
