@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,21 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gpt2",
-    "smollm3", "minicpm3", "granite",
+    "smollm3", "minicpm3", "granite", "gpt_oss", "glm4_moe", "gemma4",
 )  # fmt: skip
+MORE_FAMILIES = (
+    "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text", "glm4",
+    "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash",
+    "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe",
+    "qwen2_moe", "seed_oss",
+)  # fmt: skip
+"""Compared with the whole model as well, but not in every way."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
 
 WINDOW = 64
@@ -69,7 +77,7 @@ def make_checkpoint(
     settings = _base_settings(layers, hidden, vocab) | _special(family, layers, hidden) | overrides
     if tied is not None:
         settings["tie_word_embeddings"] = tied
-    config = _CONFIGS[family](**settings)
+    config = transformers.CONFIG_MAPPING[_MODEL_TYPES.get(family, family)](**settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(
@@ -189,6 +197,20 @@ def _base_settings(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
 
 def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
     head = {"head_dim": hidden // 4}
+    experts = {
+        "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+        "num_shared_experts": 1, "moe_intermediate_size": hidden, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 2,
+    }  # fmt: skip
+    latent = {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    gemma4 = head | {
+        "hidden_size_per_layer_input": 0, "sliding_window": WINDOW, "attention_k_eq_v": True,
+        "global_head_dim": hidden // 2, "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 30.0,
+    }  # fmt: skip
     by_family: dict[str, dict[str, Any]] = {
         "llama": {"rope_parameters": LLAMA3_ROPE},
         "qwen2": {"rope_parameters": _YARN},
@@ -200,11 +222,6 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "phi3": {"sliding_window": None},
-        "olmo3": {"sliding_window": WINDOW},
-        "gpt_oss": {
-            "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
-            "rope_parameters": _YARN | {"truncate": False},
-        } | head,
         "minicpm3": {
             "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 16, "scale_emb": 2, "scale_depth": 3.0,
@@ -214,31 +231,59 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0,
             "attention_multiplier": 0.2,
         },
+        "gpt_oss": head | {
+            "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+        "glm4_moe": experts | head,
+        "gemma4": gemma4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": hidden // 2},
+        "gemma4_dense": gemma4,
+        "gemma4_unified_text": gemma4,
+        "deepseek_v2": experts | latent,
+        "deepseek_v3": experts | latent | {"n_group": 2, "topk_group": 1, "n_routed_experts": 8},
+        "llama4_text": {
+            "intermediate_size_mlp": 2 * hidden, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW, "floor_scale": 16,
+        } | head,
+        "mixtral": {"num_local_experts": 4},
+        "olmo3": {"sliding_window": WINDOW},
+        "qwen2_moe": {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden,
+            "shared_expert_intermediate_size": hidden, "decoder_sparse_step": 2,
+        },
+        "granitemoe": {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+        },
+        "phimoe": {"num_local_experts": 4},
+        "seed_oss": head,
+        "hunyuan_v1_dense": head,
+        "hunyuan_v1_moe": head | {"num_experts": 4, "moe_topk": 2},
+        "glm4": head,
+        "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": 4},
+        "exaone_moe": experts | {"sliding_window": WINDOW, "sliding_window_pattern": 4},
+        "ministral": {"sliding_window": WINDOW} | head,
+        "ministral3": {"sliding_window": None} | head,
+        "dots1": experts | head | {"sliding_window": WINDOW, "max_window_layers": 2},
+        "ernie4_5_moe": {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": hidden,
+            "moe_num_shared_experts": 1,
+        },
+        "afmoe": head | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden,
+            "num_dense_layers": 2, "sliding_window": WINDOW, "mup_enabled": True,
+        },
+        "minimax_m2": head | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+        "mimo_v2_flash": experts | head | {"v_head_dim": hidden // 8, "sliding_window": WINDOW},
+        "hy_v3": experts | head,
     }  # fmt: skip
     return by_family.get(family, {})
 
 
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": transformers.LlamaConfig,
-    "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
-    "qwen3_moe": transformers.Qwen3MoeConfig,
-    "mistral": transformers.MistralConfig,
-    "gemma2": transformers.Gemma2Config,
-    "gemma3": transformers.Gemma3TextConfig,
-    "phi3": transformers.Phi3Config,
-    "olmo2": transformers.Olmo2Config,
-    "olmo3": transformers.Olmo3Config,
-    "gpt_oss": transformers.GptOssConfig,
-    "gpt2": transformers.GPT2Config,
-    "smollm3": transformers.SmolLM3Config,
-    "minicpm3": transformers.MiniCPM3Config,
-    "granite": transformers.GraniteConfig,
-    "stablelm": transformers.StableLmConfig,
-    "starcoder2": transformers.Starcoder2Config,
-    "olmoe": transformers.OlmoeConfig,
-    "opt": transformers.OPTConfig,
-}
+_MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text"}
+"""Of families that are not called as their model type is."""
 
 
 @torch.no_grad()
@@ -250,10 +295,16 @@ def _randomise(model: Any, seed: int) -> None:
     spread = (
         0.05 / float(getattr(embedding, "embed_scale", 1.0)) if head is embedding.weight else 0.5
     )
+    stored = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in stored:
+            buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() < 2:
             parameter.add_(noise, alpha=0.1)
+            if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
+                parameter.mul_(len(parameter) ** -0.5)  # its scores are not scaled otherwise
         elif parameter is embedding.weight or "wpe" in name:
             parameter.copy_(noise * spread)
         else:
@@ -272,8 +323,12 @@ def _widen(model: Any, generator: torch.Generator) -> None:
     """Scale the final norm so that logits spread by about 2."""
     ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
     factor = 2.0 / float(model(ids).logits.std())
-    norm = model.base_model.ln_f if hasattr(model.base_model, "ln_f") else model.base_model.norm
-    offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+    base = next(part for part in model.children() if isinstance(part, PreTrainedModel))
+    norm = next(getattr(base, n) for n in ("ln_f", "norm", "final_layernorm") if hasattr(base, n))
+    if getattr(norm, "weight", None) is None:
+        model.get_output_embeddings().weight.mul_(factor)
+        return
+    offset = 1.0 if re.match("Gemma[23]?(Text)?RMSNorm", type(norm).__name__) else 0.0
     norm.weight.copy_((norm.weight + offset) * factor - offset)
     if getattr(norm, "bias", None) is not None:
         norm.bias.mul_(factor)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from nnsight.modeling.transformers import TransformersModel
-from torch import nn
 from transformers import GenerationConfig
 
 from mesh.interventions.channel import SpanChannel
@@ -27,6 +26,7 @@ from mesh.interventions.unread import watch_transforms
 from mesh.interventions.unseen import watch_memory
 from mesh.interventions.weights import KEPT_BYTES
 from mesh.models import load
+from mesh.models.anatomy import base_of
 from mesh.models.manifest import Manifest
 from mesh.models.tokenizer import load_tokenizer
 from mesh.shard.views import layer_list_name
@@ -56,7 +56,7 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
             module.generation_config = GenerationConfig.from_pretrained(directory)
     # nnsight's pipeline moves a model to its device unless it is placed already.
     module.hf_device_map = {"": "cpu"}
-    base: nn.Module = module.base_model
+    base_name, base = base_of(module)
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     tied = getattr(module.config, "tie_word_embeddings", False)
     if tied and head.weight.data_ptr() == embedding.weight.data_ptr():
@@ -67,7 +67,7 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
         tokenizer=load_tokenizer(manifest),
         interleaver=SpanInterleaver(),
     )
-    return Skeleton(model, f"{module.base_model_prefix}.{layer_list_name(base)}")
+    return Skeleton(model, f"{base_name}.{layer_list_name(base)}")
 
 
 def job_model(

@@ -1,6 +1,7 @@
 """Model families: the cut of a config to a span of its layers, and the models that refuse it.
 
-The generic rule: a copy of the config with `num_hidden_layers` set to the span's length and every
+The generic rule: layers are made as those of the whole model, so that whatever depends on a layer's
+index is right, and run under a config with `num_hidden_layers` set to the span's length and every
 per-layer list cut to the span. An entry in `ENTRIES` exists only where that rule is not enough; a
 new architecture that needs more gets one there. Model types in `PROVEN` are compared with the whole
 model by the test suite; any other is compared on first use (`mesh.models.proof`). What is known not
@@ -11,7 +12,6 @@ trust_remote_code).
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,16 +25,19 @@ from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
-        "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2",
-        "gpt2", "smollm3", "minicpm3", "granite",
+        "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
+        "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "gemma4_unified_text", "glm4", "glm4_moe", "gpt2", "gpt_oss", "granite", "granitemoe",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama", "llama4_text", "mimo_v2_flash",
+        "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
+        "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
 _RECURRENT = "its layers keep a running state that cannot be rolled back to an earlier position"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "gemma3n_text": "its later layers share the keys and values of earlier ones",
-        "gemma4_text": "its later layers share the keys and values of earlier ones",
         "mamba": _RECURRENT,
         "mamba2": _RECURRENT,
         "falcon_mamba": _RECURRENT,
@@ -49,49 +52,52 @@ _PER_LAYER = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "lay
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingScale:
+    """What a base model multiplies whatever is embedded with, where it runs on embedded inputs too:
+    `of` a config; `field` of which says `none` where it does not."""
+
+    field: str
+    none: Any
+    of: Callable[[Any], float]
+
+
+@dataclass(frozen=True, slots=True)
 class FamilyEntry:
     """A family's exceptions to the generic rule.
 
-    `refine(span, whole, layers)` corrects the span's config in place. `positions` names the base
-    model's learned position embedding, which stays with the ends. `embedding_scale` names the
-    config field by which the base model multiplies whatever is embedded: applied by the ends, 1 in
-    a span. `refuse(whole)` is the reason why one config cannot be cut, or None.
+    `positions` names the base model's learned position embedding, which stays with the ends.
+    `embedding_scale` is applied by the ends. `norms_embedding`: its final norm comes before the
+    first layer as well. `refuse(whole)` is the reason why one config cannot be cut, or None.
     """
 
-    refine: Callable[[Any, Any, LayerRange], None] | None = None
     positions: str | None = None
-    embedding_scale: str | None = None
+    embedding_scale: EmbeddingScale | None = None
+    norms_embedding: bool = False
     refuse: Callable[[Any], str | None] | None = None
 
 
-def _refine_depth_scale(span: Any, whole: Any, layers: LayerRange) -> None:
-    # Residuals are scaled by scale_depth / sqrt(num_hidden_layers): keep the quotient.
-    span.scale_depth = whole.scale_depth * math.sqrt(len(layers) / whole.num_hidden_layers)
-
-
-def _refine_sparse_layers(span: Any, whole: Any, layers: LayerRange) -> None:
-    # A layer is a mixture of experts by its absolute index; name the span's dense ones instead.
-    span.mlp_only_layers = [
-        layer - layers.start
-        for layer in range(layers.start, layers.stop)
-        if layer in whole.mlp_only_layers or (layer + 1) % whole.decoder_sparse_step
-    ]
-    span.decoder_sparse_step = 1
-
-
 def _refuse_gpt2(whole: Any) -> str | None:
-    if whole.scale_attn_by_inverse_layer_idx:
-        return "its attention is scaled by the absolute index of the layer"
     return "it attends to an encoder" if whole.add_cross_attention else None
 
 
+_MULTIPLIED = FamilyEntry(
+    embedding_scale=EmbeddingScale("embedding_multiplier", 1.0, lambda c: c.embedding_multiplier)
+)
 ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
     {
+        "afmoe": FamilyEntry(
+            embedding_scale=EmbeddingScale(
+                "mup_enabled", none=False, of=lambda c: c.hidden_size**0.5 if c.mup_enabled else 1.0
+            )
+        ),
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
-        "granite": FamilyEntry(embedding_scale="embedding_multiplier"),
-        "minicpm3": FamilyEntry(refine=_refine_depth_scale),
-        "qwen2_moe": FamilyEntry(refine=_refine_sparse_layers),
-        "qwen3_moe": FamilyEntry(refine=_refine_sparse_layers),
+        "granite": _MULTIPLIED,
+        "granite_swa": _MULTIPLIED,
+        "granitemoe": _MULTIPLIED,
+        "granitemoe_swa": _MULTIPLIED,
+        "granitemoeshared": _MULTIPLIED,
+        "hyperclovax": _MULTIPLIED,
+        "nanochat": FamilyEntry(norms_embedding=True),
     }
 )
 _GENERIC = FamilyEntry()
@@ -116,27 +122,45 @@ class Family:
         """Whether the test suite covers it; otherwise it is proved on first use."""
         return self.model_type in PROVEN
 
+    def bare_config(self) -> Any:
+        """A config for all layers, taking embedded (and scaled) inputs as they come."""
+        bare = copy.deepcopy(self.config)
+        if scale := self.entry.embedding_scale:
+            setattr(bare, scale.field, scale.none)
+        return bare
+
     def slice_config(self, layers: LayerRange) -> Any:
-        """A config for these layers only, taking embedded (and scaled) inputs as they come."""
-        whole, span = self.config, cut_config(self.config, layers)
-        if self.entry.embedding_scale:
-            setattr(span, self.entry.embedding_scale, 1.0)
-        if self.entry.refine:
-            self.entry.refine(span, whole, layers)
-        return span
+        """The same for the forward of these layers only; they themselves are made by the other."""
+        return cut_config(self.bare_config(), layers)
 
 
 def cut_config(whole: Any, layers: LayerRange) -> Any:
-    """The generic rule: a copy with so many layers, and of every per-layer list their part."""
+    """A copy with so many layers, and of every per-layer list their part."""
     span = copy.deepcopy(whole)
-    for name, value in vars(whole).items():
+    narrow_config(span, layers)
+    return span
+
+
+def narrow_config(config: Any, layers: LayerRange) -> None:
+    """Leave so many layers in it, and of every per-layer list their part."""
+    own = overrides(config)
+    for name, value in [*vars(config).items()]:
         if isinstance(value, (list, tuple)) and (
             name in _PER_LAYER
-            or (len(value) == whole.num_hidden_layers and name not in _NOT_PER_LAYER)
+            or (len(value) == config.num_hidden_layers and name not in _NOT_PER_LAYER)
         ):
-            setattr(span, name, value[layers.start : layers.stop])
-    span.num_hidden_layers = len(layers)
-    return span
+            setattr(config, name, value[layers.start : layers.stop])
+    config.num_hidden_layers = len(layers)
+    if own:
+        first = layers.start
+        config.per_layer_config = {i - first: own[i] for i in own if first <= i < layers.stop}
+
+
+def overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """By layer, the fields that it has otherwise than the config says for all."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {}
+    return {int(layer): said for layer, said in config.to_dict()["per_layer_config"].items()}
 
 
 def family_of(manifest: Manifest) -> Family:
@@ -197,10 +221,10 @@ def _unlike_layers(text: Any) -> str | None:
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if foreign := sorted(set(kinds) - _ATTENTION_KINDS):
         return f"it has layers of kind {foreign[0]}, and {_RECURRENT}"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return "its later layers share the keys and values of earlier ones"
-    if dense := getattr(text, "first_k_dense_replace", 0):
-        return f"its first {dense} layers differ from the rest by absolute index"
+    if shared := getattr(text, "num_kv_shared_layers", 0):
+        return f"its last {shared} layers share the keys and values of earlier ones"
+    if getattr(text, "hidden_size_per_layer_input", 0):
+        return "each of its layers reads the token ids, and a hop has only hidden states"
     return None
 
 

@@ -34,7 +34,7 @@ _SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
@@ -162,7 +162,7 @@ def read_manifest(
         layer_prefix=prefix,
         layer_bytes=layer_bytes(tensors, prefix, total_layers),
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
-        tied=not any(map(is_head, tensors)),
+        tied=not any(is_head(name) and name.endswith("weight") for name in tensors),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
         eos_ids=found.eos_ids,
         bytes_hashed=bytes_hashed,
@@ -225,7 +225,7 @@ def _gguf_of(path: Path) -> Path | None:
 
 
 def is_head(name: str) -> bool:
-    """Whether a stored tensor is an output head of its own (the model is not tied then)."""
+    """Whether a stored tensor is one of an output head's own; with its weight, nothing is tied."""
     return _HEAD.search(name) is not None
 
 

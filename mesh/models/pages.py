@@ -55,8 +55,8 @@ class Pages(mmap.mmap):
             raw = torch.frombuffer(
                 self, dtype=torch.uint8, count=count * dtype.itemsize, offset=offset
             )
-            return raw.clone().view(dtype).view(*shape)
-        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(*shape)
+            return raw.clone().view(dtype).view(shape)
+        return torch.frombuffer(self, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def set_writable(address: int, size: int, *, writable: bool) -> bool:

@@ -24,7 +24,7 @@ import transformers
 from transformers import DynamicCache
 
 from mesh.errors import MeshError, UnsupportedFamily
-from mesh.models.families import Family, family_of
+from mesh.models.families import Family, family_of, overrides
 from mesh.models.filling import Placement
 from mesh.models.manifest import read_manifest
 from mesh.models.span import build_ends, build_span
@@ -40,7 +40,9 @@ _WIDTHS = {
     "shared_expert_intermediate_size": 32, "head_dim": 16, "max_position_embeddings": 256,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "rotary_dim": 16, "sliding_window": 8,
+    "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2,
+    "moe_topk": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1, "intermediate_size_mlp": 48,
+    "rotary_dim": 16, "sliding_window": 8, "attention_chunk_size": 8,
 }  # fmt: skip
 _HEADS = 4
 settled: dict[str, str] = {}
@@ -69,21 +71,39 @@ def structure_of(config: Any) -> str:
 
 def twin_config(config: Any) -> Any:
     """A copy of `config` with the same layers and small widths."""
-    twin = copy.deepcopy(config)
-    heads = getattr(config, "num_attention_heads", _HEADS)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    twin, own = copy.deepcopy(config), overrides(config)
+
+    def said(name: str) -> Any:
+        return vars(config).get(name) if own else getattr(config, name, None)
+
+    heads = said("num_attention_heads") or _HEADS
+    kv_heads = said("num_key_value_heads") or heads
     sizes = dict(_WIDTHS, num_attention_heads=_HEADS)
     sizes["num_key_value_heads"] = max(1, _HEADS * kv_heads // heads)
     sizes.update(bos_token_id=0, eos_token_id=0, pad_token_id=0)
     for name, size in sizes.items():
-        value = getattr(config, name, None)
+        value = said(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             # A field that cannot be set follows from others that can.
             with contextlib.suppress(AttributeError):
                 setattr(twin, name, size)
     if isinstance(config.eos_token_id, list):
         twin.eos_token_id = [0]
+    if own:
+        twin.per_layer_config = {
+            layer: {
+                name: _in_scale(value, said(name), sizes.get(name)) for name, value in each.items()
+            }
+            for layer, each in own.items()
+        }
     return twin
+
+
+def _in_scale(value: Any, general: Any, small: int | None) -> Any:
+    """What a layer has otherwise, as small as what the others have is made."""
+    if small is None or not isinstance(value, int) or not isinstance(general, int):
+        return value
+    return max(1, value * min(small, general) // general)
 
 
 def _verdict(family: Family, twin: Any) -> str:

@@ -23,8 +23,9 @@ from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
-from mesh.errors import BadCheckpoint, UnsupportedFamily
-from mesh.models.families import Family
+from mesh.errors import BadCheckpoint
+from mesh.models.anatomy import Anatomy, base_of
+from mesh.models.families import Family, narrow_config
 from mesh.models.filling import Placement, fill
 from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.gguf.embedding import stored_embedding
@@ -77,22 +78,22 @@ class Ends(nn.Module):
         super().__init__()
         self.deferred_head = deferred_head
         """The weight of the head where that has none yet: it is on the meta device."""
-        base = causal.base_model
+        name, base = base_of(causal)
         entry = family.entry
         self.hidden_size: int = family.config.hidden_size
         self.vocab_size: int = family.config.vocab_size
         self.bytes_read = bytes_read
         self._embedding = base.get_submodule(anatomy.embedding)
         self._positions = base.get_submodule(anatomy.positions) if anatomy.positions else None
-        self._scale: float | None = (
-            getattr(family.config, entry.embedding_scale) if entry.embedding_scale else None
-        )
+        scale = entry.embedding_scale
+        self._scale = None if scale is None else scale.of(family.config)
+        self._norms_embedding = entry.norms_embedding
         self._head = next(
-            name for name, part in causal.named_modules() if part is causal.get_output_embeddings()
+            path for path, part in causal.named_modules() if part is causal.get_output_embeddings()
         )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
         self.norm = base.get_submodule(anatomy.norm)
-        setattr(causal, causal.base_model_prefix, _NormOnly(self.norm))
+        setattr(causal, name, _NormOnly(self.norm))
         self._causal = causal
 
     @property
@@ -120,7 +121,7 @@ class Ends(nn.Module):
         if self._positions is not None:
             places = torch.arange(position, position + ids.shape[1], device=ids.device)
             hidden = hidden + self._positions(places.unsqueeze(0))
-        return hidden
+        return self.norm(hidden) if self._norms_embedding else hidden
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -129,41 +130,13 @@ class Ends(nn.Module):
         return logits
 
 
-@dataclass(frozen=True, slots=True)
-class Anatomy:
-    """The attribute names of a base model's parts."""
-
-    layers: str
-    embedding: str
-    norm: str
-    positions: str | None
-
-    @classmethod
-    def of(cls, base: Any, family: Family) -> Anatomy:
-        """Find the parts of `base`; UnsupportedFamily when something is left over or missing."""
-        lists = [n for n, child in base.named_children() if isinstance(child, nn.ModuleList)]
-        layers = [n for n in lists if len(getattr(base, n)) == base.config.num_hidden_layers]
-        embedding = [n for n, m in base.named_modules() if m is base.get_input_embeddings()]
-        known = {*layers, *embedding, family.entry.positions}
-        others = [(name, child) for name, child in base.named_children() if name not in known]
-        rest = [name for name, child in others if any(True for _ in child.parameters())]
-        # Some norms have no parameters (OLMo's): go by the class then.
-        rest = rest or [name for name, child in others if "Norm" in type(child).__name__]
-        if len(layers) != 1 or len(embedding) != 1 or len(rest) != 1 or lists != layers:
-            raise UnsupportedFamily(
-                f"Model type {family.model_type} is not embedding, layers, norm: it has"
-                f" {', '.join(name for name, _ in base.named_children())}.",
-                fix="It needs an entry in mesh/models/families.py.",
-            )
-        return cls(layers[0], embedding[0], rest[0], family.entry.positions)
-
-
 @dataclass
 class _NormOutput(BaseModelOutputWithPast):  # type: ignore[misc] # transformers is untyped
     """What causal models of any kind expect of their base model."""
 
     router_logits: Any = None
     cross_attentions: Any = None
+    shared_kv_states: Any = None
 
 
 class _NormOnly(nn.Module):
@@ -201,9 +174,9 @@ def build_span(
 
     With `defer`, linear layers in GGUF's blocks, and experts, are left without their weights.
     """
-    config = family.slice_config(layers)
-    base = _empty(family.base_class, config, placement)
+    base = _empty(family.base_class, family.bare_config(), placement)
     anatomy = Anatomy.of(base, family)
+    _keep(base, anatomy, layers)
     setattr(base, anatomy.norm, nn.Identity())
     setattr(base, anatomy.embedding, None)
     if anatomy.positions:
@@ -219,8 +192,18 @@ def build_span(
     now = {name: entry for name, entry in names.items() if name not in not_now}
     later = {*deferred, *stacks_of(late)}
     pages, sha256 = fill(base, now, placement, progress, same={}, later=later)
+    narrow_config(base.config, layers)
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names), pages, sha256, deferred, late)
+    return LoadedSpan(base, base.config, layers, size, len(names), pages, sha256, deferred, late)
+
+
+def _keep(base: Any, anatomy: Anatomy, layers: LayerRange) -> None:
+    """Of the whole model's layers only these, which count from 0 then."""
+    kept = getattr(base, anatomy.layers)[layers.start : layers.stop]
+    for module in kept.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.layer_idx -= layers.start
+    setattr(base, anatomy.layers, kept)
 
 
 def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -260,8 +243,9 @@ def build_ends(
     """
     config = family.slice_config(LayerRange(0, 1))
     causal = _empty(family.causal_class, config, placement)
-    anatomy = Anatomy.of(causal.base_model, family)
-    setattr(causal.base_model, anatomy.layers, nn.ModuleList())
+    _, base = base_of(causal)
+    anatomy = Anatomy.of(base, family)
+    setattr(base, anatomy.layers, nn.ModuleList())
     filled = _fill_ends(causal, manifest, anatomy, placement, progress, defer=defer)
     size = sum(entry.nbytes for entry in filled.names.values())
     return Ends(causal, anatomy, family, size, filled.deferred_head)
@@ -273,7 +257,7 @@ def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> 
     Its weights may be changed: those that are only equal are not one.
     """
     causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
-    anatomy = Anatomy.of(causal.base_model, family)
+    anatomy = Anatomy.of(base_of(causal)[1], family)
     _fill_ends(causal, manifest, anatomy, placement, apart=True)
     return causal
 
@@ -293,7 +277,8 @@ def _fill_ends(
     A head that equals the embedding lies in its memory; with `apart` only where the config has it
     so.
     """
-    prefix = f"{causal.base_model_prefix}."
+    base_name, base = base_of(causal)
+    prefix = f"{base_name}."
     names = _used(causal, _named_ends(manifest, prefix))
     embedding = f"{prefix}{anatomy.embedding}.weight"
     head = next(n for n, m in causal.named_modules() if m is causal.get_output_embeddings())
@@ -310,10 +295,10 @@ def _fill_ends(
         if source is not None and source.dtype in BLOCK_TYPES and source.shape == expected:
             deferred_head = source
             later.add(head)
-        module = causal.base_model.get_submodule(anatomy.embedding)
+        module = base.get_submodule(anatomy.embedding)
         stored = stored_embedding(module, names.get(embedding), placement.dtype)
         if stored is not None:
-            setattr(causal.base_model, anatomy.embedding, stored)
+            setattr(base, anatomy.embedding, stored)
             later.add(embedding)
     same = {head: embedding} if tied and head not in later else {}
     now = {name: entry for name, entry in names.items() if name not in later}

@@ -6,7 +6,7 @@ the attention: which keys a query sees is a rule, and only a chunk behind a past
 
 Refuses what it does not compute: the name ``hearthnet-check`` runs the same code but raises
 `NotExpressible` for masks that are not causal or sliding-window and for options that would change
-the result (attention sinks, position biases). A model that passed once is run without the checks.
+the result (position biases). A model that passed once is run without the checks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _IGNORED = frozenset(
 )  # fmt: skip
 """Keywords models pass to every attention that cannot change what this one computes."""
 
+_COMPUTED = frozenset({"scaling", "softcap", "s_aux"})
+
 _QUERY_BLOCK = 128
-"""Rows of a softcapped chunk computed at a time; its score matrix is spelt out in full."""
+"""Rows computed at a time of a chunk whose score matrix is spelt out in full."""
 
 SHORT_ROWS = 16
 """Rows of the longest step of a token and what is drafted behind it."""
@@ -114,11 +116,10 @@ def ragged_attention(
     value: torch.Tensor | list[torch.Tensor],
     attention_mask: CausalRule,
     scaling: float | None = None,
-    softcap: float | None = None,
-    **_ignored: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function; returns (batch, rows, heads, width)."""
-    attend = attention_of(softcap)
+    attend = attention_of(options.get("softcap"), options.get("s_aux"))
     if isinstance(key, list) or isinstance(value, list):
         outputs = [
             attend(query[i : i + 1], key[i], value[i], attention_mask, scaling)
@@ -141,7 +142,7 @@ def checked_attention(
     if not isinstance(attention_mask, CausalRule):
         raise NotExpressible("an attention mask of the model's own making")
     for name, option in options.items():
-        if option is not None and name not in _IGNORED and name not in ("scaling", "softcap"):
+        if option is not None and name not in _IGNORED | _COMPUTED:
             raise NotExpressible(f"the attention option {name}")
     if options.get("is_causal") is False:
         raise NotExpressible("attention that looks ahead")
@@ -163,9 +164,10 @@ Attend = Callable[
 scale: (1, heads, rows, width)."""
 
 
-def attention_of(softcap: float | None) -> Attend:
-    """The attention of one session."""
-    return _attend if softcap is None else _softcapped(softcap)
+def attention_of(softcap: float | None, sinks: torch.Tensor | None = None) -> Attend:
+    """The attention of one session. `sinks` (heads,) are scores that take weight and give nothing
+    (arXiv:2309.17453, as gpt-oss learns them)."""
+    return _attend if softcap is None and sinks is None else _spelt_out(softcap, sinks)
 
 
 def row_exact_attention_of(softcap: float | None) -> Attend:
@@ -280,7 +282,7 @@ def _half_is_fast() -> bool:
     return cpu_has_amx()
 
 
-def _softcapped(softcap: float) -> Attend:
+def _spelt_out(softcap: float | None, sinks: torch.Tensor | None) -> Attend:
     def attend(
         query: torch.Tensor,
         key: torch.Tensor,
@@ -290,20 +292,27 @@ def _softcapped(softcap: float) -> Attend:
     ) -> torch.Tensor:
         rows, heads = query.shape[2], query.shape[1]
         key, value = _visible(rows, key, value, rule.window)
-        groups = heads // key.shape[1]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        kv_heads, keys = key.shape[1], key.shape[2]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        mask = None if rows == 1 else rule.mask(rows, key.shape[2], query.device)
+        mask = None if rows == 1 else rule.mask(rows, keys, query.device)
         blocks = []
         for first in range(0, rows, _QUERY_BLOCK):
             block = slice(first, first + _QUERY_BLOCK)
-            scores = torch.matmul(query[:, :, block], key.transpose(2, 3)) * scale
-            scores = torch.tanh(scores / softcap) * softcap
+            some = query[:, :, block]
+            shape = len(some), heads, some.shape[2]
+            # Heads that share keys become rows that share keys: their keys are read once.
+            grouped = some.reshape(len(some), kv_heads, -1, some.shape[3])
+            scores = (torch.matmul(grouped, key.transpose(2, 3)) * scale).view(*shape, keys)
+            if softcap is not None:
+                scores = torch.tanh(scores / softcap) * softcap
             if mask is not None:
                 scores = scores.masked_fill(~mask[block], float("-inf"))
+            if sinks is not None:
+                beside = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*shape, 1)
+                scores = torch.cat([scores, beside], -1)
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-            blocks.append(torch.matmul(weights, value))
+            weights = weights[..., :keys].reshape(*grouped.shape[:3], keys)
+            blocks.append(torch.matmul(weights, value).view(*shape, value.shape[3]))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     return attend

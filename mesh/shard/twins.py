@@ -22,9 +22,10 @@ import torch
 import transformers
 from torch import nn
 
+from mesh.models.anatomy import Anatomy
 from mesh.models.families import Family, family_of_config
 from mesh.models.proof import largest_difference, structure_of, twin_config
-from mesh.models.span import Anatomy, LoadedSpan
+from mesh.models.span import LoadedSpan
 from mesh.models.verdicts import settled_once
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.runtime import Runtime, StepInput

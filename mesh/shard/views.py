@@ -7,13 +7,15 @@ nothing until it runs. Knows nothing of sessions.
 from __future__ import annotations
 
 import copy
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from mesh.errors import UnsupportedFamily
+from mesh.models.anatomy import layer_lists
 from mesh.models.families import cut_config
 from mesh.types import LayerRange
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def layer_list_name(module: nn.Module) -> str:
@@ -22,8 +24,8 @@ def layer_list_name(module: nn.Module) -> str:
     Raises UnsupportedFamily when no child is a list of exactly the config's number of layers.
     """
     config: Any = module.config
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
+    for name, layers in layer_lists(module).items():
+        if len(layers) == config.num_hidden_layers:
             return name
     raise UnsupportedFamily(
         f"{type(module).__name__} keeps its layers in a form that spans cannot be cut from.",

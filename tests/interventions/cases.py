@@ -170,7 +170,9 @@ def replace_tuple(p: Parts) -> Any:
 def edit_in_place(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         p.layers[0].output[:, -1] = 0
-        p.layers[2].mlp.output[:] *= 3
+        mlp = p.layers[2].mlp.output  # with the router's scores, of gpt-oss
+        mlp = mlp[0] if isinstance(mlp, tuple) else mlp
+        mlp[:] *= 3
         p.attn(3).output[0][:, :2] = 1.5
         seen = p.layers[3].output.save()
         out = p.model.output.logits.save()

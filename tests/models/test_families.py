@@ -17,7 +17,7 @@ from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
-from tests.models.chain import CPU
+from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
 from tests.models.conftest import Checkpoint
 
 
@@ -41,8 +41,8 @@ def _hollow(directory: Path, config: Any, prefix: str) -> Path:
 
 
 REFUSED = {
-    "deepseek_v3": (transformers.DeepseekV3Config(num_hidden_layers=4), "first 3 layers differ"),
-    "gemma3n_text": (transformers.Gemma3nTextConfig(), "share the keys and values"),
+    "gemma3n_text": (transformers.Gemma3nTextConfig(), "last 15 layers share the keys and values"),
+    "gemma4_text": (transformers.Gemma4TextConfig(), "each of its layers reads the token ids"),
     "rwkv": (transformers.RwkvConfig(num_hidden_layers=2), "running state"),
     "mamba": (transformers.MambaConfig(num_hidden_layers=2), "running state"),
     "jamba": (transformers.JambaConfig(num_hidden_layers=8), "running state"),
@@ -103,14 +103,13 @@ def test_quantised_checkpoint_is_refused(
         read_manifest(directory)
 
 
-def test_gpt2_with_attention_scaled_by_layer_index_is_refused(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    directory = _with_config(
-        checkpoint("gpt2", layers=3), tmp_path / "scaled", scale_attn_by_inverse_layer_idx=True
-    )
-    with pytest.raises(UnsupportedFamily, match="absolute index"):
-        family_of(read_manifest(directory))
+def test_attention_scaled_by_the_index_of_the_layer_is_exact(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("gpt2", layers=3, scale_attn_by_inverse_layer_idx=True)
+    chunks = prompt_chunks((20, 5))
+    expected, ids = run_whole(directory, chunks, 4)
+    logits, got = run_parts(read_manifest(directory), [0, 1, 2, 3], chunks, 4)
+    assert got == ids
+    torch.testing.assert_close(logits[-1], expected[-1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("changes", [{"num_attention_heads": 5}, {"hidden_size": None}])
@@ -138,11 +137,21 @@ def test_end_of_sequence_ids_as_many_as_layers_are_not_cut() -> None:
     assert span.eos_token_id == [7, 8, 9]
 
 
-def test_dense_layers_of_a_mixture_keep_their_place() -> None:
-    config = transformers.Qwen3MoeConfig(
-        num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3]
-    )
-    span = family_of_config(config).slice_config(LayerRange(2, 6))
+def test_fields_that_some_layers_have_otherwise_stay_with_them() -> None:
+    config = transformers.Gemma4TextConfig(num_hidden_layers=8, sliding_window=64)
+    kinds = list(config.layer_types)
+    assert kinds[5] == kinds[7] == "full_attention"
+    span = family_of_config(config).slice_config(LayerRange(4, 7))
+    widths = [layer.head_dim for layer in span.per_layer_config]
+    assert widths == [256, 512, 256]
+    assert [layer.head_dim for layer in config.per_layer_config][4:7] == widths
+
+
+def test_dense_layers_of_a_mixture_keep_their_place(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("qwen3_moe", layers=8, decoder_sparse_step=2, mlp_only_layers=[3])
+    span = load_span(
+        read_manifest(directory), LayerRange(2, 6), dtype=torch.float32, device=CPU
+    ).module
     # Sparse are 1, 5 and 7 (3 is excepted), so of 2..5 only the last.
-    assert span.mlp_only_layers == [0, 1, 2]
-    assert span.decoder_sparse_step == 1
+    assert [hasattr(layer.mlp, "experts") for layer in span.layers] == [False, False, False, True]
+    assert [layer.self_attn.layer_idx for layer in span.layers] == [0, 1, 2, 3]

@@ -43,12 +43,6 @@ def test_standard_layout_is_proved_and_then_exact(
 
 
 DISPROVED = {
-    # Its attention subtracts by a weight that depends on the layer's absolute index.
-    "diffllama": (
-        transformers.DiffLlamaConfig,
-        {"num_key_value_heads": 4},
-        "differs from the whole",
-    ),
     # It adds computed positions to whatever is embedded, in every span again.
     "xglm": (transformers.XGLMConfig, {}, "differs from the whole"),
     # It normalises the embeddings with a part that the layout does not have.
@@ -110,6 +104,18 @@ def test_twin_keeps_layers_and_shrinks_widths() -> None:
     assert twin.layer_types == config.layer_types
     assert (twin.hidden_size, twin.vocab_size) == (64, 64)
     assert config.hidden_size == 8192
+
+
+def test_a_twin_shrinks_what_some_layers_have_otherwise() -> None:
+    config = transformers.Gemma4TextConfig(
+        num_hidden_layers=6, num_key_value_heads=4, attention_k_eq_v=True,
+        num_global_key_value_heads=1, hidden_size_per_layer_input=0,
+    )  # fmt: skip
+    widths = [
+        (layer.head_dim, layer.num_key_value_heads)
+        for layer in proof.twin_config(config).per_layer_config
+    ]
+    assert widths == [(16, 2)] * 5 + [(32, 1)]
 
 
 def test_proof_leaves_the_random_state_alone() -> None:

@@ -35,7 +35,13 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
-SINGULAR = {"qwen3_moe": "a mixture of experts", "minicpm3": "no self_attn.q_proj"}
+SINGULAR = {
+    "qwen3_moe": "a mixture of experts",
+    "minicpm3": "no self_attn.q_proj",
+    "gpt_oss": "a mixture of experts",
+    "glm4_moe": "called mlp.shared",
+    "gemma4": "widths of their own",
+}
 """Families whose layers are not standard, and what is said of them."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
 

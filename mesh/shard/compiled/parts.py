@@ -94,6 +94,8 @@ def layer_parts(
 ) -> LayerParts:
     """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of the
     experts of that name there, where they are not yet. Raises NotCompilable."""
+    if getattr(config, "is_heterogeneous", False):
+        raise NotCompilable("its layers have widths of their own")
     reader = PartsReader(layer)
     attention = _attention(reader, config, index)
     feed_forward = experts_of(reader, fill) or _feed_forward(reader, config)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import UserDict
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -182,7 +183,7 @@ class Writer:
         if type(value) in _SEQUENCES:
             items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
             return [_SEQUENCES[type(value)], items]
-        if type(value) is dict:
+        if type(value) in (dict, UserDict):  # Gemma 4 hands one from layer to layer
             return [EncodedKind.DICT, self._pairs(value, path)]
         if type(value) in (set, frozenset):
             return [EncodedKind.SET, [self.value(item, (*path, 0)) for item in value]]
