@@ -42,9 +42,10 @@ _WIDTHS = {
     "v_head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
     "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2,
     "moe_topk": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1, "intermediate_size_mlp": 48,
-    "rotary_dim": 16, "sliding_window": 8, "attention_chunk_size": 8,
+    "rotary_dim": 16, "sliding_window": 8, "attention_chunk_size": 8, "floor_scale": 8,
 }  # fmt: skip
 _HEADS = 4
+_FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
 settled: dict[str, str] = {}
 """The verdicts that this process has reached or read, by their keys; empty: none is settled."""
 
@@ -69,8 +70,12 @@ def structure_of(config: Any) -> str:
     return hashlib.sha256(structure.encode()).hexdigest()[:16]
 
 
-def twin_config(config: Any) -> Any:
-    """A copy of `config` with the same layers and small widths."""
+def twin_config(config: Any, positions: int | None = None) -> Any:
+    """A copy of `config` with the same layers and small widths.
+
+    Of what it says of positions beyond the first so many, that which sessions of at most
+    `positions` come to is to be seen in a few rows; None: all of it.
+    """
     twin, own = copy.deepcopy(config), overrides(config)
 
     def said(name: str) -> Any:
@@ -89,6 +94,11 @@ def twin_config(config: Any) -> Any:
                 setattr(twin, name, size)
     if isinstance(config.eos_token_id, list):
         twin.eos_token_id = [0]
+    ropes = getattr(twin, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        first = rope.get(_FIRST_POSITIONS) if isinstance(rope, dict) else None
+        if first and (positions is None or positions > first):
+            rope[_FIRST_POSITIONS] = min(_FEW_POSITIONS, first)
     if own:
         twin.per_layer_config = {
             layer: {

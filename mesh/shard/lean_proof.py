@@ -19,12 +19,13 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.twins import Way, require_right
 
 
-def require_lean(family: Family, cache_dir: Path | None) -> None:
-    """Return if they are right for the family's models. Raises NotCompilable with the reason.
+def require_lean(family: Family, cache_dir: Path | None, positions: int | None = None) -> None:
+    """Return if they are right for the family's models in sessions of at most `positions` (None: of
+    any length). Raises NotCompilable with the reason.
 
     Blocks for up to a second the first time a structure is seen.
     """
-    require_right(_LEAN, family, cache_dir)
+    require_right(_LEAN, family, cache_dir, positions)
 
 
 def _runtime_of(loaded: LoadedSpan) -> TorchRuntime:

@@ -142,7 +142,7 @@ def _lean(
         return Choice(False, "")
     family = family_of(manifest)
     try:
-        require_lean(family, manifest.cache_dir)
+        require_lean(family, manifest.cache_dir, request.settings.kv_tokens)
     except NotCompilable as error:
         return Choice(False, f"layers by modules: {family.model_type} has no lean ones, {error}")
     return Choice(True, "")
@@ -165,7 +165,7 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
         require = require_compilable
     family = family_of(manifest)
     try:
-        require(family, manifest.cache_dir)
+        require(family, manifest.cache_dir, request.settings.kv_tokens)
     except NotCompilable as error:
         if request.quant == "auto":
             return Choice(None, f"quant none: {family.model_type} is not compiled, {error}")

@@ -57,12 +57,15 @@ class Way:
     runtime_of: Callable[[LoadedSpan], Runtime]
 
 
-def require_right(way: Way, family: Family, cache_dir: Path | None) -> None:
-    """Return if `way` is right for the family's models. Raises NotCompilable with the reason.
+def require_right(
+    way: Way, family: Family, cache_dir: Path | None, positions: int | None = None
+) -> None:
+    """Return if `way` is right for the family's models in sessions of at most `positions` (None:
+    of any length). Raises NotCompilable with the reason.
 
     Blocks for up to a few seconds the first time a structure is seen.
     """
-    twin = twin_config(family.config)
+    twin = twin_config(family.config, positions)
     versions = f"{transformers.__version__}-{way.versions}"
     key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{structure_of(twin)}"
     file = cache_dir / f"{key}.json" if cache_dir else None

@@ -35,8 +35,8 @@ OTHER_NUMBERS_OF_HOPS = (
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Every case and family over three hops; some also over one, two and four."""
-    few = [("llama", 1), ("gpt2", 2), ("qwen3", 4)]
+    """Every case and family over three hops; some also over one, two and four, and in Gemma 4."""
+    few = [("llama", 1), ("gpt2", 2), ("qwen3", 4), ("gemma4", 3)]
     three = [(family, 3) for family in FAMILIES]
     return [
         (name, family, hops)

@@ -101,6 +101,15 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     assert relative_error(outputs(span), outputs(by_modules(family))) < 1e-5
 
 
+def test_what_only_long_sessions_come_to_is_looked_at_for_those() -> None:
+    family = family_of(checkpoint("ministral3"))
+    first = family.config.rope_parameters["original_max_position_embeddings"]
+    require_lean(family, None, first)
+    for positions in (first + 1, None):  # from there on its queries are scaled by their position
+        with pytest.raises(NotCompilable, match="differ"):
+            require_lean(family, None, positions)
+
+
 @pytest.mark.parametrize("family", sorted(SINGULAR))
 def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
     with pytest.raises(NotCompilable, match=SINGULAR[family]):

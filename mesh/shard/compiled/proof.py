@@ -35,12 +35,15 @@ _CHECKED_ROWS = 4
 _ROUNDING = 0.1
 
 
-def require_compilable(family: Family, cache_dir: Path | None) -> None:
-    """Return if graphs are right for the family's models. Raises NotCompilable with the reason.
+def require_compilable(
+    family: Family, cache_dir: Path | None, positions: int | None = None
+) -> None:
+    """Return if graphs are right for the family's models in sessions of at most `positions` (None:
+    of any length). Raises NotCompilable with the reason.
 
     Blocks for up to a few seconds the first time a structure is seen.
     """
-    require_right(_GRAPHS, family, cache_dir)
+    require_right(_GRAPHS, family, cache_dir, positions)
 
 
 def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:

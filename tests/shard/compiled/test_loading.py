@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily
+from mesh.models.families import family_of
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import STACKS
 from mesh.models.load import LoadedSpan, load_span
@@ -53,14 +54,23 @@ def test_a_shard_says_in_which_format_it_computes_and_why(quant: str, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("family", ["minicpm3"])
-def test_auto_serves_unquantised_what_cannot_be_compiled(family: str) -> None:
-    loaded = load_shard(plan("auto", family))
+UNCOMPILED = {
+    "minicpm3": "it has no self_attn.q_proj",
+    "glm4_moe": "it has a Linear called mlp.shared",
+    "gemma4": "its layers have widths of their own",
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_auto_serves_unquantised_what_cannot_be_compiled(name: str) -> None:
+    loaded = load_shard(plan("auto", name))
+    family, why = family_of(checkpoint(name)).model_type, UNCOMPILED[name]
     assert isinstance(loaded.load(), TorchRuntime)
     assert loaded.descriptor.dtype == "fp32"
-    assert any(f"{family} is not compiled, it has no" in reason for reason in loaded.reasons)
-    with pytest.raises(UnsupportedFamily, match=f"{family} cannot be served in int8: it has no"):
-        plan("int8", family)
+    assert any(f"{family} is not compiled, {why}" in reason for reason in loaded.reasons)
+    for quant in ("int8", "int4"):
+        with pytest.raises(UnsupportedFamily, match=f"{family} cannot be served in {quant}: {why}"):
+            plan(quant, name)
 
 
 class Watched(dict[str, Mapping[str, TensorEntry]]):

@@ -63,8 +63,16 @@ def test_few_bits_are_as_far_from_the_same_weights_in_torch_as_rounding_rows_exp
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_no_graph_is_built_for_is_refused_with_its_reason(family: str) -> None:
-    with pytest.raises(NotCompilable, match=r"it has no|has sinks|widths of their own"):
+    with pytest.raises(NotCompilable, match=r"it has no|has sinks|has experts|widths of their own"):
         require_compilable(family_of(checkpoint(family)), None)
+
+
+def test_what_only_long_sessions_come_to_is_looked_at_for_those() -> None:
+    family = family_of(checkpoint("ministral3"))
+    first = family.config.rope_parameters["original_max_position_embeddings"]
+    require_compilable(family, None, first)
+    with pytest.raises(NotCompilable, match="differ"):
+        require_compilable(family, None, first + 1)
 
 
 @pytest.mark.parametrize("family", COMPILED)
