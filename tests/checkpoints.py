@@ -235,7 +235,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
             "rope_parameters": _YARN | {"truncate": False},
         },
-        "glm4_moe": experts | head,
+        "glm4_moe": experts | {"head_dim": hidden // 2},
         "gemma4": gemma4
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": hidden // 2},

@@ -37,7 +37,7 @@ _CHUNKS = [13, 7, 1, 1]
 _TOLERANCE = 1e-4
 _WIDTHS = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32, "head_dim": 16, "max_position_embeddings": 256,
+    "shared_expert_intermediate_size": 32, "head_dim": 64, "max_position_embeddings": 256,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
     "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2,

@@ -16,7 +16,7 @@ STANDARD = frozenset(
         "smollm3", "granite",
     }
 )  # fmt: skip
-MIXTURES = frozenset({"qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo"})
+MIXTURES = frozenset({"qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe"})
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}

@@ -32,8 +32,13 @@ class Packed(nn.Module):
     out_features: int
     weight_bytes: int
     """What weight and bias take; a layout of a library's own does not tell."""
-    weight: torch.Tensor
-    """None of it, in its dtype: models ask the layer of a router for that."""
+    dtype: torch.dtype
+    """Of the weights."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """None of it, in its dtype: models ask the layer of a router for that."""
+        return torch.empty(0, dtype=self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""
@@ -63,7 +68,7 @@ class PackedLinear(Packed):
         # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
         self.bias = None if bias is None else bias.clone()
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self.weight = weight.new_empty(0)
+        self.dtype = weight.dtype
         self.fewest_rows = 1
 
     def _filled(self, rows: int) -> int:
@@ -91,7 +96,7 @@ class HalvedLinear(Packed):
         wide = None if bias is None else bias.float().clone()
         self._packed = _QUANTIZED.linear_prepack_fp16(weight.float().contiguous(), wide)
         self.weight_bytes = 2 * weight.numel() + (0 if wide is None else wide.nbytes)
-        self.weight = torch.empty(0)
+        self.dtype = torch.float32
 
     def answer(self) -> torch.Tensor:
         """(out_features,) fp32: what it makes of a row that is always the same. Every weight has a

@@ -115,7 +115,7 @@ def test_a_twin_shrinks_what_some_layers_have_otherwise() -> None:
         (layer.head_dim, layer.num_key_value_heads)
         for layer in proof.twin_config(config).per_layer_config
     ]
-    assert widths == [(16, 2)] * 5 + [(32, 1)]
+    assert widths == [(64, 2)] * 5 + [(128, 1)]
 
 
 def test_proof_leaves_the_random_state_alone() -> None:

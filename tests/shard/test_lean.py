@@ -35,11 +35,12 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
+MIXED = "a mixture of experts"
 SINGULAR = {
-    "qwen3_moe": "a mixture of experts",
+    "qwen3_moe": MIXED,
     "minicpm3": "no self_attn.q_proj",
-    "gpt_oss": "a mixture of experts",
-    "glm4_moe": "called mlp.shared",
+    "gpt_oss": MIXED,
+    "glm4_moe": MIXED,
     "gemma4": "widths of their own",
 }
 """Families whose layers are not standard, and what is said of them."""
@@ -117,7 +118,7 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
     # In few bits mixtures of experts are not computed by modules.
-    assert has_other_layers(manifest.config) == (family != "qwen3_moe")
+    assert has_other_layers(manifest.config) == (SINGULAR[family] != MIXED)
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels

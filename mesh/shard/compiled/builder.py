@@ -52,6 +52,8 @@ class Product:
 
 
 QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
+SHARED_UP, SHARED_DOWN = "shared_up", "shared_down"
+"""Of what rows go through beside their experts."""
 
 
 class GraphBuilder:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mesh.shard.compiled.feed_forward import FeedForward, feed_forward_of
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
 
@@ -40,7 +41,8 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """``down(g * sigmoid(slope * g) * (u + shift))`` of `count` experts, each `width` wide inside,
-    where g and u are limited to `limit` if there is one."""
+    where g and u are limited to `limit` if there is one; and what is `shared`, which every row goes
+    through, added to that."""
 
     router: Router
     up: ExpertMatrices
@@ -50,6 +52,7 @@ class Experts:
     slope: float
     shift: float
     limit: float | None
+    shared: FeedForward | None
 
 
 class ExpertMatrices(nn.Module):
@@ -125,7 +128,7 @@ def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
     owner.config._experts_implementation = "eager"  # noqa: SLF001 - there is no other setter
 
 
-def experts_of(reader: PartsReader, fill: Callable[[str], None]) -> Experts | None:
+def experts_of(reader: PartsReader, config: Any, fill: Callable[[str], None]) -> Experts | None:
     """The mixture of a layer, None where it has none; `fill` puts the weights of a module of that
     name in the layer there. Raises NotCompilable."""
     module: Any = reader.find("mlp.experts")
@@ -147,8 +150,13 @@ def experts_of(reader: PartsReader, fill: Callable[[str], None]) -> Experts | No
     router = _router(reader)
     return Experts(
         router, up, down, up.shape[0], down.shape[2], slope, shift,
-        None if limit is None else float(limit),
+        None if limit is None else float(limit), _shared(reader, config),
     )  # fmt: skip
+
+
+def _shared(reader: PartsReader, config: Any) -> FeedForward | None:
+    path = "mlp.shared_experts"
+    return None if reader.find(path) is None else feed_forward_of(reader, config, path)
 
 
 def _require_silu(module: Any) -> None:

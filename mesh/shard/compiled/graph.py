@@ -15,7 +15,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mesh.shard.compiled import experts_graph
-from mesh.shard.compiled.builder import DOWN, FLOAT, OUTPUT, QKV, UP, GraphBuilder, Product
+from mesh.shard.compiled.builder import (
+    DOWN,
+    FLOAT,
+    OUTPUT,
+    QKV,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
+    GraphBuilder,
+    Product,
+)
 from mesh.shard.compiled.parts import Attention, Experts, FeedForward, LayerParts
 
 
@@ -47,6 +57,9 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     normed, part = graph.norm(x, parts.before_feed_forward), parts.feed_forward
     if isinstance(part, Experts):
         y = experts_graph.mixed(graph, part, normed, parts.hidden)
+        if part.shared is not None:
+            both = SHARED_UP, SHARED_DOWN
+            y = graph.op("Add", [y, _feed_forward(graph, part.shared, normed, *both)])
     else:
         y = _feed_forward(graph, part, normed)
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
@@ -74,13 +87,16 @@ def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[
     )
 
 
-def _feed_forward(graph: GraphBuilder, part: FeedForward, x: str) -> str:
-    up = graph.product(x, UP)
+def _feed_forward(
+    graph: GraphBuilder, part: FeedForward, x: str, first: str = UP, second: str = DOWN
+) -> str:
+    """`first` and `second` name its products."""
+    up = graph.product(x, first)
     if not part.is_gated:
-        return graph.product(_activated(graph, up, part.activation), DOWN)
+        return graph.product(_activated(graph, up, part.activation), second)
     gate, multiplied = graph.split(up, [part.width, part.width])
     active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
-    return graph.product(active, DOWN)
+    return graph.product(active, second)
 
 
 def _activated(graph: GraphBuilder, x: str, activation: str) -> str:

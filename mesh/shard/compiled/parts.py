@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.shard.compiled.experts import Experts, experts_of
-from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader
+from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader, rows_out
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +22,6 @@ __all__ = [
     "ACTIVATION_NAMES", "Attention", "Experts", "FeedForward", "LayerParts", "Norm",
     "NotCompilable", "layer_parts",
 ]  # fmt: skip
-
-ACTIVATION_NAMES = {
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +47,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForward:
-    """`up` gives the gate and what it is multiplied with: one module for both, or one for each;
-    or, where nothing `is_gated`, just what is activated."""
-
-    up: tuple[nn.Module, ...]
-    down: nn.Module
-    activation: str
-    is_gated: bool
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
 class LayerParts:
     """``x + multiplier * after(part(before(x)))``, for attention and then for feed-forward."""
 
@@ -81,7 +65,9 @@ class LayerParts:
         attention, feed_forward = self.attention, self.feed_forward
         own = (*attention.projections, attention.output)
         if isinstance(feed_forward, Experts):
-            return own
+            if feed_forward.shared is None:
+                return own
+            feed_forward = feed_forward.shared
         return (*own, *feed_forward.up, feed_forward.down)
 
 
@@ -98,7 +84,7 @@ def layer_parts(
         raise NotCompilable("its layers have widths of their own")
     reader = PartsReader(layer)
     attention = _attention(reader, config, index)
-    feed_forward = experts_of(reader, fill) or _feed_forward(reader, config)
+    feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)
     before, after, before_ff, after_ff = _norms(reader)
     parts = LayerParts(
         attention,
@@ -125,7 +111,7 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
     kv_heads = groups or heads
     width = getattr(module, "head_dim", None) or config.hidden_size // heads
-    rows = sum(_out(each) for each in projections)
+    rows = sum(rows_out(each) for each in projections)
     if rows != (heads + 2 * kv_heads) * width:
         raise NotCompilable("its queries, keys and values have widths of their own")
     sinks = getattr(module, "sinks", None)
@@ -147,26 +133,6 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     )
 
 
-def _feed_forward(reader: PartsReader, config: Any) -> FeedForward:
-    names = ("hidden_act", "hidden_activation", "activation_function")
-    named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    activation = ACTIVATION_NAMES.get(str(named))
-    if activation is None:
-        raise NotCompilable(f"its activation is {named}")
-    both = reader.find("mlp.gate_up_proj")
-    gate = reader.find("mlp.gate_proj")
-    up: tuple[nn.Module, ...]
-    if both is not None:
-        up = (both,)
-    elif gate is not None:
-        up = (gate, reader.get("mlp.up_proj"))
-    else:
-        up = (reader.get("mlp.c_fc"),)
-    is_gated = both is not None or gate is not None
-    width = sum(_out(each) for each in up) // (2 if is_gated else 1)
-    return FeedForward(up, reader.get("mlp.down_proj", "mlp.c_proj"), activation, is_gated, width)
-
-
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after attention, before and after feed-forward."""
     before_ff = reader.norm("pre_feedforward_layernorm")
@@ -176,13 +142,6 @@ def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, 
         return before, reader.norm("post_attention_layernorm"), before_ff, after_ff
     before = reader.norm("input_layernorm", "ln_1")
     return before, None, reader.norm("post_attention_layernorm", "ln_2"), None
-
-
-def _out(linear: nn.Module) -> int:
-    rows = getattr(linear, "out_features", None) or getattr(linear, "nf", None)
-    if not isinstance(rows, int):
-        raise NotCompilable(f"it projects by {type(linear).__name__}")
-    return rows
 
 
 def _scale(module: nn.Module, width: int) -> float:

@@ -79,3 +79,11 @@ def norm_of(module: nn.Module) -> Norm:
     plain = weight.detach().float()
     gamma = plain if (found - plain).norm() <= (found - plain - 1).norm() else plain + 1
     return Norm(gamma, None, epsilon)
+
+
+def rows_out(linear: nn.Module) -> int:
+    """How many numbers a linear layer gives. Raises NotCompilable for what is none."""
+    rows = getattr(linear, "out_features", None) or getattr(linear, "nf", None)
+    if not isinstance(rows, int):
+        raise NotCompilable(f"it projects by {type(linear).__name__}")
+    return rows

@@ -20,6 +20,7 @@ from mesh.shard.compiled import (
     engine,
     experts,
     experts_graph,
+    feed_forward,
     graph,
     parts,
     parts_reader,
@@ -51,7 +52,8 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 
 _CODE = (
-    attention_graph, builder, engine, experts, experts_graph, graph, parts, parts_reader,
+    attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, parts,
+    parts_reader,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

@@ -34,7 +34,16 @@ from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.paths import quantised_dir
-from mesh.shard.compiled.builder import DOWN, OUTPUT, QKV, UP, Product, Stored
+from mesh.shard.compiled.builder import (
+    DOWN,
+    OUTPUT,
+    QKV,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
+    Product,
+    Stored,
+)
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
@@ -49,7 +58,7 @@ from mesh.shard.compiled.formats import (
     rows_of,
 )
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
-from mesh.shard.compiled.parts import LayerParts, layer_parts
+from mesh.shard.compiled.parts import FeedForward, LayerParts, layer_parts
 from mesh.shard.views import layer_list_name
 
 if TYPE_CHECKING:
@@ -150,12 +159,16 @@ def dense_span(loaded: LoadedSpan) -> GraphSpan:
 def _product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     """The linear layers that each product of a layer is made of."""
     attention, feed_forward = parts.attention, parts.feed_forward
-    return {
+    found: dict[str, tuple[nn.Module, ...]] = {
         QKV: attention.projections,
         OUTPUT: (attention.output,),
-        UP: (feed_forward.up,) if isinstance(feed_forward, Experts) else feed_forward.up,
-        DOWN: (feed_forward.down,),
     }
+    if not isinstance(feed_forward, Experts):
+        return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
+    found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
+    if (shared := feed_forward.shared) is not None:
+        found |= {SHARED_UP: shared.up, SHARED_DOWN: (shared.down,)}
+    return found
 
 
 def _dense_products(parts: LayerParts) -> dict[str, Product]:
@@ -329,10 +342,15 @@ def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
 def _without_modules(parts: LayerParts) -> LayerParts:
     """What a graph needs of it: the modules would keep the weights that were rounded."""
     attention = replace(parts.attention, projections=(), output=nn.Identity())
-    if isinstance(parts.feed_forward, Experts):  # which has none
-        return replace(parts, attention=attention)
-    feed_forward = replace(parts.feed_forward, up=(), down=nn.Identity())
-    return replace(parts, attention=attention, feed_forward=feed_forward)
+    part = parts.feed_forward
+    if isinstance(part, Experts):
+        shared = None if part.shared is None else _bare(part.shared)
+        return replace(parts, attention=attention, feed_forward=replace(part, shared=shared))
+    return replace(parts, attention=attention, feed_forward=_bare(part))
+
+
+def _bare(part: FeedForward) -> FeedForward:
+    return replace(part, up=(), down=nn.Identity())
 
 
 def _bias(linears: Sequence[nn.Module]) -> torch.Tensor | None:

@@ -16,11 +16,10 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("minicpm3", "glm4_moe", "gemma4")
-"""Families that the torch runtime keeps: keys that are made of a latent, shared experts, layers of several
-widths."""
+REFUSED = ("minicpm3", "gemma4")
+"""Families that the torch runtime keeps: keys of a latent, layers of several widths."""
 
-EXPERTS = ("qwen3_moe", "gpt_oss")
+EXPERTS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 """Families whose layers are mixtures of experts, all or some."""
 
 GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1")

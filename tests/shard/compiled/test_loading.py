@@ -56,7 +56,6 @@ def test_a_shard_says_in_which_format_it_computes_and_why(quant: str, tmp_path: 
 
 UNCOMPILED = {
     "minicpm3": "it has no self_attn.q_proj",
-    "glm4_moe": "it has a Linear called mlp.shared",
     "gemma4": "its layers have widths of their own",
 }
 

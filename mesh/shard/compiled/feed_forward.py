@@ -1,0 +1,51 @@
+"""What stands behind attention where it is the same for all rows, as a graph is built of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader, rows_out
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ACTIVATION_NAMES = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """`up` gives the gate and what it is multiplied with: one module for both, or one for each;
+    or, where nothing `is_gated`, just what is activated."""
+
+    up: tuple[nn.Module, ...]
+    down: nn.Module
+    activation: str
+    is_gated: bool
+    width: int
+
+
+def feed_forward_of(reader: PartsReader, config: Any, path: str = "mlp") -> FeedForward:
+    """What stands at `path` in the layer. Raises NotCompilable."""
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    activation = ACTIVATION_NAMES.get(str(named))
+    if activation is None:
+        raise NotCompilable(f"its activation is {named}")
+    both = reader.find(f"{path}.gate_up_proj")
+    gate = reader.find(f"{path}.gate_proj")
+    up: tuple[nn.Module, ...]
+    if both is not None:
+        up = (both,)
+    elif gate is not None:
+        up = (gate, reader.get(f"{path}.up_proj"))
+    else:
+        up = (reader.get(f"{path}.c_fc"),)
+    is_gated = both is not None or gate is not None
+    width = sum(rows_out(each) for each in up) // (2 if is_gated else 1)
+    return FeedForward(
+        up, reader.get(f"{path}.down_proj", f"{path}.c_proj"), activation, is_gated, width
+    )
