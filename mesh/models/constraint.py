@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mesh.errors import BadRequest
+from mesh.models.call_forms import CallMarks
 from mesh.models.grammar import grammar_of, is_bound, is_too_much
-from mesh.models.tool_calls import CallMarks
 from mesh.types import GenerationRequest
 
 if TYPE_CHECKING:

@@ -7,11 +7,13 @@ knows the form and the special tokens of its calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mesh.errors import BadRequest
-from mesh.models.tool_calls import CallForm, CallMarks
+from mesh.models.call_forms import CallForm, CallMarks
+from mesh.models.written_calls import Objects
 from mesh.types import GenerationRequest, ToolUse
 
 Objection = Callable[[Mapping[str, Any]], str]
@@ -47,9 +49,9 @@ def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: O
         rules.append(f"answer: {_json(schema)}")
     if tools is None or marks is None:
         return "\n".join(["start: answer", *rules])
-    if marks.form.is_tagged:
+    if marks.form.writing.around("") is None:
         raise BadRequest(
-            "this model writes calls between tags, not as JSON; they cannot be bound.",
+            "this model writes calls between tags or as code, not as JSON; they cannot be bound.",
             fix="Ask with tool_choice auto, without strict functions and response_format.",
             param="tools",
         )
@@ -95,7 +97,7 @@ class _Calls:
 
     @property
     def _may_repeat(self) -> bool:
-        return self._tools.parallel and not (self._form.is_list or self._form.is_bare)
+        return self._tools.parallel and self._form.separator is None and not self._form.is_bare
 
     def _body(self) -> list[str]:
         """What stands behind the opening mark."""
@@ -110,9 +112,11 @@ class _Calls:
             for number, function in functions
         ]
         closing = self._mark(form.closing) if form.closing else ""
-        if form.is_list:
+        if form.separator == ",":
             more = '("," " "? object)*' if self._tools.parallel else ""
             body = f'" "? "[" object {more} "]" {closing}'
+        elif form.separator is not None:
+            body = f"object{'+' if self._tools.parallel else ''} {closing}"
         elif form.closing:
             body = rf'"\n"? object "\n"? {closing}'
         else:
@@ -120,10 +124,11 @@ class _Calls:
         return [f"body: {body}", f"object: {' | '.join(objects)}"]
 
     def _function(self, name: str, arguments: str) -> str:
-        if self._form.is_named and not self._form.is_list:
-            return f"{_literal(name)} {self._mark('[ARGS]')} {arguments}"
-        begun = f'{{"name": {json.dumps(name)}, "{self._form.arguments}": '
-        return f'{_literal(begun)} {arguments} "}}"'
+        writing = self._form.writing
+        if self._form.separator == ",":  # a list is one of objects
+            writing = writing if isinstance(writing, Objects) else Objects()
+        before, behind = writing.around(name) or ("", "")
+        return " ".join(filter(None, (self._text(before), arguments, self._text(behind))))
 
     def _arguments(self, number: int, function: Mapping[str, Any]) -> str:
         schema: Mapping[str, Any] = function["parameters"]
@@ -140,6 +145,13 @@ class _Calls:
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._ids[mark]}]>" if mark in self._ids else _literal(mark)
+
+    def _text(self, text: str) -> str:
+        """A text with marks in it."""
+        if not self._ids:
+            return _literal(text) if text else ""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._ids))})", text)
+        return " ".join(self._mark(piece) for piece in pieces if piece)
 
 
 def is_too_much(schema: Mapping[str, Any]) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mesh.models.splitting import overlap
+
 _PAIRS = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -94,11 +96,3 @@ class Thoughts:
             text = text.lstrip("\n")
             self._trims = not text
         return text
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` begin `mark`, all of it excepted."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0

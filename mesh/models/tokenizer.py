@@ -18,12 +18,12 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
+from mesh.models.call_forms import CallMarks, form_in
 from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
-from mesh.models.tool_calls import CallMarks, form_in
 
 _COMPOSING = 4
 """NFC makes text shorter: three Hangul letters of nine bytes become a syllable of three."""

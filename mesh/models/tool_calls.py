@@ -1,99 +1,21 @@
 """The calls of functions in an answer, told apart from its text by the form that its template has.
 
-Every family has its own form: JSON between marks, or JSON alone. Which one a model was taught shows
-in its chat template. What is no well-formed call stays text. Knows nothing of how tokens are chosen
-or sent, and not what the functions do.
+What is no well-formed call stays text. Knows nothing of how tokens are chosen or sent, and not what
+the functions do.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-from mesh.models.reasoning import overlap
-from mesh.models.written_calls import JsonCall, TaggedCall, WrittenCall, object_in
+from mesh.models.call_forms import CallForm
+from mesh.models.splitting import overlap
+from mesh.models.written_calls import WrittenCall, object_in
 from mesh.types import ToolCallDelta, ToolUse
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
-_NAMED_HEAD = re.compile(r"\s*([\w.-]{1,256})(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
-_NAMED_HEAD_BEGUN = re.compile(r"\s*[\w.-]{0,256}(?:\[[^{]*)?\s*")
-_BETWEEN, _BETWEEN_BARE = ",;[]", ";"
-"""What stands between the calls behind one mark, or none."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallForm:
-    """How a family writes calls: ``opening {"name": ..., arguments: {...}} closing``.
-
-    Behind one `opening` there may be several, or a list of them. `is_bare`: an answer that begins
-    with a brace may be a call without `opening`. `is_named`: the name may stand before a brace that
-    opens the arguments. Ids of calls are `id_chars` letters and digits where the template wants
-    that. `is_tagged`: no JSON, but ``<function=NAME>`` and ``<parameter=KEY>``.
-    """
-
-    opening: str
-    closing: str = ""
-    arguments: str = "arguments"
-    is_bare: bool = False
-    is_named: bool = False
-    is_list: bool = False
-    is_tagged: bool = False
-    id_chars: int = 0
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """The texts of the form that a tokenizer may have special tokens for."""
-        named = ("[ARGS]", "[CALL_ID]") if self.is_named else ()
-        tagged = ("<function=",) if self.is_tagged else ()
-        return tuple(mark for mark in (self.opening, self.closing, *named, *tagged) if mark)
-
-
-HERMES = CallForm("<tool_call>", "</tool_call>")
-"""Hermes 2 and its followers: Qwen 2.5 and 3, SmolLM 3, Granite 4."""
-QWEN_TAGS = CallForm("<tool_call>", "</tool_call>", is_tagged=True)
-"""Qwen 3 Coder, and Qwen from 3.5 on."""
-LLAMA = CallForm("<|python_tag|>", arguments="parameters", is_bare=True)
-"""Llama 3.1 to 3.3."""
-MISTRAL = CallForm("[TOOL_CALLS]", is_named=True, is_list=True, id_chars=9)
-"""Mistral up to its seventh tokenizer."""
-MISTRAL_NAMED = CallForm("[TOOL_CALLS]", is_named=True, id_chars=9)
-"""Mistral from its eleventh tokenizer on."""
-PHI = CallForm("<|tool_call|>", "<|/tool_call|>")
-"""Phi 4 mini."""
-GRANITE = CallForm("<|tool_call|>", is_list=True)
-"""Granite 3."""
-
-_LLAMA_SAYS = '{"name": function name, "parameters":'
-"""What the templates without the mark tell the model."""
-
-
-def form_in(template: str) -> CallForm | None:
-    """The form that a chat template teaches; None where it is none of those known here."""
-    if HERMES.opening in template:
-        if "<function=" in template:
-            return QWEN_TAGS
-        return None if "<arg_key>" in template else HERMES  # GLM's marks are around neither
-    if MISTRAL.opening in template:
-        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
-    if PHI.opening in template:
-        return PHI if PHI.closing in template else GRANITE
-    if LLAMA.opening in template or _LLAMA_SAYS in template:
-        return LLAMA
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class CallMarks:
-    """The form of a model's calls; `unseen` has the marks whose token ids decode to no text,
-    because they are special."""
-
-    form: CallForm
-    unseen: Mapping[int, str] = field(default_factory=dict)
 
 
 class CallReader:
@@ -110,6 +32,8 @@ class CallReader:
         self._tools = tools
         functions = [tool["function"] for tool in tools.tools]
         self._schemas = {each["name"]: each.get("parameters", {}) for each in functions}
+        self._texts = (*form.marks, *form.between)
+        self._ids: set[str] = set()
         self._held = ""
         self._raw = ""
         self._call: WrittenCall | None = None
@@ -172,35 +96,23 @@ class CallReader:
         if form.closing and held.startswith(form.closing):
             self._skip(len(form.closing))
             return self._end()
-        if (call := self._begun()) is not None:
-            return self._open(call)
+        if (begun := form.writing.begun(held, self._schemas)) is not None:
+            self._skip(begun[0])
+            return self._open(begun[1])
         if not is_over and self._may_become(held):
             return False
-        if held and held[0] in (_BETWEEN_BARE if form.is_bare else _BETWEEN):
-            self._skip(1)
+        if (text := next(filter(held.startswith, form.between), None)) is not None:
+            self._skip(len(text))
             return True
-        if self._has_called and any(mark.startswith(held) for mark in form.marks):
+        if self._has_called and any(text.startswith(held) for text in self._texts):
             self._skip(len(held))  # the answer was cut inside of a mark
         return self._end()
 
-    def _begun(self) -> WrittenCall | None:
-        """The call that what is held begins."""
-        held, form = self._held, self._form
-        if form.is_tagged:
-            is_call = held.startswith("<function=")
-            return TaggedCall(self._schemas, form.closing) if is_call else None
-        if held.startswith("{"):
-            return JsonCall("", form.opening[0])
-        named = _NAMED_HEAD.match(held) if form.is_named else None
-        if named is None:
-            return None
-        self._skip(named.end())
-        return JsonCall(named[1], "")
-
     def _may_become(self, held: str) -> bool:
         """Whether more text may make a mark or a call of what begins so."""
-        is_name = self._form.is_named and _NAMED_HEAD_BEGUN.fullmatch(held)
-        return not held or bool(is_name) or any(mark.startswith(held) for mark in self._form.marks)
+        if not held or self._form.writing.may_begin(held):
+            return True
+        return any(text.startswith(held) and text != held for text in self._texts)
 
     def _skip(self, size: int) -> None:
         self._raw += self._held[:size]
@@ -212,7 +124,16 @@ class CallReader:
             self._trims = True
         else:
             self._say(self._raw)
-        self._raw, self._read = "", self._text
+        self._raw, self._read = "", self._behind if self._has_called else self._text
+        return True
+
+    def _behind(self, is_over: bool) -> bool:
+        """Behind calls, where the answer may be over."""
+        held = self._held.lstrip()
+        self.is_full = any(held.startswith(end) for end in self._form.ends)
+        if not is_over and any(end.startswith(held) for end in self._form.ends):
+            return False
+        self._read = self._text
         return True
 
     def _open(self, call: WrittenCall) -> bool:
@@ -244,23 +165,10 @@ class CallReader:
 
     def _found(self, call: WrittenCall) -> tuple[str, str] | None:
         """Name and arguments of a call that has ended, if it is one."""
-        name: Any
-        if call.has_arguments:  # that a brace is missing behind them loses nothing
-            name, arguments = call.name, call.arguments
-        elif self._form.is_tagged:
+        found = call.found()
+        if found is None or not self._is_wanted(found[0]) or object_in(found[1]) is None:
             return None
-        else:
-            said = object_in(call.text) or {}
-            name = said.get("name")
-            given = said.get("arguments", said.get("parameters"))
-            if given is None and not self._form.is_bare:
-                given = {}
-            # Some write them as OpenAI's own API does, as a text.
-            given = object_in(given) if isinstance(given, str) else given
-            arguments = json.dumps(given, ensure_ascii=False)
-        if not isinstance(name, str) or not self._is_wanted(name) or object_in(arguments) is None:
-            return None
-        return name, arguments
+        return found
 
     def _is_wanted(self, name: str) -> bool:
         """JSON alone is a call only of a function that there is."""
@@ -269,13 +177,16 @@ class CallReader:
     def _tell(self, call: WrittenCall, name: str, arguments: str) -> None:
         if not call.is_told:
             call.is_told = True
-            self._told.append(ToolCallDelta(self.count, "", self._new_id(), name))
+            self._told.append(ToolCallDelta(self.count, "", self._new_id(call), name))
             self.count += 1
         if new := arguments[call.told_chars :]:
             call.told_chars = len(arguments)
             self._told.append(ToolCallDelta(self.count - 1, new))
 
-    def _new_id(self) -> str:
+    def _new_id(self, call: WrittenCall) -> str:
+        if call.call_id and call.call_id not in self._ids:
+            self._ids.add(call.call_id)
+            return call.call_id
         if not self._form.id_chars:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self._form.id_chars))

@@ -1,26 +1,31 @@
-"""One call as it is written: a JSON object, or its parts between tags."""
+"""One call as it is written: what all ways have in common, and JSON objects."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schemas of the arguments, by the functions' names."""
+
+_HEAD = re.compile(
+    r'\{\s*(?:"tool_call_id"\s*:\s*"[^"\\]*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"([^"\\]+)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*'
+)
 """A call up to the brace that opens its arguments."""
-_TAGGED_HEAD = re.compile(r"<function=([^>\n]+)>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
-_PARAMETER_END, _TAGGED_END = "</parameter>", "</function>"
 
 
 class WrittenCall(Protocol):
     """What is read of one call. `arguments` is what is certain of them, as JSON; `text` all of it
-    as it was written."""
+    as it was written. `call_id` is the model's own; empty where it gives none."""
 
     name: str
     text: str
     arguments: str
+    call_id: str
     is_ended: bool
     is_told: bool
     told_chars: int
@@ -28,26 +33,104 @@ class WrittenCall(Protocol):
     def take(self, text: str) -> str:
         """Read on; what of `text` stands behind the call."""
 
+    def found(self) -> tuple[str, str] | None:
+        """Name and arguments of a call that has ended, if it may be one."""
+
+
+class Writing(Protocol):
+    """How a family writes one call, apart from the marks around all of them."""
+
     @property
-    def has_arguments(self) -> bool:
-        """Whether `arguments` are all there."""
+    def marks(self) -> tuple[str, ...]:
+        """Texts in it that a tokenizer may have special tokens for."""
+
+    def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
+        """The call that `held` begins, and how many characters of that it does not read."""
+
+    def may_begin(self, held: str) -> bool:
+        """Whether more text may make a call of what begins so, which is none yet."""
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """What stands before and behind the arguments in a call of this function; None where they
+        are no JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """``{"name": ..., "arguments": {...}}``, whatever the keys are called."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    needs_arguments: bool = False
+    """Whether an object without any is no call."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return ()
+
+    def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
+        del schemas
+        is_call = held.startswith("{")
+        return (0, JsonCall(needs_arguments=self.needs_arguments)) if is_call else None
+
+    def may_begin(self, held: str) -> bool:
+        del held
+        return False
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        return f'{{"{self.name}": {json.dumps(name)}, "{self.arguments}": ', "}"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedObjects:
+    """A `head` with the name, and behind it the arguments as an object.
+
+    A group of `head` is called ``name``; one may be called ``id``, and is the call's. `lead` is
+    what it begins with, and `unfinished` fits what begins with that and may become one. `spelled`
+    is how it is written, with ``NAME`` for the name, and `tail` what follows the arguments.
+    """
+
+    head: re.Pattern[str]
+    unfinished: re.Pattern[str]
+    spelled: str
+    lead: str = ""
+    tail: str = ""
+    marks: tuple[str, ...] = ()
+    or_objects: bool = False
+    """Whether a call may as well be written as `Objects` are."""
+
+    def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
+        if self.or_objects and held.startswith("{"):
+            return Objects().begun(held, schemas)
+        head = self.head.match(held)
+        if head is None:
+            return None
+        said = head.groupdict("")
+        return head.end(), JsonCall(said["name"], call_id=said.get("id", ""))
+
+    def may_begin(self, held: str) -> bool:
+        return self.lead.startswith(held) or self.unfinished.fullmatch(held) is not None
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        return self.spelled.replace("NAME", name), self.tail
 
 
 class JsonCall:
     """One JSON object as it is written: a call, or with a `name` its arguments.
 
     `arguments` is what is certain of them; line ends inside of strings, which JSON forbids and
-    small models write, are escaped there. It has ended with its last brace, or where something
-    begins as a `mark` does that is no JSON.
+    small models write, are escaped there. It has ended with its last brace, or where a mark begins,
+    which is no JSON.
     """
 
-    def __init__(self, name: str, mark: str) -> None:
+    def __init__(self, name: str = "", *, call_id: str = "", needs_arguments: bool = False) -> None:
         self.name = name
+        self.call_id = call_id
         self.text = ""
         self.arguments = ""
         self.is_ended = self.is_told = False
-        self._mark = mark if mark == "<" else ""
         self.told_chars = 0
+        self._needs_arguments = needs_arguments
         self._depth = 0
         self._outside = 0
         """How deep the object lies that the arguments are."""
@@ -59,7 +142,7 @@ class JsonCall:
         arguments: list[str] = []
         end = len(text)
         for place, sign in enumerate(text):
-            if sign == self._mark and not self._in_string:
+            if sign == "<" and not self._in_string:
                 self.is_ended, end = True, place
                 break
             if sign == "{" and self._depth == 1 and not (self.name or self._in_string):
@@ -76,10 +159,18 @@ class JsonCall:
         self.arguments += "".join(arguments)
         return text[end:]
 
-    @property
-    def has_arguments(self) -> bool:
-        """Whether `arguments` are all there."""
-        return bool(self.arguments) and not self._is_inside
+    def found(self) -> tuple[str, str] | None:
+        """Name and arguments of a call that has ended, if it may be one."""
+        if self.arguments and not self._is_inside:  # a brace that is missing behind loses nothing
+            return self.name, self.arguments
+        said = object_in(self.text) or {}
+        name = said.get("name", said.get("tool_name"))
+        given = said.get("arguments", said.get("parameters"))
+        if given is None and not self._needs_arguments:
+            given = {}
+        # Some write them as OpenAI's own API does, as a text.
+        given = object_in(given) if isinstance(given, str) else given
+        return (name, json.dumps(given, ensure_ascii=False)) if isinstance(name, str) else None
 
     def _look_for_name(self, begun: str) -> None:
         head = _HEAD.fullmatch(begun)
@@ -95,103 +186,6 @@ class JsonCall:
             self._is_escaped = sign == "\\"
         elif sign in "{}":
             self._depth += 1 if sign == "{" else -1
-
-
-class TaggedCall:
-    """``<function=NAME><parameter=KEY>value</parameter>...</function>``: a parameter is told when
-    it is whole.
-
-    `functions` are the schemas of the arguments by the functions' names: a value is a text where
-    they say so, or where it is no JSON. The call ends at `closing` as well, which is not read, or
-    where something else stands between the parameters.
-    """
-
-    def __init__(self, functions: Mapping[str, Mapping[str, Any]], closing: str) -> None:
-        self.name = ""
-        self.text = ""
-        self.arguments = ""
-        self.is_ended = self.is_told = False
-        self.told_chars = 0
-        self._functions = functions
-        self._tags = (_TAGGED_END, closing, "<parameter=")
-        self._left = ""
-        self._searched = 0
-
-    @property
-    def has_arguments(self) -> bool:
-        """Whether `arguments` are all there."""
-        return self.arguments.endswith("}") and self.is_ended
-
-    def take(self, text: str) -> str:
-        """Read on; what of `text` stands behind the call."""
-        self.text += text
-        self._left += text
-        if not self.name:
-            head = _TAGGED_HEAD.match(self._left)
-            if head is None:
-                return self._none()
-            self.name, self.arguments, self._left = head[1], "{", self._left[head.end() :]
-        while (parameter := self._parameter()) is not None:
-            self._left = self._left[parameter.end() :]
-            separator = "" if self.arguments == "{" else ", "
-            value = self._value(parameter[1], parameter[2])
-            self.arguments += f"{separator}{json.dumps(parameter[1])}: {value}"
-        left = self._left
-        may_go_on = any(tag.startswith(left) or left.startswith(tag) for tag in self._tags[2:])
-        return "" if may_go_on or self._may_end(left) else self._end()
-
-    def _may_end(self, left: str) -> bool:
-        """Whether an end is there, but for its last signs."""
-        return any(tag.startswith(left) and tag != left for tag in self._tags[:2])
-
-    def _parameter(self) -> re.Match[str] | None:
-        """The next one, if it is whole. No text is searched for its end twice."""
-        self._left = self._left.lstrip()
-        if self._left.find(_PARAMETER_END, self._searched) < 0:
-            self._searched = max(0, len(self._left) - len(_PARAMETER_END))
-            return None
-        self._searched = 0
-        return _PARAMETER.match(self._left)
-
-    def _end(self) -> str:
-        rest = self._left.removeprefix(_TAGGED_END)
-        self.text = self.text[: len(self.text) - len(rest)]
-        self.arguments += "}"
-        self.is_ended, self._left = True, ""
-        return rest
-
-    def _none(self) -> str:
-        """What stands behind a tag that has no name, or names nothing else can have."""
-        _, mark, rest = self._left.partition(">")
-        self.is_ended = bool(mark)
-        self.text = self.text[: len(self.text) - len(rest)]
-        return rest
-
-    def _value(self, key: str, text: str) -> str:
-        properties = self._functions.get(self.name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
-        if kinds == {"string"}:
-            return json.dumps(text, ensure_ascii=False)
-        try:
-            return json.dumps(json.loads(_PYTHON.get(text, text)), ensure_ascii=False)
-        except (ValueError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
-
-
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""As some models write them."""
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have, as far as the schema itself says; none: any."""
-    kinds, values = schema.get("type"), schema.get("enum")
-    if isinstance(kinds, list):
-        return {kind for kind in kinds if isinstance(kind, str)}
-    if isinstance(kinds, str):
-        return {kinds}
-    is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
-    return {"string"} if is_text else set()
 
 
 def object_in(text: str) -> dict[str, Any] | None:

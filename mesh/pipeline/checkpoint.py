@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
+from mesh.models.call_forms import CallMarks
 from mesh.models.constraint import Constraint
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
-from mesh.models.tool_calls import CallMarks
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram

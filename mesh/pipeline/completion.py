@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mesh.errors import CacheFull
-from mesh.models.reasoning import Thoughts, overlap
+from mesh.models.reasoning import Thoughts
+from mesh.models.splitting import overlap
 from mesh.models.tool_calls import CallReader
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of

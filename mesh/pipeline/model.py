@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from mesh.errors import WeightsMissing
+from mesh.models.call_forms import CallMarks
 from mesh.models.candidates import CANDIDATES
 from mesh.models.constraint import Constraint
 from mesh.models.reasoning import ReasoningMarks
-from mesh.models.tool_calls import CallMarks
 from mesh.pipeline.remote_ends import RemoteEnds
 from mesh.types import GenerationRequest, ModelId
 

@@ -158,6 +158,11 @@ async def test_a_template_that_opens_the_reasoning_leaves_it_free() -> None:
         (MISTRAL + "[ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
         ("{{ tools | tojson }}<|tool_call|>", ("<|tool_call|>",)),
         ("{{ tools | tojson }}<|tool_call|><|/tool_call|>", ()),
+        ("{{ tools | tojson }}<TOOLCALL></TOOLCALL>", ()),
+        ("{{ tools | tojson }}<|START_ACTION|>", ("<|START_ACTION|>",)),
+        ("{{ tools | tojson }}<｜tool▁calls▁begin｜>", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
+        ("{{ tools | tojson }}<｜tool▁calls▁begin｜>```json", ("<｜tool▁calls▁begin｜>",)),
+        ("{{ tools | tojson }}<|tool_calls_section_begin|>", ("<|tool_call_argument_begin|>",)),
     ],
 )
 async def test_a_call_that_is_required_comes_in_every_form(

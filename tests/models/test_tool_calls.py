@@ -10,18 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.models.tool_calls import (
+from mesh.models.call_forms import (
+    COHERE,
+    DEEPSEEK,
+    DEEPSEEK_PLAIN,
+    GLM_TAGS,
     GRANITE,
     HERMES,
+    KIMI,
     LLAMA,
+    MINIMAX_TAGS,
     MISTRAL,
     MISTRAL_NAMED,
+    NEMOTRON,
     PHI,
     QWEN_TAGS,
+    SEED_TAGS,
     CallForm,
-    CallReader,
     form_in,
 )
+from mesh.models.tool_calls import CallReader
 from mesh.types import ToolUse
 
 NAMES = ("look", "add", "plain-name")
@@ -163,6 +171,91 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
     ),
     (QWEN_TAGS, "<tool_call>\n<function=>x", "<tool_call>\n<function=>x", []),
     (QWEN_TAGS, '<tool_call>{"name": "add"}', '<tool_call>{"name": "add"}', []),
+    (
+        SEED_TAGS,
+        "Ok\n<seed:tool_call>\n<function=look>\n<parameter=city>\n Bad\nEms </parameter>\n"
+        "<parameter=a>3</parameter>\n</function>\n</seed:tool_call>\n"
+        "<seed:tool_call>\n<function=add>\n</function>\n</seed:tool_call>",
+        "Ok",
+        [("look", '{"city": "\\n Bad\\nEms ", "a": 3}'), ("add", "{}")],
+    ),
+    (
+        MINIMAX_TAGS,
+        '\n<minimax:tool_call>\n<invoke name="look">\n<parameter name="city">Köln\n\n</parameter>\n'
+        '<parameter name="any">{"b": [1]}</parameter>\n</invoke>\n<invoke name="add">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+        [("look", '{"city": "Köln\\n\\n", "any": {"b": [1]}}'), ("add", "{}")],
+    ),
+    (MINIMAX_TAGS, "<minimax:tool_call> no", "<minimax:tool_call> no", []),
+    (
+        GLM_TAGS,
+        "I look.\n<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>Köln <b></arg_value>\n"
+        "<arg_key>flag</arg_key>\n<arg_value>true</arg_value>\n</tool_call>\n"
+        "<tool_call>add<arg_key>a</arg_key><arg_value>2</arg_value></tool_call>",
+        "I look.",
+        [("look", '{"city": "Köln <b>", "flag": true}'), ("add", '{"a": 2}')],
+    ),
+    (GLM_TAGS, "<tool_call>look\n</tool_call><|observation|>", "", [("look", "{}")]),
+    (GLM_TAGS, "<tool_call>add</tool_call> and <|obs", "and <|obs", [("add", "{}")]),
+    (GLM_TAGS, "<tool_call>are <b>marks</b>", "<tool_call>are <b>marks</b>", []),
+    (GLM_TAGS, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+    (
+        DEEPSEEK,
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n"
+        '{"city": "Köln"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n'
+        '```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "I look.",
+        [("look", '{"city": "Köln"}'), ("add", '{"a": 1}')],
+    ),
+    (
+        DEEPSEEK_PLAIN,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        '<｜tool▁call▁begin｜>plain-name<｜tool▁sep｜>{"a": [1]}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        "",
+        [("look", "{}"), ("plain-name", '{"a": [1]}')],
+    ),
+    (
+        DEEPSEEK,
+        "a <｜tool▁calls▁begin｜>function<｜tool▁sep｜>look",
+        "a <｜tool▁calls▁begin｜>function<｜tool▁sep｜>look",
+        [],
+    ),
+    (
+        KIMI,
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+        '<|tool_call_argument_begin|>{"city": "<a>"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.add:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "I look.",
+        [("look", '{"city": "<a>"}'), ("add", "{}")],
+    ),
+    (
+        KIMI,
+        "<|tool_calls_section_begin|><|tool_call_begin|>look<|tool_call_argument_begin|>{}",
+        "<|tool_calls_section_begin|><|tool_call_begin|>look<|tool_call_argument_begin|>{}",
+        [],
+    ),
+    (
+        COHERE,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "look", "parameters": {"city":'
+        ' "Köln"}},\n    {"tool_name": "add", "parameters": {}}\n]<|END_ACTION|>',
+        "",
+        [("look", '{"city": "Köln"}'), ("add", "{}")],
+    ),
+    (
+        COHERE,
+        '<|START_ACTION|>[{"parameters": {"a": 1}, "tool_name": "add"}]<|END_ACTION|>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (
+        NEMOTRON,
+        'So:\n\n<TOOLCALL>[{"name": "look", "arguments": {"city": "Köln"}}, '
+        '{"name": "add", "arguments": "{\\"a\\": 1}"}]</TOOLCALL>',
+        "So:",
+        [("look", '{"city": "Köln"}'), ("add", '{"a": 1}')],
+    ),
 ]
 
 
@@ -231,7 +324,18 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
     [
         ("{% if tools %}<tool_call>{{ t | tojson }}</tool_call>{% endif %}", HERMES),
         ("<tool_call><function=name><parameter=p>", QWEN_TAGS),
-        ("<tool_call>name<arg_key>k</arg_key>", None),
+        ("<tool_call>name<arg_key>k</arg_key>", GLM_TAGS),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>```json",
+            DEEPSEEK,
+        ),
+        ("<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>", DEEPSEEK_PLAIN),
+        ("<|tool_calls_section_begin|>", KIMI),
+        ("{{ '<|im_system|>tool_declare<|im_middle|>' }}{{ tools | tojson }}", KIMI),
+        ("write <|START_ACTION|> followed by a list", COHERE),
+        ("<seed:tool_call>\\n<function=example>", SEED_TAGS),
+        ("{%- set begin = '<minimax:tool_call>' -%}<invoke name=", MINIMAX_TAGS),
+        ("<AVAILABLE_TOOLS>[]</AVAILABLE_TOOLS><TOOLCALL>[]</TOOLCALL>", NEMOTRON),
         ("[AVAILABLE_TOOLS][TOOL_CALLS]", MISTRAL),
         ("[AVAILABLE_TOOLS][TOOL_CALLS][ARGS]", MISTRAL_NAMED),
         ("respond with <|tool_call|>{}<|/tool_call|>", PHI),

@@ -1,0 +1,171 @@
+"""The forms in which families of models write calls of functions, and which one a chat template
+teaches. What is written so is read by `mesh.models.tool_calls`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mesh.models.tagged_calls import GLM, MINIMAX, QWEN, SEED
+from mesh.models.written_calls import NamedObjects, Objects, Writing
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a family writes calls: `opening`, one or several as `writing` has them, `closing`.
+
+    `is_bare`: an answer that begins with a brace may be a call without `opening`. `separator`
+    stands between several calls behind one `opening`, which with a comma are a JSON list; None
+    where each has its own. `between` are texts that may stand between calls and mean nothing,
+    `ends` those with which an answer with calls is over, be they end tokens or not. Ids of calls
+    are `id_chars` letters and digits where the template wants that.
+    """
+
+    opening: str
+    closing: str = ""
+    writing: Writing = Objects()  # noqa: RUF009 - it is frozen
+    is_bare: bool = False
+    separator: str | None = None
+    between: tuple[str, ...] = (",", ";", "[", "]")
+    ends: tuple[str, ...] = ()
+    id_chars: int = 0
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts of the form that a tokenizer may have special tokens for."""
+        between = (mark for mark in self.between if len(mark) > 1)
+        found = (self.opening, self.closing, *self.writing.marks, *between, *self.ends)
+        return tuple(mark for mark in found if mark)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarks:
+    """The form of a model's calls; `unseen` has the marks whose token ids decode to no text,
+    because they are special."""
+
+    form: CallForm
+    unseen: Mapping[int, str] = field(default_factory=dict)
+
+
+HERMES = CallForm("<tool_call>", "</tool_call>")
+"""Hermes 2 and its followers: Qwen 2.5 and 3, SmolLM 3, Granite 4, ERNIE 4.5."""
+QWEN_TAGS = CallForm("<tool_call>", "</tool_call>", QWEN)
+"""Qwen 3 Coder, and Qwen from 3.5 on."""
+SEED_TAGS = CallForm("<seed:tool_call>", "</seed:tool_call>", SEED)
+"""Seed OSS."""
+MINIMAX_TAGS = CallForm("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX)
+"""MiniMax M2."""
+GLM_TAGS = CallForm("<tool_call>", "</tool_call>", GLM, ends=("<|observation|>",))
+"""GLM 4.5 to 4.7."""
+LLAMA = CallForm(
+    "<|python_tag|>",
+    writing=Objects(arguments="parameters", needs_arguments=True),
+    is_bare=True,
+    between=(";",),
+)
+"""Llama 3.1 to 4."""
+PHI = CallForm("<|tool_call|>", "<|/tool_call|>")
+"""Phi 4 mini."""
+GRANITE = CallForm("<|tool_call|>", separator=",")
+"""Granite 3."""
+NEMOTRON = CallForm("<TOOLCALL>", "</TOOLCALL>", separator=",")
+"""Nemotron Nano 2, and Nemotron Super 1.5."""
+COHERE = CallForm(
+    "<|START_ACTION|>", "<|END_ACTION|>", Objects("tool_name", "parameters"), separator=","
+)
+"""Command R7B and Command A."""
+
+_MISTRAL = NamedObjects(
+    re.compile(r"\s*(?P<name>[\w.-]{1,256})(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"),
+    re.compile(r"\s*[\w.-]{0,256}(?:\[[^{]*)?\s*"),
+    "NAME[ARGS]",
+    marks=("[ARGS]", "[CALL_ID]"),
+    or_objects=True,
+)
+MISTRAL = CallForm(
+    "[TOOL_CALLS]",
+    writing=_MISTRAL,
+    separator=",",
+    id_chars=9,
+)
+"""Mistral up to its seventh tokenizer: mostly a list of objects."""
+MISTRAL_NAMED = CallForm("[TOOL_CALLS]", writing=_MISTRAL, id_chars=9)
+"""Mistral from its eleventh tokenizer on."""
+
+_CALL, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+
+def _deepseek(spelled: str, tail: str) -> CallForm:
+    """Either of DeepSeek's, of which both are read: with a type and a fence around the arguments,
+    or without."""
+    head = (
+        rf"{_CALL}\s*(?:function{_SEP})?\s*(?P<name>[\w.-]{{1,256}})\s*(?:{_SEP})?\s*"
+        r"(?:```json)?\s*(?=\{)"
+    )
+    writing = NamedObjects(
+        re.compile(head), re.compile(rf"{_CALL}[^{{]{{0,600}}"), spelled, _CALL, tail,
+        (_CALL, _SEP),
+    )  # fmt: skip
+    return CallForm(
+        "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", writing,
+        separator="", between=("```", _CALL_END),
+    )  # fmt: skip
+
+
+DEEPSEEK = _deepseek(f"{_CALL}function{_SEP}NAME\n```json\n", f"\n```{_CALL_END}")
+"""DeepSeek V3 and R1."""
+DEEPSEEK_PLAIN = _deepseek(f"{_CALL}NAME{_SEP}", _CALL_END)
+"""DeepSeek V3.1."""
+
+_KIMI_CALL, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_KIMI_END = "<|tool_call_end|>"
+KIMI = CallForm(
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    NamedObjects(
+        re.compile(
+            r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]{1,256}):\d{1,9})\s*"
+            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        re.compile(r"<\|tool_call_begin\|>[^{]{0,600}"),
+        f"{_KIMI_CALL}functions.NAME:0{_KIMI_ARGUMENTS}",
+        _KIMI_CALL,
+        _KIMI_END,
+        (_KIMI_CALL, _KIMI_ARGUMENTS),
+    ),
+    separator="",
+    between=(_KIMI_END,),
+)
+"""Kimi K2: a call's id has its name and which one of the conversation it is."""
+
+_LLAMA_SAYS = '{"name": function name, "parameters":'
+"""What the templates without the mark tell the model."""
+
+_TAUGHT = (
+    (KIMI, "<|tool_calls_section_begin|>"),
+    (KIMI, "<|im_system|>tool_declare<|im_middle|>"),
+    (COHERE, COHERE.opening),
+    (SEED_TAGS, SEED_TAGS.opening),
+    (MINIMAX_TAGS, MINIMAX_TAGS.opening),
+    (NEMOTRON, NEMOTRON.opening),
+    (LLAMA, LLAMA.opening),
+    (LLAMA, _LLAMA_SAYS),
+)
+"""Forms that one text in a template is enough for."""
+
+
+def form_in(template: str) -> CallForm | None:
+    """The form that a chat template teaches; None where it is none of those known here."""
+    if DEEPSEEK.opening in template:
+        return DEEPSEEK if "```json" in template else DEEPSEEK_PLAIN
+    if HERMES.opening in template:
+        if "<function=" in template:
+            return QWEN_TAGS
+        return GLM_TAGS if "<arg_key>" in template else HERMES
+    if MISTRAL.opening in template:
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
+    if PHI.opening in template:
+        return PHI if PHI.closing in template else GRANITE
+    return next((form for form, text in _TAUGHT if text in template), None)

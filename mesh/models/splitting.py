@@ -1,0 +1,27 @@
+"""What splits an answer as it comes: the parts, and a mark that may have begun."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Splitter(Protocol):
+    """Tells one answer's reasoning from the rest of it, which is text and calls."""
+
+    @property
+    def is_open(self) -> bool | None:
+        """Whether what comes now is reasoning between marks; None while that is not known."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """More of the answer: what is certain now to be reasoning, and the rest."""
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, once no more text comes."""
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of `text` begin `mark`, all of it excepted."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

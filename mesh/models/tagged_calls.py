@@ -1,0 +1,191 @@
+"""Calls whose parameters stand between tags, one by one: no JSON, but what the schema says they
+are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.models.written_calls import Schemas, WrittenCall
+
+_LONGEST_HEAD = 600
+"""Characters; names have 256."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A `head` with the name, then one `parameter` after the other, then `end`.
+
+    The first group of `head` is the name; those of `parameter` are key and value. `lead` is what a
+    head begins with, where that is no name; `opens` is what a parameter begins with, and `shuts`
+    what it ends with. A call ends at `closing` as well, which is not read.
+    """
+
+    lead: str
+    head: re.Pattern[str]
+    opens: str
+    parameter: re.Pattern[str]
+    shuts: str
+    end: str
+    closing: str
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts in it that a tokenizer may have special tokens for."""
+        found = (self.lead, self.opens, self.shuts, self.end)
+        return tuple(mark for mark in found if mark)
+
+    def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
+        """The call that `held` begins, and how many characters of that it does not read."""
+        is_call = held.startswith(self.lead) if self.lead else re.match(r"\w", held) is not None
+        return (0, TaggedCall(self, schemas)) if is_call else None
+
+    def may_begin(self, held: str) -> bool:
+        """Whether more text may make a call of what begins so, which is none yet."""
+        return self.lead.startswith(held)
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """None: the arguments are no JSON."""
+        del name
+        return None
+
+
+QWEN = Tagged(
+    lead="<function=",
+    head=re.compile(r"<function=([^>\n]+)>\s*"),
+    opens="<parameter=",
+    parameter=re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+    shuts="</parameter>",
+    end="</function>",
+    closing="</tool_call>",
+)
+SEED = Tagged(
+    lead="<function=",
+    head=re.compile(r"<function=([^>\n]+)>\s*"),
+    opens="<parameter=",
+    parameter=re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL),
+    shuts="</parameter>",
+    end="</function>",
+    closing="</seed:tool_call>",
+)
+MINIMAX = Tagged(
+    lead="<invoke name=",
+    head=re.compile(r'<invoke name="([^"\n]+)">\s*'),
+    opens="<parameter name=",
+    parameter=re.compile(r'<parameter name="([^"\n]+)">(.*?)</parameter>\s*', re.DOTALL),
+    shuts="</parameter>",
+    end="</invoke>",
+    closing="</minimax:tool_call>",
+)
+GLM = Tagged(
+    lead="",
+    head=re.compile(r"([\w.-]{1,256})\s*(?=<arg_key>|</tool_call>)"),
+    opens="<arg_key>",
+    parameter=re.compile(
+        r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+    ),
+    shuts="</arg_value>",
+    end="",
+    closing="</tool_call>",
+)
+
+
+class TaggedCall:
+    """One call so written: a parameter is told when it is whole.
+
+    A value is a text where the function's schema says so, or where it is no JSON. The call ends as
+    well where something else stands between the parameters.
+    """
+
+    def __init__(self, tags: Tagged, schemas: Schemas) -> None:
+        self.name = ""
+        self.call_id = ""
+        self.text = ""
+        self.arguments = ""
+        self.is_ended = self.is_told = False
+        self.told_chars = 0
+        self._tags = tags
+        self._schemas = schemas
+        self._left = ""
+        self._searched = 0
+
+    def found(self) -> tuple[str, str] | None:
+        """Name and arguments of a call that has ended, if it may be one."""
+        is_whole = self.arguments.endswith("}") and self.is_ended
+        return (self.name, self.arguments) if is_whole else None
+
+    def take(self, text: str) -> str:
+        """Read on; what of `text` stands behind the call."""
+        self.text += text
+        self._left += text
+        if not self.name:
+            head = self._tags.head.match(self._left)
+            if head is None:
+                return self._none()
+            self.name, self.arguments, self._left = head[1], "{", self._left[head.end() :]
+        while (parameter := self._parameter()) is not None:
+            self._left = self._left[parameter.end() :]
+            separator = "" if self.arguments == "{" else ", "
+            value = self._value(parameter[1], parameter[2])
+            self.arguments += f"{separator}{json.dumps(parameter[1])}: {value}"
+        left, opens = self._left, self._tags.opens
+        may_go_on = opens.startswith(left) or left.startswith(opens)
+        return "" if may_go_on or self._may_end(left) else self._end()
+
+    def _may_end(self, left: str) -> bool:
+        """Whether an end is there, but for its last signs."""
+        ends = (self._tags.end, self._tags.closing)
+        return any(end.startswith(left) and end != left for end in ends)
+
+    def _parameter(self) -> re.Match[str] | None:
+        """The next one, if it is whole. No text is searched for its end twice."""
+        self._left = self._left.lstrip()
+        shuts = self._tags.shuts
+        if self._left.find(shuts, self._searched) < 0:
+            self._searched = max(0, len(self._left) - len(shuts))
+            return None
+        self._searched = 0
+        return self._tags.parameter.match(self._left)
+
+    def _end(self) -> str:
+        rest = self._left.removeprefix(self._tags.end)
+        self.text = self.text[: len(self.text) - len(rest)]
+        self.arguments += "}"
+        self.is_ended, self._left = True, ""
+        return rest
+
+    def _none(self) -> str:
+        """What stands behind a tag that has no name, or names nothing else can have."""
+        _, mark, rest = self._left.partition(">")
+        self.is_ended = bool(mark) or len(self._left) > _LONGEST_HEAD
+        self.text = self.text[: len(self.text) - len(rest)]
+        return rest
+
+    def _value(self, key: str, text: str) -> str:
+        properties = self._schemas.get(self.name, {}).get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
+        if kinds == {"string"}:
+            return json.dumps(text, ensure_ascii=False)
+        try:
+            return json.dumps(json.loads(_PYTHON.get(text, text)), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return json.dumps(text, ensure_ascii=False)
+
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""As some models write them."""
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a value may have, as far as the schema itself says; none: any."""
+    kinds, values = schema.get("type"), schema.get("enum")
+    if isinstance(kinds, list):
+        return {kind for kind in kinds if isinstance(kind, str)}
+    if isinstance(kinds, str):
+        return {kinds}
+    is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
+    return {"string"} if is_text else set()
