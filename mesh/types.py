@@ -404,7 +404,8 @@ class GenerationRequest:
     `echo`: the prompt is given back first, in `PromptPiece`s, with its log-probabilities where
     `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
     `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
-    template, as one that has no switch for it does anyway.
+    template, as one that has no switch for it does anyway. `effort`: how hard it is to, for a
+    template that asks; empty leaves it to that.
     """
 
     request_id: str
@@ -426,6 +427,7 @@ class GenerationRequest:
     echo: bool = False
     trace_id: str = ""
     think: bool | None = None
+    effort: str = ""
 
     @property
     def scores_prompt(self) -> bool:

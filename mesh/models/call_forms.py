@@ -8,6 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mesh.models.channels import CALL, CHANNEL, call_to
+from mesh.models.gemma_calls import GemmaCalls
+from mesh.models.python_calls import PythonCalls
 from mesh.models.tagged_calls import GLM, MINIMAX, QWEN, SEED
 from mesh.models.written_calls import NamedObjects, Objects, Writing
 
@@ -140,32 +143,59 @@ KIMI = CallForm(
 )
 """Kimi K2: a call's id has its name and which one of the conversation it is."""
 
+HARMONY = CallForm(
+    call_to("\n").partition("\n")[0],
+    writing=NamedObjects(
+        re.compile(
+            r"(?:functions\.)?(?P<name>[\w.-]{1,256}) <\|constrain\|>json<\|message\|>\s*(?=\{)"
+        ),
+        re.compile(r"[\w.:-]{0,300}(?: [^{]{0,300})?"),
+        call_to("functions.NAME").removeprefix(call_to("\n").partition("\n")[0]),
+    ),
+    between=(),
+    ends=(CALL,),
+)
+"""gpt-oss, as `mesh.models.channels.Channels` hands calls on."""
+
+GEMMA = CallForm("<|tool_call>", "<tool_call|>", GemmaCalls(), ends=("<|tool_response>",))
+"""Gemma 4."""
+LFM = CallForm("<|tool_call_start|>", "<|tool_call_end|>", PythonCalls())
+"""LFM2 and LFM2.5."""
+OLMO = CallForm("<function_calls>", "</function_calls>", PythonCalls())
+"""Olmo 3."""
+
 _LLAMA_SAYS = '{"name": function name, "parameters":'
 """What the templates without the mark tell the model."""
 
-_TAUGHT = (
-    (KIMI, "<|tool_calls_section_begin|>"),
-    (KIMI, "<|im_system|>tool_declare<|im_middle|>"),
-    (COHERE, COHERE.opening),
-    (SEED_TAGS, SEED_TAGS.opening),
-    (MINIMAX_TAGS, MINIMAX_TAGS.opening),
-    (NEMOTRON, NEMOTRON.opening),
-    (LLAMA, LLAMA.opening),
-    (LLAMA, _LLAMA_SAYS),
+_TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
+    (HARMONY, (CALL, CHANNEL)),
+    (DEEPSEEK, (DEEPSEEK.opening, "```json")),
+    (DEEPSEEK_PLAIN, (DEEPSEEK_PLAIN.opening,)),
+    (QWEN_TAGS, (QWEN_TAGS.opening, "<function=")),
+    (GLM_TAGS, (GLM_TAGS.opening, "<arg_key>")),
+    (HERMES, (HERMES.opening,)),
+    (MISTRAL_NAMED, (MISTRAL_NAMED.opening, "[ARGS]")),
+    (MISTRAL, (MISTRAL.opening,)),
+    (PHI, (PHI.opening, PHI.closing)),
+    (GRANITE, (GRANITE.opening,)),
+    (GEMMA, (GEMMA.opening + "call:",)),
+    (LFM, (LFM.opening,)),
+    (LFM, ("<|tool_list_start|>",)),
+    (OLMO, (OLMO.opening,)),
+    (KIMI, (KIMI.opening,)),
+    (KIMI, ("<|im_system|>tool_declare<|im_middle|>",)),
+    (COHERE, (COHERE.opening,)),
+    (SEED_TAGS, (SEED_TAGS.opening,)),
+    (MINIMAX_TAGS, (MINIMAX_TAGS.opening,)),
+    (NEMOTRON, (NEMOTRON.opening,)),
+    (LLAMA, (LLAMA.opening,)),
+    (LLAMA, (_LLAMA_SAYS,)),
 )
-"""Forms that one text in a template is enough for."""
+"""Each form with texts that are all in the templates which teach it, in the order in which they
+are looked for."""
 
 
 def form_in(template: str) -> CallForm | None:
     """The form that a chat template teaches; None where it is none of those known here."""
-    if DEEPSEEK.opening in template:
-        return DEEPSEEK if "```json" in template else DEEPSEEK_PLAIN
-    if HERMES.opening in template:
-        if "<function=" in template:
-            return QWEN_TAGS
-        return GLM_TAGS if "<arg_key>" in template else HERMES
-    if MISTRAL.opening in template:
-        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL
-    if PHI.opening in template:
-        return PHI if PHI.closing in template else GRANITE
-    return next((form for form, text in _TAUGHT if text in template), None)
+    found = (form for form, texts in _TAUGHT if all(text in template for text in texts))
+    return next(found, None)

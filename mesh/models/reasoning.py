@@ -1,41 +1,78 @@
 """What a model thinks before it answers, told apart from the answer by the marks of its template.
 
-Only models whose chat template knows a pair of marks have any; nothing is guessed from an answer
-alone. Knows nothing of how tokens are chosen or sent.
+Only models whose chat template knows a pair of marks, or channels, have any; nothing is guessed
+from an answer alone. Knows nothing of how tokens are chosen or sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mesh.models.splitting import overlap
-
-_PAIRS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
+from mesh.models.channels import CHANNEL, MESSAGE, ChannelMarks
+from mesh.models.splitting import Splitter, overlap
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
     """How a model says that it begins and ceases to think.
 
-    `unseen` has the marks whose token ids decode to no text, because they are special.
+    `label` stands behind the opening mark and is no thought. `frame` is a pair of marks that may
+    stand around the answer. `unseen` has the marks whose token ids decode to no text, because they
+    are special.
     """
 
     opening: str
     closing: str
+    label: str = ""
+    frame: tuple[str, str] | None = None
     unseen: Mapping[int, str] = field(default_factory=dict)
+    answers_with = ""
+    """What stands before the text of an answer."""
+
+    @property
+    def opens_with(self) -> str:
+        """The token that an answer begins with to think before what a grammar binds."""
+        return self.opening
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The marks that a tokenizer may have special tokens for."""
+        return (self.opening, self.closing, *(self.frame or ()))
+
+    def splitter(self, tail: str, *, is_begun: bool) -> Splitter:
+        """For an answer behind a prompt with this end, which has begun with some of its text or
+        not. Some templates open the marks themselves, at the end of the prompt."""
+        del is_begun
+        return Thoughts(self, open_already=tail.rstrip().endswith(self.opening + self.label))
 
 
-def marks_in(template: str) -> tuple[str, str] | None:
-    """The marks that a chat template speaks of, or None."""
-    for opening, closing in _PAIRS:
-        if opening in template and closing in template:
-            return opening, closing
+_THINK = ReasoningMarks("<think>", "</think>")
+_PAIRS = (
+    _THINK,
+    ReasoningMarks("[THINK]", "[/THINK]"),
+    ReasoningMarks("<seed:think>", "</seed:think>"),
+    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningMarks("<|channel>", "<channel|>", label="thought"),
+    ReasoningMarks("Here is my thought process:", "Here is my response:"),
+)
+_FRAMES = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+)
+_FRAMED_BETWEEN = "<response></response>"
+"""What Granite 3.3's template says to the model of where it is to answer."""
+
+
+def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
+    """The marks that a chat template speaks of, or None; without their tokens."""
+    if f"{CHANNEL}analysis{MESSAGE}" in template:
+        return ChannelMarks()
+    for marks in _PAIRS:
+        if marks.opening + marks.label in template and marks.closing in template:
+            found = (pair for pair in _FRAMES if pair[0] in template)
+            granite = ("<response>", "</response>") if _FRAMED_BETWEEN in template else None
+            return replace(marks, frame=next(found, granite))
     return None
 
 
@@ -43,8 +80,8 @@ class Thoughts:
     """Splits one answer's text, as it comes, into reasoning and answer, without the marks.
 
     Reasoning is what stands between the marks at the very start; marks later on are text like any
-    other. `open_already` says that the prompt ended with the opening mark. Line ends beside the
-    marks belong to neither part.
+    other, but for those around all of the answer. `open_already` says that the prompt ended with
+    the opening mark. Line ends beside the marks belong to neither part.
     """
 
     def __init__(self, marks: ReasoningMarks, *, open_already: bool) -> None:
@@ -52,25 +89,30 @@ class Thoughts:
         self._held = ""
         self._is_open: bool | None = True if open_already else None
         self._trims = open_already
+        self._label = "" if open_already else marks.label
+        self._frame = marks.frame
+        """What may stand around the answer that has not begun."""
+        self._frame_end = ""
 
     @property
     def is_open(self) -> bool | None:
         """Whether what comes now is reasoning; None while that is not known."""
         return self._is_open
 
-    def push(self, token_id: int | None, text: str) -> tuple[str, str]:
-        """One token with the text it completes: what is certain now to be reasoning, and answer."""
-        unseen = "" if token_id is None else self._marks.unseen.get(token_id, "")
-        self._held += unseen + text
+    def push(self, text: str) -> tuple[str, str]:
+        """More of the answer: what is certain now to be reasoning, and the rest."""
+        self._held += text
         if self._is_open is None:
             self._decide()
         thought = self._think() if self._is_open else ""
-        return thought, self._take(self._held) if self._is_open is False else ""
+        return thought, self._answer(is_over=False) if self._is_open is False else ""
 
     def flush(self) -> tuple[str, str]:
         """What was held back, once no more text comes."""
-        rest, self._held = self._held, ""
-        return (rest, "") if self._is_open else ("", rest)
+        if self._is_open:
+            rest, self._held = self._held, ""
+            return rest, ""
+        return "", self._answer(is_over=True)
 
     def _decide(self) -> None:
         begun = self._held.lstrip()
@@ -81,6 +123,10 @@ class Thoughts:
             self._is_open = False
 
     def _think(self) -> str:
+        if self._label:
+            if len(self._held) < len(self._label) and self._label.startswith(self._held):
+                return ""
+            self._held, self._label = self._held.removeprefix(self._label), ""
         thought, mark, rest = self._held.partition(self._marks.closing)
         if not mark:
             keep = overlap(self._held, self._marks.closing)
@@ -88,6 +134,27 @@ class Thoughts:
         thought = self._take(thought)
         self._held, self._is_open, self._trims = rest, False, True
         return thought
+
+    def _answer(self, *, is_over: bool) -> str:
+        if self._frame is not None:
+            opening, closing = self._frame
+            begun = self._held.lstrip()
+            if not is_over and len(begun) < len(opening) and opening.startswith(begun):
+                return ""
+            self._frame = None
+            if begun.startswith(opening):
+                self._held = begun.removeprefix(opening)
+                self._trims, self._frame_end = True, closing
+        if not self._frame_end:
+            return self._take(self._held)
+        said, mark, rest = self._held.partition(self._frame_end)
+        if mark:
+            self._frame_end = ""
+            said = self._take(said)
+            self._held = rest
+            return said + self._take(rest)
+        keep = 0 if is_over else overlap(said, self._frame_end)
+        return self._take(said[: len(said) - keep])
 
     def _take(self, text: str) -> str:
         """`text`, which is the beginning of what is held, without line ends beside a mark."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,12 +20,14 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
-from mesh.models.call_forms import CallMarks, form_in
+from mesh.models.call_forms import HARMONY, CallForm, CallMarks, form_in
+from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
+from mesh.models.turns import Wants, turned, wants_of
 
 _COMPOSING = 4
 """NFC makes text shorter: three Hangul letters of nine bytes become a syllable of three."""
@@ -105,6 +109,8 @@ def load_tokenizer(manifest: Manifest) -> Any:
 _THINK_SWITCHES = ("enable_thinking", "thinking")
 """What chat templates ask whether to think: the first those of Qwen 3, GLM 4.5 and SmolLM 3, the
 second those of DeepSeek 3.1 and Granite 3."""
+_EFFORT = "reasoning_effort"
+"""What gpt-oss's asks how hard to."""
 
 
 class Tokenizer:
@@ -133,10 +139,14 @@ class Tokenizer:
         """Whether `encode_chat` follows the model's own template or the plain one."""
         return bool(self._tokenizer.chat_template)
 
-    def reasoning_marks(self) -> ReasoningMarks | None:
-        """The marks around what the model thinks, where its template has some."""
+    def reasoning_marks(self) -> ReasoningMarks | ChannelMarks | None:
+        """The marks of what the model thinks, where its template has some."""
         marks = marks_in(str(self._tokenizer.chat_template or ""))
-        return None if marks is None else ReasoningMarks(*marks, self._unseen(marks))
+        return None if marks is None else replace(marks, unseen=self._unseen(marks.tokens))
+
+    def takes_effort(self) -> bool:
+        """Whether the chat template asks how hard the model is to think."""
+        return _EFFORT in str(self._tokenizer.chat_template or "")
 
     def takes_tools(self) -> bool:
         """Whether the chat template says to the model which functions it may call."""
@@ -150,7 +160,7 @@ class Tokenizer:
 
     def call_marks(self) -> CallMarks | None:
         """How the model writes calls of functions, where its template's form is known."""
-        form = form_in(self._template([_PROBE]))
+        form = self._form
         return None if form is None else CallMarks(form, self._unseen(form.marks))
 
     def grammars(self, vocab_size: int) -> Grammars:
@@ -177,10 +187,11 @@ class Tokenizer:
         begun: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         think: bool | None = None,
+        effort: str = "",
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer behind what it has `begun`,
-        which may call the `tools` where the template takes them. `think` is for templates that have
-        a switch for that.
+        which may call the `tools` where the template takes them. `think` and `effort` are for
+        templates that have switches for that.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
@@ -198,8 +209,12 @@ class Tokenizer:
                 )
         if not self.has_chat_template:
             return self.encode(plain_transcript(messages) + begun, most)
-        text = self._render(messages, tools, think) + begun
-        return self._encode(text, most, special=False)
+        has_calls = any("tool_calls" in message for message in messages)
+        shown = turned(messages, self._wants if has_calls else Wants())
+        text = self._render(shown, tools, think, effort)
+        if begun and (marks := self.reasoning_marks()) is not None:
+            text += marks.answers_with
+        return self._encode(text + begun, most, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens and without any tidying up."""
@@ -233,12 +248,15 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         think: bool | None = None,
+        effort: str = "",
     ) -> str:
-        switches = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
+        switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
+        if effort:
+            switches[_EFFORT] = effort
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
+                tools=[self._described(tool) for tool in tools] or None,
                 add_generation_prompt=True, tokenize=False, **switches,
             )  # fmt: skip
         except (TemplateError, TypeError, AttributeError, ValueError, LookupError) as error:
@@ -248,6 +266,22 @@ class Tokenizer:
                 param="messages",
             ) from error
         return text
+
+    def _described(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool as the template takes it: gpt-oss's trips over one without a description."""
+        function = tool["function"]
+        if self._form is HARMONY and "description" not in function:
+            function = {**function, "description": ""}
+        return {**tool, "function": function}
+
+    @cached_property
+    def _form(self) -> CallForm | None:
+        return form_in(self._template([_PROBE]))
+
+    @cached_property
+    def _wants(self) -> Wants:
+        template = self._template([_PROBE])
+        return wants_of(lambda tried: self._render(tried, [_PROBE]), template, self._form)
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the template for chats with these tools; empty where there is none."""

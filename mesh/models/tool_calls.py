@@ -104,7 +104,7 @@ class CallReader:
         if (text := next(filter(held.startswith, form.between), None)) is not None:
             self._skip(len(text))
             return True
-        if self._has_called and any(text.startswith(held) for text in self._texts):
+        if is_over and self._has_called and any(text.startswith(held) for text in self._texts):
             self._skip(len(held))  # the answer was cut inside of a mark
         return self._end()
 

@@ -75,7 +75,7 @@ class CheckpointText:
     def constraint(self, request: GenerationRequest) -> Constraint | None:
         """What the answer to a request is bound to, if to anything. Raises BadRequest."""
         marks, thinks = self.call_marks if request.tools is not None else None, self.reasoning_marks
-        thinks_with = None if thinks is None else self._tokenizer.id_of(thinks.opening)
+        thinks_with = None if thinks is None else self._tokenizer.id_of(thinks.opens_with)
         return self._grammars.constraint(request, marks, thinks_with)
 
     def decoder(self, *, continues: bool) -> TextDecoder:
@@ -95,14 +95,9 @@ class CheckpointText:
     def _ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         if request.prompt_ids is None and request.messages is not None:
             tools = self._tools(request)
-            if request.think and self.reasoning_marks is None:
-                raise BadRequest(
-                    f"{request.model} does not support thinking: its chat template marks none.",
-                    fix="Leave `think` out, or ask a model that thinks before it answers.",
-                    param="think",
-                )
-            chat = request.messages, most, request.begun, tools
-            return self._tokenizer.encode_chat(*chat, think=request.think)
+            self._require_thinks(request)
+            chat = request.messages, most, request.begun, tools, request.think, request.effort
+            return self._tokenizer.encode_chat(*chat)
         if request.prompt_ids is None and request.prompt is not None:
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
@@ -114,6 +109,22 @@ class CheckpointText:
                 param="prompt",
             )
         return ids
+
+    def _require_thinks(self, request: GenerationRequest) -> None:
+        """Raise BadRequest where it is to think, or so hard, and its template knows of no such."""
+        if request.think and self.reasoning_marks is None:
+            raise BadRequest(
+                f"{request.model} does not support thinking: its chat template marks none.",
+                fix="Leave `think` out, or ask a model that thinks before it answers.",
+                param="think",
+            )
+        if request.effort and not self._tokenizer.takes_effort():
+            raise BadRequest(
+                f"{request.model} cannot be told how hard to think: its chat template does not"
+                " ask.",
+                fix="Leave the effort out, or ask a model that has levels of it, as gpt-oss does.",
+                param="reasoning_effort",
+            )
 
     @cached_property
     def _takes_tools(self) -> bool:
@@ -135,7 +146,7 @@ class CheckpointText:
         if self.call_marks is None:
             raise BadRequest(
                 f"the form in which {request.model} writes calls is not known here.",
-                fix="Ask a model that writes them as Hermes, Qwen, Llama 3, Mistral or Phi 4 do.",
+                fix="Ask a model of a family that docs/how-to/tools.md has, or send no tools.",
                 param=param,
             )
         return () if request.tools is None else request.tools.tools

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mesh.errors import CacheFull
-from mesh.models.reasoning import Thoughts
-from mesh.models.splitting import overlap
+from mesh.models.splitting import Splitter, overlap
 from mesh.models.tool_calls import CallReader
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
@@ -57,8 +56,9 @@ class Completion:
         self._prompt_tokens = 0 if request.echo else len(prompt)  # what is given back says it
         self._decoder = text.decoder(continues=request.messages is None or bool(request.begun))
         self._stops = StopStrings(request.sampling.stop)
-        self._thoughts = thoughts_of(text, request, prompt)
-        self._calls, self._unseen = _calls_of(text, request)
+        self._thoughts, unseen = thoughts_of(text, request, prompt)
+        self._calls, of_calls = _calls_of(text, request)
+        self._unseen = {**unseen, **of_calls}
         self._constraint = constraint
         self._started = started
         self._first_at = started
@@ -186,7 +186,7 @@ class Completion:
             text = self._unseen[token] + text
         if self._thoughts is None:
             return "", *self._split(self._stops.push(text))
-        thought, said = self._thoughts.push(token, text)
+        thought, said = self._thoughts.push(text)
         return thought, *self._split(self._stops.push(said))
 
     def _split(self, shown: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
@@ -210,27 +210,28 @@ def _joined(first: _Said, second: _Said) -> _Said:
     return first[0] + second[0], first[1] + second[1], first[2] + second[2]
 
 
-def _calls_of(
-    text: Text, request: GenerationRequest
-) -> tuple[CallReader | None, Mapping[int | None, str]]:
-    """What keeps calls apart, where the request has tools, and the marks that make no text."""
+_Unseen = Mapping[int | None, str]
+"""Marks that make no text, by their ids."""
+
+
+def _calls_of(text: Text, request: GenerationRequest) -> tuple[CallReader | None, _Unseen]:
+    """What keeps calls apart, where the request has tools, and its marks."""
     marks = text.call_marks if request.tools is not None else None
     if marks is None or request.tools is None:
         return None, {}
     return CallReader(marks.form, request.tools), dict(marks.unseen.items())
 
 
-def thoughts_of(text: Text, request: GenerationRequest, prompt: Sequence[int]) -> Thoughts | None:
-    """What keeps the reasoning of a chat's answer apart, where the model's template marks it.
-
-    A text that is only continued is never split. Some templates open the marks themselves, at the
-    end of the prompt.
-    """
+def thoughts_of(
+    text: Text, request: GenerationRequest, prompt: Sequence[int]
+) -> tuple[Splitter | None, _Unseen]:
+    """What keeps the reasoning of a chat's answer apart, where the model's template marks it, and
+    its marks. A text that is only continued is never split."""
     marks = text.reasoning_marks
     if marks is None or request.messages is None:
-        return None
+        return None, {}
     tail = b"".join(map(text.token_bytes, prompt[-_MARK_TOKENS:])).decode(errors="replace")
-    return Thoughts(marks, open_already=tail.rstrip().endswith(marks.opening))
+    return marks.splitter(tail, is_begun=bool(request.begun)), dict(marks.unseen.items())
 
 
 class StopStrings:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from mesh.errors import WeightsMissing
 from mesh.models.call_forms import CallMarks
 from mesh.models.candidates import CANDIDATES
+from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
 from mesh.models.reasoning import ReasoningMarks
 from mesh.pipeline.remote_ends import RemoteEnds
@@ -36,7 +37,7 @@ class Text(Protocol):
         """Tokens that end an answer."""
 
     @property
-    def reasoning_marks(self) -> ReasoningMarks | None:
+    def reasoning_marks(self) -> ReasoningMarks | ChannelMarks | None:
         """How the model's thinking begins and ends in a chat; None when it has no way to say."""
 
     @property

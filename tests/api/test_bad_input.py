@@ -80,7 +80,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"modalities": ["audio"]}, "modalities", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty", "other than 0"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"reasoning_effort": "minimal"}, "reasoning_effort", "'none', 'low'"),
         ({"store": True}, "store", "not supported"),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "Unknown"),
         ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),

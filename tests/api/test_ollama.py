@@ -169,7 +169,7 @@ def _told(**fields: Any) -> dict[str, Any]:
         ("chat", {"options": {"temprature": 1}}, "Unknown field: options.temprature"),
         ("chat", {"options": {"num_predict": 0}}, "options.num_predict: 0 tokens are no answer"),
         ("chat", {"options": {"mirostat": 2}}, "options.mirostat"),
-        ("chat", {"think": "high"}, "think: "),
+        ("chat", {"think": "max"}, "think"),
         ("chat", {"format": "xml"}, "format"),
         ("chat", {"truncate": True}, "truncate"),
         ("chat", _told(images=["aGk="]), "messages.0.images"),

@@ -239,7 +239,7 @@ async def test_fields_and_items_reach_the_generation(http: httpx.AsyncClient, ap
             "input.0.call_id",
             "no call before it",
         ),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "not supported"),
+        ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort", "'none', 'low'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"include": ["x"]}, "include.0", "reasoning.encrypted_content"),

@@ -33,6 +33,17 @@ MISTRAL = (
     "{% for c in m.tool_calls %}{% if c.id | length != 9 %}{{ raise_exception('ids of 9') }}"
     "{% endif %}[TOOL_CALLS]{% endfor %}{% endfor %}"
 )
+CHANNELS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
+HARMONY = (
+    "{{ strftime_now('%Y') }} {{ reasoning_effort }} {% for t in tools or [] %}"
+    "{{ t.function.name + ' // ' + t.function.description }}{% endfor %}{% for m in messages %}"
+    "{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json"
+    "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}"
+    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 UNKNOWN = "{{ tools }}{{ messages[-1]['content'] }}"
 
 ASK: list[Any] = [{"role": "user", "content": "How warm is it?"}]
@@ -236,6 +247,70 @@ async def test_qwens_calls_between_tags_are_json_for_the_client() -> None:
         with pytest.raises(openai.BadRequestError, match="between tags") as refused:
             await whole(client, tool_choice="required")
         assert refused.value.param == "tools"
+
+
+async def test_an_answer_in_channels_comes_in_its_parts_and_goes_back_as_them() -> None:
+    plan = "<|channel|>analysis<|message|>How?<|end|><|start|>assistant"
+    first = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "Köln"}'
+    async with asking(HARMONY, f"{plan}{first}{call}<|call|>and on it", CHANNELS) as (
+        client, asker,
+    ):  # fmt: skip
+        bare = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        choice = await whole(client, tools=[bare], reasoning_effort="high")
+        assert choice.finish_reason == "tool_calls"
+        assert (choice.message.reasoning_content, choice.message.content) == ("How?", "I look.")
+        assert asker.prompt()[4:].startswith(" high look // <|start|>user")
+        text, ((_, name, *pieces),), reason = await streamed(client)
+        assert (text, name, reason) == ("I look.", "look", "tool_calls")
+        assert len(pieces) > 3
+        assert json.loads("".join(pieces)) == {"city": "Köln"}
+        asker.says("<|channel|>final<|message|>It is warm.")
+        (done,) = choice.message.tool_calls
+        other = {**done.model_dump(), "id": "other"}
+        said = {**choice.message.model_dump(), "tool_calls": [done.model_dump(), other]}
+        results = [
+            {"role": "tool", "tool_call_id": call_id, "content": call_id}
+            for call_id in (done.id, "other")
+        ]
+        choice = await whole(client, messages=[*ASK, said, *results])
+        assert (choice.finish_reason, choice.message.content) == ("stop", "It is warm.")
+        spelt = 'to=functions.look<|channel|>commentary json<|message|>{"city": "Köln"}<|call|>'
+        assert f"<|message|>How?\n\nI look.<|end|><|start|>assistant {spelt}" in asker.prompt()
+        assert f"{spelt}<|start|>tool<|message|>other<|end|><|start|>assistant" in asker.prompt()
+        asker.says(f"{plan}<|channel|>fi")
+        assert (await whole(client, tools=openai.omit)).message.reasoning_content == "How?"
+    async with asking(HERMES, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="how hard") as refused:
+            await whole(client, reasoning_effort="low")
+        assert refused.value.param == "reasoning_effort"
+        assert (await whole(client, reasoning_effort="none")).message.content == "hi"
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        (
+            "{% for c in m.tool_calls %}<｜tool▁calls▁begin｜>{{ c.type + '<｜tool▁sep｜>' +"
+            " c.function.name + '```json' + c.function.arguments }}{% endfor %}",
+            '<｜tool▁calls▁begin｜>function<｜tool▁sep｜>look```json{"city": "Köln"}',
+        ),
+        ("{% for c in m.tool_calls %}<tool_call>{{ c.function.arguments }}{% endfor %}",
+         '<tool_call>{"city": "Köln"}'),
+        ("<|tool_list_start|>", "<|tool_call_start|>[look(city='Köln')]<|tool_call_end|>"),
+        ("{% for c in m.tool_calls %}<|tool_calls_section_begin|>{{ c.id }}{% endfor %}"
+         "{{ m.tool_call_id }}", "<|tool_calls_section_begin|>functions.look:0functions.look:0"),
+    ],
+)  # fmt: skip
+async def test_earlier_calls_go_through_a_template_as_it_wants_them(calls: str, shown: str) -> None:
+    template = f"{{{{ tools }}}}{{% for m in messages %}}{{{{ m.content }}}}{calls}{{% endfor %}}"
+    async with asking(template, "Done.") as (client, asker):
+        function = {"name": "look", "arguments": '{"city": "Köln"}'}
+        before: Any = {"role": "assistant", "content": ""}
+        before["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+        result = {"role": "tool", "tool_call_id": "c1", "content": ""}
+        await whole(client, messages=[*ASK, before, result])
+        assert shown in asker.prompt()
 
 
 @pytest.mark.parametrize(

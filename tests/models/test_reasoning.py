@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from mesh.models.channels import ChannelMarks, Channels
 from mesh.models.manifest import read_manifest
-from mesh.models.reasoning import ReasoningMarks, Thoughts
+from mesh.models.reasoning import ReasoningMarks, Thoughts, marks_in
+from mesh.models.splitting import Splitter
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
 from mesh.pipeline.completion import Completion, thoughts_of
@@ -24,10 +26,21 @@ from tests.models.conftest import Checkpoint
 MARKS = ReasoningMarks("<think>", "</think>")
 
 
-def split(pieces: list[str], *, open_already: bool = False) -> tuple[str, str]:
-    thoughts = Thoughts(MARKS, open_already=open_already)
-    parts = [*(thoughts.push(None, piece) for piece in pieces), thoughts.flush()]
+GEMMA = ReasoningMarks("<|channel>", "<channel|>", label="thought")
+COHERE = ReasoningMarks(
+    "<|START_THINKING|>", "<|END_THINKING|>", frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+)
+CALL = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+
+
+def split(splitter: Splitter, pieces: list[str]) -> tuple[str, str]:
+    parts = [*(splitter.push(piece) for piece in pieces), splitter.flush()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+def pieces_of(text: str, data: st.DataObject) -> list[str]:
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    return [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
 
 
 @pytest.mark.parametrize(
@@ -51,15 +64,110 @@ def split(pieces: list[str], *, open_already: bool = False) -> tuple[str, str]:
 def test_the_parts_do_not_depend_on_where_the_text_is_cut(
     text: str, open_already: bool, expected: tuple[str, str], data: st.DataObject
 ) -> None:
-    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
-    bounds = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
-    assert split(pieces, open_already=open_already) == expected
+    for pieces in (pieces_of(text, data), list(text)):
+        assert split(Thoughts(MARKS, open_already=open_already), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "expected"),
+    [
+        (GEMMA, "<|channel>thought\nwhy\n<channel|>hi", ("why\n", "hi")),
+        (GEMMA, "<|channel>th", ("th", "")),
+        (GEMMA, "<|channel>thorough<channel|>hi", ("thorough", "hi")),
+        (GEMMA, "hi", ("", "hi")),
+        (
+            COHERE,
+            "<|START_THINKING|>why<|END_THINKING|>\n<|START_RESPONSE|>\nhi <|END<|END_RESPONSE|>\n",
+            ("why", "hi <|END\n"),
+        ),
+        (COHERE, "<|START_RESPONSE|>hi <|END_RESPONSE", ("", "hi <|END_RESPONSE")),
+        (COHERE, "<|START_THINKING|>a<|END_THINKING|><|START_AC", ("a", "<|START_AC")),
+        (COHERE, " hi <|START_RESPONSE|>", ("", " hi <|START_RESPONSE|>")),
+    ],
+)
+@given(data=st.data())
+def test_labels_and_frames_are_no_part_of_what_stands_in_them(
+    marks: ReasoningMarks, text: str, expected: tuple[str, str], data: st.DataObject
+) -> None:
+    for pieces in (pieces_of(text, data), list(text)):
+        assert split(marks.splitter("", is_begun=False), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>Why?<|end|><|start|>assistant<|channel|>final<|message|>"
+            "It is so.<|return|>",
+            ("Why?", "It is so."),
+        ),
+        (
+            f"<|channel|>analysis<|message|>Look.<|end|><|start|>assistant{CALL}{{}}<|call|>",
+            ("Look.", f"{CALL}{{}}<|call|>"),
+        ),
+        # As the template itself writes calls of earlier turns.
+        (
+            ' to=functions.look<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+            ("", f'{CALL}{{"a": 1}}<|call|>'),
+        ),
+        # A preamble is for who asked; what is of one kind stands apart.
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+            "<|end|><|start|>assistant<|channel|>commentary<|message|>First:<|end|>\n<|start|>"
+            "assistant<|channel|>final<|message|>c <|d<|end|>",
+            ("a\n\nb", "First:\n\nc <|d"),
+        ),
+        ("<|channel|>analysis<|message|>cut <|e", ("cut <|e", "")),
+        (f"{CALL}{{", ("", f"{CALL}{{")),
+        ("<|channel|>final<|message|>hi<|end|><|start|>assi", ("", "hi")),
+        ("<|channel|>fi", ("", "")),
+        ("<|channel|>final<|message|>hi<|end|> <|return|>", ("", "hi")),
+        ("<|message|>bare", ("", "bare")),
+        ("plain to=you <|message|> and", ("", "plain to=you <|message|> and")),
+        ("<|start|>" + "no header " * 60, ("", "<|start|>" + "no header " * 60)),
+        ("", ("", "")),
+    ],
+)
+@given(data=st.data())
+def test_channels_are_told_apart_however_they_are_cut(
+    text: str, expected: tuple[str, str], data: st.DataObject
+) -> None:
+    for pieces in (pieces_of(text, data), list(text)):
+        assert split(Channels(is_begun=False), pieces) == expected
+
+
+def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -> None:
+    channels = ChannelMarks().splitter("", is_begun=False)
+    said = [channels.push(piece) for piece in ("<|channel|>", "analysis", "<|message|>", "a", "b")]
+    assert said == [("", ""), ("", ""), ("", ""), ("a", ""), ("b", "")]
+    assert split(ChannelMarks().splitter("", is_begun=True), ["on ", "it"]) == ("", "on it")
+
+
+@pytest.mark.parametrize(
+    ("template", "marks"),
+    [
+        ("{{ x.split('</think>') }}<think>", MARKS),
+        ("<|channel|>analysis<|message|>{{ x }}<|end|>", ChannelMarks()),
+        ("'<|channel>thought\\n<channel|>'", GEMMA),
+        ("<|START_THINKING|><|END_THINKING|><|START_RESPONSE|><|END_RESPONSE|>", COHERE),
+        (
+            "after 'Here is my thought process:' and 'Here is my response:'",
+            ReasoningMarks("Here is my thought process:", "Here is my response:"),
+        ),
+        (
+            "between <think></think> and between <response></response>",
+            ReasoningMarks("<think>", "</think>", frame=("<response>", "</response>")),
+        ),
+        ("<|start|>assistant<|channel|>final<|message|>", None),
+    ],
+)
+def test_marks_are_known_by_the_template(template: str, marks: object) -> None:
+    assert marks_in(template) == marks
 
 
 def test_reasoning_is_told_before_it_ends() -> None:
     thoughts = Thoughts(MARKS, open_already=False)
-    said = [thoughts.push(None, piece) for piece in ("<think>", "\n", "one ", "two <", "b")]
+    said = [thoughts.push(piece) for piece in ("<think>", "\n", "one ", "two <", "b")]
     assert said == [("", ""), ("", ""), ("one ", ""), ("two ", ""), ("<b", "")]
 
 
@@ -113,8 +221,8 @@ def test_nothing_is_split_without_marks_in_the_template_nor_in_a_continued_text(
     directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "plain")
     chat = GenerationRequest("r", ModelId("m"), messages=({"role": "user", "content": "hello"},))
     plain = CheckpointText(Tokenizer.load(read_manifest(directory)), 512)
-    assert thoughts_of(plain, chat, [5]) is None
+    assert thoughts_of(plain, chat, [5])[0] is None
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     marked = _text(directory, "{# <think> </think> #}x", special=False)
-    assert thoughts_of(marked, chat, [5]) is not None
-    assert thoughts_of(marked, GenerationRequest("r", ModelId("m"), prompt="x"), [5]) is None
+    assert thoughts_of(marked, chat, [5])[0] is not None
+    assert thoughts_of(marked, GenerationRequest("r", ModelId("m"), prompt="x"), [5])[0] is None

@@ -14,15 +14,19 @@ from mesh.models.call_forms import (
     COHERE,
     DEEPSEEK,
     DEEPSEEK_PLAIN,
+    GEMMA,
     GLM_TAGS,
     GRANITE,
+    HARMONY,
     HERMES,
     KIMI,
+    LFM,
     LLAMA,
     MINIMAX_TAGS,
     MISTRAL,
     MISTRAL_NAMED,
     NEMOTRON,
+    OLMO,
     PHI,
     QWEN_TAGS,
     SEED_TAGS,
@@ -256,6 +260,55 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "So:",
         [("look", '{"city": "Köln"}'), ("add", '{"a": 1}')],
     ),
+    (
+        HARMONY,
+        'I look.<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city":'
+        ' "Köln"}<|call|> not read',
+        "I look.",
+        [("look", '{"city": "Köln"}')],
+    ),
+    (
+        HARMONY,
+        "<|channel|>commentary to=python <|constrain|>json<|message|>print(1)<|call|>",
+        "<|channel|>commentary to=python <|constrain|>json<|message|>print(1)<|call|>",
+        [],
+    ),
+    (
+        GEMMA,
+        'So.\n<|tool_call>call:look{city:<|"|>Bad "Ems",\n{x}<|"|>,any:{b:[1,-2.5,true,None],<|"|>c'
+        '<|"|>:<|"|><|"|>}}<tool_call|><|tool_call>call:add{}<tool_call|><|tool_response>more',
+        "So.",
+        [
+            (
+                "look",
+                '{"city": "Bad \\"Ems\\",\\n{x}", "any": {"b": [1, -2.5, true, null], "c": ""}}',
+            ),
+            ("add", "{}"),
+        ],
+    ),
+    (GEMMA, "<|tool_call>call:add{a:1}<tool_call|>\nso", "so", [("add", '{"a": 1}')]),
+    (GEMMA, "<|tool_call>call me", "<|tool_call>call me", []),
+    (
+        LFM,
+        "<|tool_call_start|>[look(city='Bad \\'Ems\\'', any={'b': [1, -2.5, True, null]}), add()]"
+        "<|tool_call_end|>\nChecking.",
+        "Checking.",
+        [("look", '{"city": "Bad \'Ems\'", "any": {"b": [1, -2.5, true, null]}}'), ("add", "{}")],
+    ),
+    (
+        LFM,
+        "<|tool_call_start|> [look(city=\"a)\nb, 'c'\", kind='2',)]<|tool_call_end|>",
+        "",
+        [("look", '{"city": "a)\\nb, \'c\'", "kind": "2"}')],
+    ),
+    (LFM, "<|tool_call_start|>[]<|tool_call_end|>", "<|tool_call_start|>[]<|tool_call_end|>", []),
+    (LFM, "<|tool_call_start|>[are marks]", "<|tool_call_start|>[are marks]", []),
+    (
+        OLMO,
+        "I look.\n<function_calls>\nlook(city='Köln', flag=true)\nadd(a=12)\n</function_calls>",
+        "I look.",
+        [("look", '{"city": "Köln", "flag": true}'), ("add", '{"a": 12}')],
+    ),
 ]
 
 
@@ -296,6 +349,43 @@ def test_broken_arguments_are_text_unless_they_were_told_already(broken: str) ->
     assert arguments.startswith('{"a')
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "add(a=1 + 2)",
+        "add(a=f(2))",
+        "add('sed -n '1,2p' x')",
+        "add(a=1e999)",
+        "add(a=)",
+        "add(**x)",
+        "add(a=1]",
+        "add(a=" + "(" * 500 + ")" * 500 + ")",
+        "add(a={1: {2}})",
+    ],
+)
+def test_what_is_no_literal_is_no_argument(broken: str) -> None:
+    said = f"<|tool_call_start|>[{broken}]<|tool_call_end|>"
+    assert read(LFM, [said], in_pieces=False)[:2] == (said, [])
+
+
+@pytest.mark.parametrize(
+    "broken",
+    ["call:add{a:New York}", "call:add{a:1<tool_call|>", 'call:add{a:<|"|>x'],
+)
+def test_what_makes_no_json_of_gemmas_is_text(broken: str) -> None:
+    said = f"<|tool_call>{broken}"
+    assert read(GEMMA, list(said), in_pieces=False)[:2] == (said, [])
+
+
+def test_kimis_calls_keep_their_ids_which_are_counted_by_the_model() -> None:
+    call = "<|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    reader = CallReader(KIMI, ToolUse(TOOLS))
+    told = reader.push(f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>")[1]
+    first, second = (news.id for news in told if news.id)
+    assert first == "functions.add:3"
+    assert second.startswith("call_")
+
+
 def test_a_parameter_that_is_cut_off_is_text_unless_its_call_was_told() -> None:
     cut = "<tool_call><function=add><parameter=a>1</parameter><parameter=city>Kö"
     assert read(QWEN_TAGS, [cut], in_pieces=False)[:2] == (cut, [])
@@ -330,6 +420,11 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
             DEEPSEEK,
         ),
         ("<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>", DEEPSEEK_PLAIN),
+        ("<|channel|>commentary json<|message|>{{ arguments }}<|call|>", HARMONY),
+        ("'<|tool_call>call:' + function['name']", GEMMA),
+        ("<|tool_call_start|>[", LFM),
+        ("List of tools: <|tool_list_start|>[", LFM),
+        ("wrapped in <function_calls></function_calls>", OLMO),
         ("<|tool_calls_section_begin|>", KIMI),
         ("{{ '<|im_system|>tool_declare<|im_middle|>' }}{{ tools | tojson }}", KIMI),
         ("write <|START_ACTION|> followed by a list", COHERE),

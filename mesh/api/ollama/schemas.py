@@ -28,7 +28,7 @@ class _AnswerBody(Strict):
     format: Literal["json"] | dict[str, Any] | None = None
     options: Options | None = None
     num_predict: NumPredict | None = None
-    think: bool | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Ollama's, not here
@@ -69,16 +69,18 @@ class _AnswerBody(Strict):
             ),
             principal=principal,
             schema={"type": "object"} if self.format == "json" else self.format or None,
-            think=self.think,
+            think=bool(self.think) if self.think is not None else None,
+            effort=self.think if isinstance(self.think, str) else "",
             **asked,
         )
 
 
 class OllamaChatBody(_AnswerBody):
     """The body of `POST /api/chat`. `format` is `json` or a JSON schema. `think` false has a model
-    not think whose chat template has a switch for that; what a model thinks is in `thinking`,
-    apart from the answer. `system` stands before messages without one of that role, `num_predict`
-    for that of the options. `keep_alive` has no effect: how long a model stays is its deployment's.
+    not think whose chat template has a switch for that; `low`, `medium` and `high` are for those
+    whose template asks how hard to. What a model thinks is in `thinking`, apart from the answer.
+    `system` stands before messages without one of that role, `num_predict` for that of the options.
+    `keep_alive` has no effect: how long a model stays is its deployment's.
     """
 
     messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import FlatFormat, schema_of
 from mesh.api.openai.response_items import NOT_STORED, InputItems, to_messages
-from mesh.api.openai.sampling import INT32, Hint, Refused, SamplingBody
+from mesh.api.openai.sampling import INT32, Effort, Hint, Refused, SamplingBody, thinking
 from mesh.api.openai.tools import (
     MAX_TOOLS,
     FunctionName,
@@ -63,12 +63,12 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How the model thinks before it answers, which is as it was taught. The whole of it is what
-    `summary` says."""
+    """How the model thinks before it answers. The whole of it is what `summary` says. `effort` is
+    for models whose chat template asks for it; `none` has those not think that can be told so."""
 
     summary: Annotated[None, only("auto", "detailed")] = None
     generate_summary: Annotated[None, only("auto", "detailed")] = None
-    effort: Refused = None
+    effort: Effort | None = None
     context: Annotated[None, only("auto")] = None
     mode: Annotated[None, only("standard")] = None
 
@@ -151,6 +151,10 @@ class ResponseBody(SamplingBody):
         return self.tool_choice.name if isinstance(self.tool_choice, NamedFunction) else ""
 
     @property
+    def _effort(self) -> Effort | None:
+        return self.reasoning.effort if self.reasoning is not None else None
+
+    @property
     def with_logprobs(self) -> bool:
         """Whether the answer's text comes with its tokens' log-probabilities."""
         return _LOGPROBS in (self.include or ())
@@ -173,6 +177,7 @@ class ResponseBody(SamplingBody):
                 in_pieces=bool(self.stream),
             ),
             schema=schema_of(self.text.format if self.text is not None else None),
+            **thinking(self._effort),
         )
 
     def echo(self) -> dict[str, Any]:
@@ -192,7 +197,7 @@ class ResponseBody(SamplingBody):
                 "format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"},
                 "verbosity": "medium",
             },
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": None},
             "metadata": self.metadata or {},
             "store": False,
             "background": False,

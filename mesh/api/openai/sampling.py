@@ -20,8 +20,17 @@ MAX_EDITS = 16
 INT32 = 2**31
 _MAX_STOPS = 16
 
+Effort = Literal["none", "low", "medium", "high"]
+"""How hard a model is to think, `none` being not at all."""
 Refused = Annotated[None, only()]
 Hint = Any
+
+
+def thinking(effort: Effort | None) -> dict[str, Any]:
+    """What a generation is told of it."""
+    if effort is None:
+        return {}
+    return {"think": False} if effort == "none" else {"effort": effort}
 
 
 class SteerChoice(Strict):

@@ -15,7 +15,7 @@ from pydantic import (
 
 from mesh.api.bodies import Strict, only
 from mesh.api.openai.formats import ResponseFormat, schema_of
-from mesh.api.openai.sampling import INT32, Hint, Refused, SamplingBody
+from mesh.api.openai.sampling import INT32, Effort, Hint, Refused, SamplingBody, thinking
 from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
 from mesh.errors import BadRequest
 from mesh.types import GenerationRequest, Principal
@@ -142,7 +142,8 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
 
 class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
-    where they are left out. Without a limit an answer may fill the context."""
+    where they are left out. Without a limit an answer may fill the context. `reasoning_effort` is
+    for models whose chat template asks for it; `none` has those not think that can be told so."""
 
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -151,13 +152,13 @@ class ChatBody(_ChoicesBody, ToolsBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: Effort | None = None
     # OpenAI's, not here
     functions: Annotated[None, only([])] = None
     function_call: Annotated[None, only("none", "auto")] = None
     modalities: Annotated[None, only(["text"])] = None
     audio: Refused = None
     prediction: Refused = None
-    reasoning_effort: Refused = None
     verbosity: Refused = None
     web_search_options: Refused = None
     store: Annotated[None, only(False)] = None
@@ -185,6 +186,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
             messages=to_template(self.messages),
             tools=self.tool_use(),
             schema=schema_of(self.response_format),
+            **thinking(self.reasoning_effort),
         )
 
 

@@ -1,0 +1,104 @@
+"""Conversations with calls become what each template wants, which is found by trying it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mesh.models.tokenizer import Tokenizer
+from mesh.models.turns import Wants, turned
+from tests.pipeline.scripted_asker import EOS, tokenizer_with
+
+
+def call(call_id: str, name: str = "look", **arguments: Any) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def result(call_id: str, said: str) -> dict[str, Any]:
+    return {"role": "tool", "content": said, "tool_call_id": call_id, "name": "look"}
+
+
+CALLS = {"role": "assistant", "content": "I look.", "tool_calls": [call("a"), call("b")]}
+TALK = [{"role": "user", "content": "hi"}, CALLS, result("b", "2"), result("a", "1")]
+
+
+def test_one_call_comes_with_its_result_before_the_next() -> None:
+    shown = turned(
+        [*TALK[:1], {**CALLS, "reasoning_content": "How?"}, *TALK[2:]], Wants(one_call=True)
+    )
+    assert [m["role"] for m in shown] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [[c["id"] for c in m["tool_calls"]] for m in shown[1::2]] == [["a"], ["b"]]
+    assert [m["content"] for m in shown] == ["hi", "", "1", "", "2"]
+    assert [m.get("thinking") for m in shown[1::2]] == ["How?\n\nI look.", None]
+
+
+def test_ids_are_counted_where_they_are_not_yet() -> None:
+    own = {"role": "assistant", "content": "", "tool_calls": [call("functions.look:9")]}
+    shown = turned([*TALK, own, result("functions.look:9", "3")], Wants(counted_ids=True))
+    ids = [c["id"] for m in shown for c in m.get("tool_calls", ())]
+    assert ids == ["functions.look:0", "functions.look:1", "functions.look:9"]
+    answered = [m["tool_call_id"] for m in shown if m["role"] == "tool"]
+    assert answered == ["functions.look:1", "functions.look:0", "functions.look:9"]
+    assert TALK[1]["tool_calls"][0]["id"] == "a"  # what was given is as it was
+
+
+def test_results_stand_beside_their_calls() -> None:
+    shown = turned(TALK, Wants(tool_responses=True))
+    assert [m["role"] for m in shown] == ["user", "assistant"]
+    assert shown[1]["tool_responses"] == [
+        {"name": "look", "response": "2"}, {"name": "look", "response": "1"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("calls", "shown"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"city": "K"}'),
+        ("{{ '<' + c.function.arguments }}", '<{"city": "K"}'),
+        ("{{ c.function.arguments }}", '{"city": "K"}'),
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "city=K"),
+        ("{{ raise_exception('no calls') }}", None),
+    ],
+)
+def test_arguments_are_objects_or_texts(calls: str, shown: str | None) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        f"{{{{ c.function.name }}}}{calls}{{% endfor %}}{{% endfor %}}"
+    )
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    said = [{"role": "assistant", "content": "", "tool_calls": [call("a", city="K")]}]
+    if shown is not None:
+        assert tokenizer.decode(tokenizer.encode_chat(said)) == f"look{shown}"
+        return
+    with pytest.raises(Exception, match="no calls"):
+        tokenizer.encode_chat(said)
+
+
+def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
+    template = "{{ tools | tojson }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    for mark, spelt in (
+        (
+            "<|im_system|>tool_declare<|im_middle|>",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_begin|>functions.look:1"
+            "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ),
+        ("<|tool_list_start|>", "<|tool_call_start|>[look(), look()]<|tool_call_end|>"),
+        (
+            "<tool_call>",
+            '<tool_call>{"name": "look", "arguments": {}}</tool_call>\n'
+            '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
+        ),
+        (
+            "<TOOLCALL>",
+            '<TOOLCALL>[{"name": "look", "arguments": {}}, {"name": "look", "arguments": {}}]'
+            "</TOOLCALL>",
+        ),
+    ):
+        tokenizer = Tokenizer(tokenizer_with(f"{template}{{# {mark} #}}"), frozenset({EOS}))
+        assert f"|I look.{spelt}|2|1" in tokenizer.decode(tokenizer.encode_chat(TALK))
