@@ -8,7 +8,7 @@ from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.manifest import Manifest
 from mesh.models.standard import experts_met, has_other_layers, has_standard_layers
 from mesh.routing.machines import QUANTS, ModelShape
-from mesh.shard.footprint import computing_bytes, position_bytes, weight_bytes
+from mesh.shard.footprint import cached_numbers, computing_bytes, weight_bytes
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 
@@ -32,7 +32,7 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         manifest.layer_bytes,
         manifest.ends_bytes,
         manifest.hidden_size,
-        position_bytes(manifest, LayerRange(0, 1), 1),
+        max(cached_numbers(manifest, LayerRange(0, manifest.total_layers))),
         computing_bytes(manifest, ShardSettings().prefill_rows, context),
         quants=("none",) if has_other_layers(manifest.config) else QUANTS,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),

@@ -36,7 +36,10 @@ _IGNORED = frozenset(
 _COMPUTED = frozenset({"scaling", "softcap", "s_aux"})
 
 _QUERY_BLOCK = 128
-"""Rows computed at a time of a chunk whose score matrix is spelt out in full."""
+"""Rows computed at a time, at most, of a chunk whose score matrix is spelt out in full."""
+
+_SPELT_OUT = 1 << 23
+"""Scores of so many rows: 32 MiB, and several of them at once."""
 
 SHORT_ROWS = 16
 """Rows of the longest step of a token and what is drafted behind it."""
@@ -295,9 +298,9 @@ def _spelt_out(softcap: float | None, sinks: torch.Tensor | None) -> Attend:
         kv_heads, keys = key.shape[1], key.shape[2]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         mask = None if rows == 1 else rule.mask(rows, keys, query.device)
-        blocks = []
-        for first in range(0, rows, _QUERY_BLOCK):
-            block = slice(first, first + _QUERY_BLOCK)
+        blocks, at_once = [], max(1, min(_QUERY_BLOCK, _SPELT_OUT // (heads * keys)))
+        for first in range(0, rows, at_once):
+            block = slice(first, first + at_once)
             some = query[:, :, block]
             shape = len(some), heads, some.shape[2]
             # Heads that share keys become rows that share keys: their keys are read once.

@@ -16,6 +16,11 @@ from mesh.types import LayerRange, ShardMemory
 SPARE_MB = 64
 """What allocators, kernels and a runtime's own tables take beside everything that is counted."""
 
+_CHOSEN_EXPERTS = (
+    "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk",
+)  # fmt: skip
+"""What configs call the experts that a row goes to."""
+
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
@@ -48,9 +53,13 @@ def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
     """What computing so many rows behind so many positions takes beside weights and caches."""
     text, hidden = _text(manifest.config), manifest.hidden_size
     wide = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    # Of mixtures each row goes to several experts, sorted by them.
+    chosen = _number(text, *_CHOSEN_EXPERTS) or 0
+    narrow = _number(text, "moe_intermediate_size") or wide
+    routed = chosen * (3 * narrow + 2 * hidden)
     # fp32, whatever the weights are: inputs, projections and both sides of the gate; then a mask.
     longest = min(context, manifest.max_positions or context)
-    return rows * (8 * hidden + 3 * wide) * 4 + rows * longest * 4
+    return rows * (8 * hidden + 3 * wide + routed) * 4 + rows * longest * 4
 
 
 def ends_mb(manifest: Manifest, itemsize: int) -> int:
@@ -70,6 +79,26 @@ def weight_bytes(tensors: Iterable[TensorEntry], itemsize: int) -> int:
 
 def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int:
     """What one position takes in the caches of these layers."""
+    return itemsize * sum(cached_numbers(manifest, layers))
+
+
+def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
+    """What one position adds to the caches of each of these layers."""
+    keys, values = dict[str, int](), dict[str, int]()
+    for entry in manifest.layer_tensors(layers):
+        index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
+        if name.endswith("k_proj.weight"):
+            keys[index] = entry.shape[0]
+        elif name.endswith("v_proj.weight"):
+            values[index] = entry.shape[0]
+    said = _said_numbers(manifest)
+    each = map(str, range(layers.start, layers.stop))
+    # Layers may differ; where keys are values as well (Gemma 4), both are cached.
+    return [keys[i] + values.get(i, keys[i]) if i in keys else said for i in each]
+
+
+def _said_numbers(manifest: Manifest) -> int:
+    """The same as the config has it, for a layer that stores no projection to keys."""
     text = _text(manifest.config)
     heads = _number(text, "num_attention_heads", "n_head", "num_heads") or 1
     # A config that spells it n_head knows nothing of groups, whatever else it carries.
@@ -81,7 +110,7 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
     if latent is not None:  # most cache what latent attention expands to, per head; some do not
         keys = heads * (latent + (_number(text, "qk_rope_head_dim") or 0))
         values = heads * (_number(text, "v_head_dim") or latent)
-    return (keys + values) * itemsize * len(layers)
+    return keys + values
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
