@@ -11,7 +11,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -26,6 +29,10 @@ _TWO, _ONE = ("experts.gate_proj", "experts.up_proj"), "experts.gate_up_proj"
 """Matrices of all experts that GGUF files store apart and some models take from one tensor."""
 
 
+_WHOLES = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+"""Text models whose table is that of the whole that they are in."""
+
+
 def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`stored` under the names and in the shapes that `module` expects.
 
@@ -34,9 +41,13 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
     """
     expected = module.state_dict().keys()
     stored = _in_turns(stored, expected)
-    if stored.keys() <= expected:
+    whole = _WHOLES.get(module.config.model_type)
+    if stored.keys() <= expected and whole is None:
         return stored  # without the table: to build it takes a fifth of a small span's load
-    table = get_model_conversion_mapping(module, add_legacy=False)
+    if whole is None:
+        table = get_model_conversion_mapping(module, add_legacy=False)
+    else:
+        table = get_checkpoint_conversion_mapping(whole)
     if not table:
         return stored
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -47,7 +58,7 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
     # Experts are stacked in the order they are added: by number, not by spelling.
     for name in sorted(stored, key=dot_natural_key):
         target, source = rename_source_key(name, renamings, converters)
-        if source is None or name in expected:
+        if source is None or (name in expected and whole is None):
             converted[name if name in expected else target] = stored[name]
             continue
         if target not in pending:

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
+from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.types import LayerRange
 
@@ -27,11 +28,12 @@ PROVEN = frozenset(
     {
         "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
         "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "glm4", "glm4_moe", "gpt2", "gpt_oss", "granite", "granitemoe",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama", "llama4_text", "mimo_v2_flash",
-        "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat",
-        "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-        "seed_oss", "smollm3",
+        "gemma4_unified_text", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "gpt2",
+        "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama",
+        "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
+        "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
@@ -182,6 +184,8 @@ def family_of(manifest: Manifest) -> Family:
             fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
+    if manifest.tied and getattr(whole, "tie_word_embeddings", False):
+        text.tie_word_embeddings = True  # it may be said of the whole only
     reason = _refusal(whole, text)
     if reason:
         raise _unsupported(str(text.model_type), reason)
@@ -201,7 +205,10 @@ def family_of_config(config: Any) -> Family:
     kind = type(config)
     try:
         base_class = AutoModel._model_mapping[kind]  # noqa: SLF001 - the only config-to-class table
-        causal_class = AutoModelForCausalLM._model_mapping[kind]  # noqa: SLF001
+        is_headed = config.model_type in PLAIN_HEADS
+        causal_class = (
+            headed(base_class) if is_headed else AutoModelForCausalLM._model_mapping[kind]  # noqa: SLF001
+        )
     except KeyError as error:
         raise _unsupported(str(config.model_type), "it is not a causal language model") from error
     entry = ENTRIES.get(config.model_type, _GENERIC)
