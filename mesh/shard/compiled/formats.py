@@ -2,10 +2,11 @@
 
 The layout is that of onnxruntime's ``MatMulNBits``: each row in blocks of 32 columns, a code for
 each weight, a scale and, in 4 bit, a zero point for each block; ``(code - zero) * scale`` is the
-weight. In 8 bit the zero point is 128. In 4 bit, rounding around zero is off by a tenth of a
-normal matrix; a zero point for each block, so that its codes cover what it holds, takes a fifth of
-that away, and a scale refitted by least squares to a narrowed range, as llama.cpp does for its
-K-quants, a little more.
+weight. In 8 bit the zero point is 128, and a scale that is a power of two is taken where nothing
+needs to be rounded then: weights that were in MXFP4 once stay as they are. In 4 bit, rounding
+around zero is off by a tenth of a normal matrix; a zero point for each block, so that its codes
+cover what it holds, takes a fifth of that away, and a scale refitted by least squares to a narrowed
+range, as llama.cpp does for its K-quants, a little more.
 """
 
 from __future__ import annotations
@@ -190,6 +191,9 @@ def _quantise(
     if bits == 8:
         largest = blocks.abs().amax(-1)
         scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        even = torch.ldexp(torch.ones_like(scales), torch.frexp(scales).exponent)
+        steps = blocks / even[..., None]
+        scales = torch.where((steps == steps.round()).all(-1), even, scales)
         codes = (blocks / scales[..., None]).round_().clamp_(-127, 127).add_(128)
         return codes.to(torch.uint8), scales, None
     codes, scales, zeros = _narrowed(blocks)

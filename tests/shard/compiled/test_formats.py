@@ -21,6 +21,20 @@ def noise(rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
 
 
+def test_what_was_in_mxfp4_is_exact_in_8_bit() -> None:
+    levels = torch.tensor(
+        [0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32
+    )
+    chosen = torch.randint(0, len(levels), (64, 8, 32), generator=torch.Generator().manual_seed(0))
+    scales = 2.0 ** torch.arange(-9.0, 7.0).repeat(32).view(64, 8, 1)
+    weight = (levels[chosen] * scales).view(64, 256)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(weight.to(dtype).float(), weight)
+        assert torch.equal(quantise(weight.to(dtype), "int8").dense(), weight)
+    other = quantise(noise(64, 256), "int8")
+    assert torch.equal(other.scales, noise(64, 256).view(64, 8, 32).abs().amax(-1) / 127)
+
+
 @pytest.mark.parametrize(("quant", "most"), [("int8", 0.006), ("int4", 0.08)])
 def test_what_is_kept_is_close_and_as_small_as_said(quant: Quant, most: float) -> None:
     weight = noise(96, 256)
