@@ -75,6 +75,8 @@ GRANITE = CallForm("<|tool_call|>", separator=",")
 """Granite 3."""
 NEMOTRON = CallForm("<TOOLCALL>", "</TOOLCALL>", separator=",")
 """Nemotron Nano 2, and Nemotron Super 1.5."""
+APRIEL = CallForm("<tool_calls>", "</tool_calls>", separator=",")
+"""Apriel 1.5 and 1.6."""
 COHERE = CallForm(
     "<|START_ACTION|>", "<|END_ACTION|>", Objects("tool_name", "parameters"), separator=","
 )
@@ -171,6 +173,7 @@ _TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
     (HARMONY, (CALL, CHANNEL)),
     (DEEPSEEK, (DEEPSEEK.opening, "```json")),
     (DEEPSEEK_PLAIN, (DEEPSEEK_PLAIN.opening,)),
+    (APRIEL, (APRIEL.opening + "[",)),
     (QWEN_TAGS, (QWEN_TAGS.opening, "<function=")),
     (GLM_TAGS, (GLM_TAGS.opening, "<arg_key>")),
     (HERMES, (HERMES.opening,)),
@@ -181,6 +184,7 @@ _TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
     (GEMMA, (GEMMA.opening + "call:",)),
     (LFM, (LFM.opening,)),
     (LFM, ("<|tool_list_start|>",)),
+    (LFM, ('"List of tools: ["', "keep_past_thinking")),
     (OLMO, (OLMO.opening,)),
     (KIMI, (KIMI.opening,)),
     (KIMI, ("<|im_system|>tool_declare<|im_middle|>",)),

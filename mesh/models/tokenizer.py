@@ -20,7 +20,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
-from mesh.models.call_forms import HARMONY, CallForm, CallMarks, form_in
+from mesh.models.call_forms import CallForm, CallMarks, form_in
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
@@ -46,6 +46,11 @@ _PROBE: Mapping[str, Any] = {
     },
 }
 """A tool that shows in what a template makes of it."""
+
+
+_GREETING = [{"role": "user", "content": "hello"}]
+_OBJECTIONS = (TemplateError, TypeError, AttributeError, ValueError, LookupError)
+"""What a template raises that does not take a conversation."""
 
 
 def longest_token_bytes(backend: Any) -> int | None:
@@ -153,7 +158,7 @@ class Tokenizer:
         if not self.has_chat_template:
             return False
         try:
-            text = self._render([{"role": "user", "content": "hello"}], [_PROBE])
+            text = self._render(_GREETING, [_PROBE])
         except BadRequest:
             return False
         return str(_PROBE["function"]["name"]) in text
@@ -259,7 +264,7 @@ class Tokenizer:
                 tools=[self._described(tool) for tool in tools] or None,
                 add_generation_prompt=True, tokenize=False, **switches,
             )  # fmt: skip
-        except (TemplateError, TypeError, AttributeError, ValueError, LookupError) as error:
+        except _OBJECTIONS as error:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {error}.",
                 fix="Start with the user (or one system message) and let roles alternate.",
@@ -268,11 +273,22 @@ class Tokenizer:
         return text
 
     def _described(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """A tool as the template takes it: gpt-oss's trips over one without a description."""
+        """A tool as the template takes it."""
         function = tool["function"]
-        if self._form is HARMONY and "description" not in function:
+        if "description" not in function and self._trips_over_the_undescribed:
             function = {**function, "description": ""}
         return {**tool, "function": function}
+
+    @cached_property
+    def _trips_over_the_undescribed(self) -> bool:
+        function = {key: said for key, said in _PROBE["function"].items() if key != "description"}
+        try:
+            self._tokenizer.apply_chat_template(
+                _GREETING, tools=[{**_PROBE, "function": function}], tokenize=False
+            )
+        except _OBJECTIONS:
+            return True
+        return False
 
     @cached_property
     def _form(self) -> CallForm | None:

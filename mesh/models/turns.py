@@ -11,7 +11,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.errors import BadRequest
@@ -20,23 +20,22 @@ from mesh.models.python_calls import PythonCalls, as_python
 
 Message = Mapping[str, Any]
 
-_ID, _NAME = "tried0000", "tell_the_word"
-"""The id has a form that Mistral's templates take."""
-_TRIED: tuple[Message, ...] = (
-    {"role": "user", "content": "hello"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": _ID,
-                "type": "function",
-                "function": {"name": _NAME, "arguments": {"spoken": "probe"}},
-            }
-        ],
-    },
-    {"role": "tool", "content": "told", "tool_call_id": _ID, "name": _NAME},
-)
+_NAME = "tell_the_word"
+
+
+def _tries(count: int) -> tuple[Message, ...]:
+    """A conversation with so many calls in one message, with ids as Mistral's templates take."""
+    ids = [f"tried000{number}" for number in range(count)]
+    function = {"name": _NAME, "arguments": {"spoken": "probe"}}
+    calls = [{"id": one, "type": "function", "function": function} for one in ids]
+    results = ({"role": "tool", "content": "it", "tool_call_id": one, "name": _NAME} for one in ids)
+    return (
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *results,
+    )
+
+
 _PRINTED = "{'spoken'"
 """What Python prints of an object that was to be a text."""
 _KIMI_ID = re.compile(r"functions\.[\w.-]+:\d+")
@@ -44,14 +43,15 @@ _KIMI_ID = re.compile(r"functions\.[\w.-]+:\d+")
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a template wants: `text_arguments` as the text of an object; `one_call` in a message,
-    with what was thought and said before it in one, as gpt-oss has it; `counted_ids`, with the
-    name and a number, as Kimi has them; results beside the calls (`tool_responses`), as Gemma's
-    first template has them. `spells`: it leaves calls out, and they are to be written into the
-    content in this form."""
+    """What a template wants: `text_arguments` as the text of an object; `one_call` in a message;
+    what was thought and said before a call in one (`joins_thoughts`), as gpt-oss has it;
+    `counted_ids`, with the name and a number, as Kimi has them; results beside the calls
+    (`tool_responses`), as Gemma's first template has them. `spells`: it leaves calls out, and they
+    are to be written into the content in this form."""
 
     text_arguments: bool = False
     one_call: bool = False
+    joins_thoughts: bool = False
     counted_ids: bool = False
     tool_responses: bool = False
     spells: CallForm | None = None
@@ -61,30 +61,32 @@ def wants_of(
     render: Callable[[Sequence[Message]], str], template: str, form: CallForm | None
 ) -> Wants:
     """What a template of this form wants, which `render` follows and which raises BadRequest."""
-    own = Wants(
+
+    def tried(wants: Wants, calls: int = 1) -> str:
+        try:
+            return render(turned(_tries(calls), wants))
+        except BadRequest:
+            return ""
+
+    wants = Wants(
         one_call=form is HARMONY,
+        joins_thoughts=form is HARMONY,
         counted_ids=form is KIMI,
         tool_responses=form is GEMMA and "tool_call_id" not in template,
     )
-    as_objects, as_texts = (
-        Wants(given, own.one_call, own.counted_ids, own.tool_responses) for given in (False, True)
-    )
-    with_objects, with_texts = (_tried(render, wants) for wants in (as_objects, as_texts))
+    with_objects, with_texts = tried(wants), tried(replace(wants, text_arguments=True))
     if with_texts and (not with_objects or _PRINTED in with_objects):
-        return as_texts
-    is_spelled = form is not None and (
-        isinstance(form.writing, PythonCalls) or form.writing.around(_NAME) is not None
-    )
-    if not is_spelled or not with_objects or _NAME in with_objects:
-        return as_objects
-    return Wants(spells=form, counted_ids=own.counted_ids)
+        wants = replace(wants, text_arguments=True)
+    elif with_objects and _NAME not in with_objects and _can_be_spelled(form):
+        return replace(wants, spells=form)
+    splits = tried(wants) and not tried(wants, calls=2)
+    return replace(wants, one_call=True) if splits else wants
 
 
-def _tried(render: Callable[[Sequence[Message]], str], wants: Wants) -> str:
-    try:
-        return render(turned(_TRIED, wants))
-    except BadRequest:
-        return ""
+def _can_be_spelled(form: CallForm | None) -> bool:
+    if form is None:
+        return False
+    return isinstance(form.writing, PythonCalls) or form.writing.around(_NAME) is not None
 
 
 def turned(messages: Sequence[Message], wants: Wants) -> list[dict[str, Any]]:
@@ -98,6 +100,8 @@ def turned(messages: Sequence[Message], wants: Wants) -> list[dict[str, Any]]:
     ]
     if wants.counted_ids:
         _count_ids(shown)
+    if wants.joins_thoughts:
+        shown = [_with_thoughts(message) for message in shown]
     if wants.one_call:
         shown = _one_call_each(shown)
     if wants.tool_responses:
@@ -135,6 +139,14 @@ def _count_ids(messages: list[dict[str, Any]]) -> None:
             message["tool_call_id"] = ids.get(answered, answered)
 
 
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """With what was thought and said before its calls as one, which gpt-oss's template wants."""
+    said = [text for text in (message.get("thinking"), message["content"]) if text]
+    if not (message.get("tool_calls") and said):
+        return message
+    return {**message, "content": "", "thinking": "\n\n".join(said)}
+
+
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     queue = deque(messages)
@@ -145,12 +157,9 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             shown.append(message)
             continue
         results = _results(queue)
-        before = filter(None, (message.get("thinking"), message["content"]))
-        thinking = "\n\n".join(before)
         for call in calls:
-            one = {"role": "assistant", "content": "", "tool_calls": [call]}
-            shown.append({**one, "thinking": thinking} if thinking else one)
-            thinking = ""
+            shown.append({**message, "tool_calls": [call]})
+            message = {"role": "assistant", "content": ""}
             shown += [each for each in results if each.get("tool_call_id") == call["id"]]
         ids = {call["id"] for call in calls}
         shown += [each for each in results if each.get("tool_call_id") not in ids]

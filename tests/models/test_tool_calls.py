@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.models.call_forms import (
+    APRIEL,
     COHERE,
     DEEPSEEK,
     DEEPSEEK_PLAIN,
@@ -424,6 +425,8 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
         ("'<|tool_call>call:' + function['name']", GEMMA),
         ("<|tool_call_start|>[", LFM),
         ("List of tools: <|tool_list_start|>[", LFM),
+        ('{%- set keep_past_thinking = false -%}{{ "List of tools: [" }}', LFM),
+        ("within <tool_call></tool_call> XML tags: <tool_calls>[{", APRIEL),
         ("wrapped in <function_calls></function_calls>", OLMO),
         ("<|tool_calls_section_begin|>", KIMI),
         ("{{ '<|im_system|>tool_declare<|im_middle|>' }}{{ tools | tojson }}", KIMI),

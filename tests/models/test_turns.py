@@ -28,9 +28,10 @@ TALK = [{"role": "user", "content": "hi"}, CALLS, result("b", "2"), result("a", 
 
 
 def test_one_call_comes_with_its_result_before_the_next() -> None:
-    shown = turned(
-        [*TALK[:1], {**CALLS, "reasoning_content": "How?"}, *TALK[2:]], Wants(one_call=True)
-    )
+    thought = [*TALK[:1], {**CALLS, "reasoning_content": "How?"}, *TALK[2:]]
+    shown = turned(thought, Wants(one_call=True))
+    assert [m["content"] for m in shown] == ["hi", "I look.", "1", "", "2"]
+    shown = turned(thought, Wants(one_call=True, joins_thoughts=True))
     assert [m["role"] for m in shown] == ["user", "assistant", "tool", "assistant", "tool"]
     assert [[c["id"] for c in m["tool_calls"]] for m in shown[1::2]] == [["a"], ["b"]]
     assert [m["content"] for m in shown] == ["hi", "", "1", "", "2"]
@@ -77,6 +78,30 @@ def test_arguments_are_objects_or_texts(calls: str, shown: str | None) -> None:
         return
     with pytest.raises(Exception, match="no calls"):
         tokenizer.encode_chat(said)
+
+
+def test_a_template_that_refuses_several_calls_in_a_message_gets_them_one_by_one() -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
+        "{{ raise_exception('single') }}{% endif %}{{ m.tool_calls[0].function.name }}"
+        "{% endif %}|{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    assert tokenizer.decode(tokenizer.encode_chat(TALK)) == "|hilook|I look.|1look||2"
+
+
+def test_a_template_that_wants_descriptions_gets_them_and_no_other_does() -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    for template, shown in (
+        ("{{ tools[0].function.name + '//' + tools[0].function.description }}", "look//"),
+        (
+            "{{ tools[0] | tojson }}",
+            '{"type": "function", "function": {"name": "look", "parameters": {}}}',
+        ),
+    ):
+        tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+        ids = tokenizer.encode_chat(TALK[:1], tools=[tool])
+        assert tokenizer.decode(ids) == shown
 
 
 def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
