@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mesh.models.channels import CALL, CHANNEL, call_to
+from mesh.models.channels import CALL, CHANNEL, CONSTRAIN, MESSAGE, call_to
 from mesh.models.gemma_calls import GemmaCalls
 from mesh.models.python_calls import PythonCalls
 from mesh.models.tagged_calls import GLM, MINIMAX, QWEN, SEED
@@ -145,14 +145,16 @@ KIMI = CallForm(
 )
 """Kimi K2: a call's id has its name and which one of the conversation it is."""
 
+_HARMONY_OPENING = f"{CHANNEL}commentary to="
 HARMONY = CallForm(
-    call_to("\n").partition("\n")[0],
+    _HARMONY_OPENING,
     writing=NamedObjects(
         re.compile(
             r"(?:functions\.)?(?P<name>[\w.-]{1,256}) <\|constrain\|>json<\|message\|>\s*(?=\{)"
         ),
         re.compile(r"[\w.:-]{0,300}(?: [^{]{0,300})?"),
-        call_to("functions.NAME").removeprefix(call_to("\n").partition("\n")[0]),
+        call_to("functions.NAME").removeprefix(_HARMONY_OPENING),
+        marks=(CHANNEL, CONSTRAIN, MESSAGE),
     ),
     between=(),
     ends=(CALL,),

@@ -14,6 +14,7 @@ import numpy as np
 
 from mesh.errors import BadRequest
 from mesh.models.call_forms import CallMarks
+from mesh.models.channels import ChannelMarks
 from mesh.models.grammar import grammar_of, is_bound, is_too_much
 from mesh.types import GenerationRequest
 
@@ -78,7 +79,11 @@ class Grammars:
         self._tokenizer: llguidance.LLTokenizer | None = None
 
     def constraint(
-        self, request: GenerationRequest, marks: CallMarks | None, thinks_with: int | None
+        self,
+        request: GenerationRequest,
+        marks: CallMarks | None,
+        thinks_with: int | None,
+        channels: ChannelMarks | None = None,
     ) -> Constraint | None:
         """For a request's answer; None where that may say anything.
 
@@ -103,7 +108,8 @@ class Grammars:
             tried = matcher(library.LLMatcher.grammar_from_json_schema(dict(schema)))
             return _said(tried) if tried.is_error() else ""
 
-        made = matcher(library.LLMatcher.grammar_from_lark(grammar_of(request, marks, objection)))
+        grammar = grammar_of(request, marks, objection, channels)
+        made = matcher(library.LLMatcher.grammar_from_lark(grammar))
         if made.is_error():
             raise BadRequest(
                 f"the answer's grammar cannot be followed: {_said(made)}.",

@@ -13,6 +13,8 @@ from typing import Any
 
 from mesh.errors import BadRequest
 from mesh.models.call_forms import CallForm, CallMarks
+from mesh.models.channels import CHANNEL, END, MESSAGE, START, THOUGHT, ChannelMarks
+from mesh.models.channels import TEXT as FINAL
 from mesh.models.written_calls import Objects
 from mesh.types import GenerationRequest, ToolUse
 
@@ -36,8 +38,14 @@ def is_bound(request: GenerationRequest) -> bool:
     )
 
 
-def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: Objection) -> str:
-    """The grammar of a request that `is_bound`; `marks` are those of calls, where it has tools.
+def grammar_of(
+    request: GenerationRequest,
+    marks: CallMarks | None,
+    objection: Objection,
+    channels: ChannelMarks | None = None,
+) -> str:
+    """The grammar of a request that `is_bound`; `marks` are those of calls, where it has tools, and
+    `channels` those of a model that answers in such.
 
     Raises BadRequest for a schema that cannot be followed. The arguments of functions that are not
     `strict` are any object there.
@@ -47,15 +55,11 @@ def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: O
     if schema is not None:
         _require(schema, "response_format.json_schema.schema", objection)
         rules.append(f"answer: {_json(schema)}")
-    if tools is None or marks is None:
+    calls = None if tools is None or marks is None else _Calls(marks, tools, objection)
+    if channels is not None:
+        return "\n".join([*_in_channels(channels, request, calls), *rules])
+    if calls is None or tools is None:
         return "\n".join(["start: answer", *rules])
-    if marks.form.writing.around("") is None:
-        raise BadRequest(
-            "this model writes calls between tags or as code, not as JSON; they cannot be bound.",
-            fix="Ask with tool_choice auto, without strict functions and response_format.",
-            param="tools",
-        )
-    calls = _Calls(marks, tools, objection)
     if tools.required or schema is not None:
         start = "calls" if tools.required else "answer | calls"
         rules = [] if tools.required else rules
@@ -63,10 +67,41 @@ def grammar_of(request: GenerationRequest, marks: CallMarks | None, objection: O
     return "\n".join(calls.in_text())
 
 
+def _in_channels(
+    channels: ChannelMarks, request: GenerationRequest, calls: _Calls | None
+) -> list[str]:
+    """Rules for `start`: thoughts, and then what is wanted, which is one call if any."""
+    ids = {mark: token_id for token_id, mark in channels.unseen.items()}
+
+    def message(header: str, text: str, behind: str = "") -> str:
+        return f"{_spelled(header, ids)} {text} {_spelled(behind, ids)}".rstrip()
+
+    tools, again = request.tools, f"{END}{START}assistant"
+    before = message(f"{CHANNEL}{THOUGHT}{MESSAGE}", "TEXT", again)
+    last: list[str] = []
+    if tools is None or not tools.required:
+        said = "TEXT" if request.schema is None else "answer"
+        last.append(message(f"{CHANNEL}{FINAL}{MESSAGE}", said))
+    rules: list[str] = []
+    if calls is not None:
+        last.append("call")
+        rules = calls.alone()
+        if request.schema is None:
+            before += " | " + message(f"{CHANNEL}commentary{MESSAGE}", "TEXT", again)
+    return ["start: before* last", f"before: {before}", f"last: {' | '.join(last)}", *rules, _TEXT]
+
+
 class _Calls:
     """The rules of the calls that may be made."""
 
     def __init__(self, marks: CallMarks, tools: ToolUse, objection: Objection) -> None:
+        if marks.form.writing.around("") is None:
+            raise BadRequest(
+                "this model writes calls between tags or as code, not as JSON; they cannot be"
+                " bound.",
+                fix="Ask with tool_choice auto, without strict functions and response_format.",
+                param="tools",
+            )
         self._form: CallForm = marks.form
         self._ids = {mark: token_id for token_id, mark in marks.unseen.items()}
         self._tools = tools
@@ -75,7 +110,7 @@ class _Calls:
     def alone(self) -> list[str]:
         """Rules for `calls`: nothing but calls."""
         form = self._form
-        one = "body" if form.is_bare else f"{self._mark(form.opening)} body"
+        one = "body" if form.is_bare else f"{self._text(form.opening)} body"
         many = r'call ("\n"? call)*' if self._may_repeat else "call"
         return [f"calls: {many}", f"call: {one}", *self._body()]
 
@@ -148,10 +183,7 @@ class _Calls:
 
     def _text(self, text: str) -> str:
         """A text with marks in it."""
-        if not self._ids:
-            return _literal(text) if text else ""
-        pieces = re.split(f"({'|'.join(map(re.escape, self._ids))})", text)
-        return " ".join(self._mark(piece) for piece in pieces if piece)
+        return _spelled(text, self._ids)
 
 
 def is_too_much(schema: Mapping[str, Any]) -> str:
@@ -206,6 +238,16 @@ def _require(schema: Mapping[str, Any], param: str, objection: Objection) -> Non
 def _json(schema: Mapping[str, Any]) -> str:
     bounded = {**schema, "x-guidance": {"whitespace_pattern": _SPACES}}
     return f"%json {json.dumps(bounded)}"
+
+
+def _spelled(text: str, ids: Mapping[str, int]) -> str:
+    """A text as a rule has it, the marks in it that have `ids` as their tokens."""
+    if not ids:
+        return _literal(text) if text else ""
+    pieces = re.split(f"({'|'.join(map(re.escape, ids))})", text)
+    return " ".join(
+        f"<[{ids[piece]}]>" if piece in ids else _literal(piece) for piece in pieces if piece
+    )
 
 
 def _literal(text: str) -> str:

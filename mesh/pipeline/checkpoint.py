@@ -12,6 +12,7 @@ import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
 from mesh.models.call_forms import CallMarks
+from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
@@ -76,7 +77,10 @@ class CheckpointText:
         """What the answer to a request is bound to, if to anything. Raises BadRequest."""
         marks, thinks = self.call_marks if request.tools is not None else None, self.reasoning_marks
         thinks_with = None if thinks is None else self._tokenizer.id_of(thinks.opens_with)
-        return self._grammars.constraint(request, marks, thinks_with)
+        # An answer that has begun is in its channel already.
+        is_whole = request.messages is not None and not request.begun
+        channels = thinks if isinstance(thinks, ChannelMarks) and is_whole else None
+        return self._grammars.constraint(request, marks, thinks_with, channels)
 
     def decoder(self, *, continues: bool) -> TextDecoder:
         """A fresh decoder for one answer, which `continues` a text or is one."""

@@ -13,7 +13,18 @@ import pytest
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.api.test_tools import ASK, HERMES, LLAMA, LOOK, MISTRAL, THINKS, asking, whole
+from tests.api.test_tools import (
+    ASK,
+    CHANNELS,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    LOOK,
+    MISTRAL,
+    THINKS,
+    asking,
+    whole,
+)
 
 NOISE = torch.Generator().manual_seed(1)
 
@@ -200,6 +211,33 @@ async def test_an_answer_may_be_a_call_or_follow_the_schema() -> None:
         asker.says('{"sky": "dark", "degrees": [10, 20]}')
         choice = await whole(client, response_format=FORMAT)
         assert choice.message.content == '{"sky": "dark", "degrees": [10, 20]}'
+
+
+async def test_an_answer_in_channels_is_bound_in_them_and_thinks_before() -> None:
+    plan = "<|channel|>analysis<|message|>{How?<|end|><|start|>assistant"
+    said = '{"sky": "dark", "degrees": [10, 20]}'
+    async with asking(HARMONY, f"{plan}<|channel|>final<|message|>{said}", CHANNELS) as (
+        client, asker,
+    ):  # fmt: skip
+        message = (await whole(client, **PLAIN, response_format=FORMAT)).message
+        assert (message.reasoning_content, message.content) == ("{How?", said)
+        asker.says(f"{plan}<|channel|>final<|message|>no")
+        message = (await whole(client, **PLAIN, response_format=FORMAT)).message
+        assert message.reasoning_content == "{How?"
+        Weather.model_validate_json(message.content)
+        choice = await whole(client, tools=[STRICT])
+        assert (choice.finish_reason, choice.message.content) == ("stop", "no")
+        begun = '<|channel|>commentary to=functions.set <|constrain|>json<|message|>{"sky": "pink"}'
+        asker.says(f"{plan}<|channel|>commentary<|message|>So.<|end|><|start|>assistant{begun}")
+        for more in ({}, {"tool_choice": "required"}):
+            choice = await whole(client, tools=[STRICT], **more)
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So.")
+            (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments)["sky"] in ("clear", "grey")
+        asker.says(f"{plan}{begun}")
+        choice = await whole(client, tools=[STRICT], response_format=FORMAT)
+        assert choice.message.reasoning_content == "{How?"
+        assert choice.message.tool_calls[0].function.name == "set"
 
 
 def _nested(depth: int) -> dict[str, Any]:
