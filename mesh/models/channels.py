@@ -97,8 +97,11 @@ class Channels:
         if (ended := next(filter(begun.startswith, _CLOSING), None)) is not None:
             self._held = self._held.lstrip().removeprefix(ended)
             return True
-        is_one = any(begun.startswith(each) or each.startswith(begun) for each in _HEADER_BEGINS)
-        if not is_one or len(header) > _LONGEST_HEADER:
+        may_be_one = not begun or any(
+            begun.startswith(each) or (each.startswith(begun) and not mark)
+            for each in _HEADER_BEGINS
+        )
+        if not may_be_one or len(header) > _LONGEST_HEADER:
             self._begin(TEXT)
             self._say(self._held[:1])  # which may begin a mark
             self._held = self._held[1:]

@@ -123,6 +123,7 @@ def test_labels_and_frames_are_no_part_of_what_stands_in_them(
         ("<|channel|>fi", ("", "")),
         ("<|channel|>final<|message|>hi<|end|> <|return|>", ("", "hi")),
         ("<|message|>bare", ("", "bare")),
+        ("<<|message|>no header", ("", "<<|message|>no header")),
         ("plain to=you <|message|> and", ("", "plain to=you <|message|> and")),
         ("<|start|>" + "no header " * 60, ("", "<|start|>" + "no header " * 60)),
         ("", ("", "")),
@@ -134,6 +135,27 @@ def test_channels_are_told_apart_however_they_are_cut(
 ) -> None:
     for pieces in (pieces_of(text, data), list(text)):
         assert split(Channels(is_begun=False), pieces) == expected
+
+
+@given(data=st.data())
+def test_marks_in_any_order_end_and_are_read_alike_however_they_are_cut(
+    data: st.DataObject,
+) -> None:
+    channels = [
+        *ChannelMarks().tokens,
+        "assistant",
+        "analysis",
+        " to=functions.look",
+        "a",
+        "<",
+        "\n",
+    ]
+    pairs = [*COHERE.tokens, *GEMMA.tokens, GEMMA.label, "a", "<|", "\n"]
+    for bits, marks in ((channels, ChannelMarks()), (pairs, COHERE), (pairs, GEMMA)):
+        text = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=9)))
+        whole = split(marks.splitter("", is_begun=False), [text])
+        for pieces in (pieces_of(text, data), list(text)):
+            assert split(marks.splitter("", is_begun=False), pieces) == whole
 
 
 def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -> None:

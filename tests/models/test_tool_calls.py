@@ -325,6 +325,40 @@ def test_what_is_read_does_not_depend_on_where_the_text_is_cut(
     assert read(form, list(text))[:2] == (said, calls)
 
 
+WRITTEN = [
+    *(
+        '{"name": "add", "arguments": {}}',
+        '{"a": "b"}',
+        "look",
+        "(a=1)",
+        "{",
+        "}",
+        '"',
+        " ",
+        "\n",
+        "<",
+    ),
+    *("<function=look>", '<invoke name="look">', "<arg_key>a</arg_key><arg_value>1</arg_value>"),
+    *("functions.look:0<|tool_call_argument_begin|>", "call:look{", "functions.look "),
+]
+
+
+@pytest.mark.parametrize("form", dict.fromkeys(case[0] for case in CASES))
+@given(data=st.data())
+def test_marks_in_any_order_are_read_alike_however_they_are_cut_and_lose_nothing(
+    form: CallForm, data: st.DataObject
+) -> None:
+    bits = [*form.marks, *form.between, *WRITTEN]
+    text = form.opening + "".join(data.draw(st.lists(st.sampled_from(bits), max_size=9)))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6).map(sorted))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    for in_pieces in (False, True):
+        said, calls, _ = read(form, [text], in_pieces=in_pieces)
+        for cut in (pieces, list(text)):
+            assert read(form, cut, in_pieces=in_pieces)[:2] == (said, calls)
+        assert calls or said == text
+
+
 def test_arguments_are_told_while_they_are_written_or_once_they_are_whole() -> None:
     pieces = ['<tool_call>{"name": "add", ', '"arguments": {"a', '": ', "1}", "}</tool_call>"]
     told = {}
