@@ -123,6 +123,12 @@ def _format(text: str) -> str:
     return text
 
 
+def _effort(text: str) -> str:
+    if text not in {"none", "low", "medium", "high"}:
+        raise ValueError(text)
+    return text
+
+
 def _number(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(text)
@@ -140,6 +146,7 @@ SETTINGS: dict[str, Any] = {
     "stop": _stop,
     "wire_dtype": _format,
     "ignore_eos": _flag,
+    "reasoning_effort": _effort,
 }
 
 _IS = {

@@ -59,9 +59,9 @@ _PAIRS = (
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ("<response>", "</response>"),
 )
-_FRAMED_BETWEEN = "<response></response>"
-"""What Granite 3.3's template says to the model of where it is to answer."""
+"""Of Command R7B, of Cohere's later models, of Granite 3.3 and ERNIE 4.5."""
 
 
 def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
@@ -70,9 +70,8 @@ def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
         return ChannelMarks()
     for marks in _PAIRS:
         if marks.opening + marks.label in template and marks.closing in template:
-            found = (pair for pair in _FRAMES if pair[0] in template)
-            granite = ("<response>", "</response>") if _FRAMED_BETWEEN in template else None
-            return replace(marks, frame=next(found, granite))
+            found = (pair for pair in _FRAMES if all(mark in template for mark in pair))
+            return replace(marks, frame=next(found, None))
     return None
 
 

@@ -150,6 +150,8 @@ async def test_conversations_are_repeated_undone_saved_and_loaded(
             ("/system be kind", "system = be kind"),
             ("/retry", "(at temperature 0 the answer is the same"),
             ("/set ignore_eos on", "ignore_eos = on"),
+            ("/set reasoning_effort x", "'x' is no value for reasoning_effort"),
+            ("/set reasoning_effort low", "reasoning_effort = low"),
             ("/save tea", "tea.json"),
             ("/clear", "forgotten"),
             ("/save ../x", "is no name for a chat"),
@@ -175,7 +177,7 @@ async def test_conversations_are_repeated_undone_saved_and_loaded(
         {"role": "assistant", "content": "alpha"},
         {"role": "user", "content": "gamma"},
     )
-    assert fourth.sampling.ignore_eos
+    assert (fourth.sampling.ignore_eos, fourth.effort) == (True, "low")
 
 
 async def test_a_question_that_got_no_answer_is_the_last_one(
