@@ -27,8 +27,9 @@ _ARCHITECTURES = {
     "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2,
     "olmoe": gguf.MODEL_ARCH.OLMOE, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
 }  # fmt: skip
-_TURNED = ("llama", "mistral", "smollm3", "granite")
+_TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 _K_BLOCK = 256
@@ -204,6 +205,14 @@ def _of_granite(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["logits_scaling"])
 
 
+def _of_ministral3(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    said = _rotary(config)
+    writer.add_rope_scaling_yarn_beta_fast(said["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(said["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(said["mscale_all_dim"])
+    writer.add_attn_temperature_scale(said["llama_4_scaling_beta"])
+
+
 def _of_olmo3(writer: GGUFWriter, config: dict[str, Any]) -> None:
     windows = [each == "sliding_attention" for each in config["layer_types"]]
     writer.add_sliding_window_pattern(windows)
@@ -223,6 +232,7 @@ def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granite": _of_granite,
+    "ministral3": _of_ministral3,
     "olmo3": _of_olmo3,
     "gemma2": _of_gemma2,
     "qwen3_moe": _of_experts,

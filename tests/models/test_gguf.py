@@ -30,7 +30,7 @@ READ_BY_BOTH = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2",
 )  # fmt: skip
 """What transformers reads from GGUF as well."""
-FAMILIES = (*READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss")
+FAMILIES = (*READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3")
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}

@@ -18,6 +18,7 @@ from mesh.models.gguf.architecture import Architecture
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": llamas.LLAMA,
+        "mistral3": llamas.MISTRAL3,
         "smollm3": llamas.SMOLLM3,
         "granite": llamas.GRANITE,
         "qwen2": qwens.QWEN2,

@@ -56,6 +56,24 @@ def _granite(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _mistral3(said: GgufSettings) -> dict[str, Any]:
+    """Ministral 3, and Mistral 3 where its files are called so."""
+    config = decoder(said, "ministral3", "Ministral3ForCausalLM")
+    width = head_width(said, config)
+    beta = said.real("attention.temperature_scale", 0.0)
+    turned = full_rotary(said, width, theta=1_000_000.0)
+    if turned["rope_type"] != "yarn" or not beta:
+        said.refuse("its queries are not scaled by their position, as Ministral 3's are")
+    if said.real("rope.scaling.yarn_log_multiplier", 1.0) != 1.0:
+        said.refuse("its rotary embedding is scaled by another logarithm than Ministral 3's")
+    length = said.whole("attention.temperature_length", turned["original_max_position_embeddings"])
+    if length != turned["original_max_position_embeddings"]:
+        said.refuse(f"it scales queries each {length} positions")
+    turned |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": beta}
+    return config | {"head_dim": width, "sliding_window": None, "rope_parameters": turned}
+
+
 LLAMA = Architecture(_llama, DECODER, unlike=_unlike_llama)
 SMOLLM3 = Architecture(_smollm3, DECODER, unlike=_unlike_llama)
 GRANITE = Architecture(_granite, DECODER, unlike=_unlike_llama)
+MISTRAL3 = Architecture(_mistral3, DECODER, unlike=_unlike_llama)
