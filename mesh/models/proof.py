@@ -27,7 +27,7 @@ from mesh.errors import MeshError, UnsupportedFamily
 from mesh.models.families import Family, family_of, overrides
 from mesh.models.filling import Placement
 from mesh.models.manifest import read_manifest
-from mesh.models.span import build_ends, build_span
+from mesh.models.span import build_ends, build_span, empty_base
 from mesh.models.verdicts import settled_once
 from mesh.types import LayerRange
 
@@ -185,7 +185,8 @@ def _run_parts(directory: Path, cuts: list[int], ids: torch.Tensor) -> torch.Ten
     placement = Placement(torch.float32, torch.device("cpu"))
     ends = build_ends(manifest, family, placement)
     ranges = [LayerRange(start, stop) for start, stop in pairwise(cuts) if start < stop]
-    spans = [build_span(manifest, family, layers, placement) for layers in ranges]
+    whole = empty_base(family, placement)
+    spans = [build_span(manifest, family, layers, placement, whole=whole) for layers in ranges]
     caches = [DynamicCache(config=span.config) for span in spans]
     position, parts = 0, []
     for chunk in torch.split(ids, _CHUNKS, dim=1):

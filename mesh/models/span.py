@@ -161,6 +161,11 @@ class _NoPositions(nn.Module):
         return torch.zeros((*position_ids.shape, 1), dtype=self.dtype, device=position_ids.device)
 
 
+def empty_base(family: Family, placement: Placement) -> Any:
+    """The base model of the whole, without weights."""
+    return _empty(family.base_class, family.bare_config(), placement)
+
+
 def build_span(
     manifest: Manifest,
     family: Family,
@@ -169,14 +174,16 @@ def build_span(
     progress: Progress | None = None,
     *,
     defer: bool = False,
+    whole: Any = None,
 ) -> LoadedSpan:
     """The module of these layers with its weights; BadCheckpoint when tensors are missing.
 
     With `defer`, linear layers in GGUF's blocks, and experts, are left without their weights.
+    `whole` is the `empty_base`, for who builds several; it stays as it is.
     """
-    base = _empty(family.base_class, family.bare_config(), placement)
+    base = empty_base(family, placement) if whole is None else whole
     anatomy = Anatomy.of(base, family)
-    _keep(base, anatomy, layers)
+    base = _only(base, anatomy, layers, is_shared=whole is not None)
     setattr(base, anatomy.norm, nn.Identity())
     setattr(base, anatomy.embedding, None)
     if anatomy.positions:
@@ -197,13 +204,17 @@ def build_span(
     return LoadedSpan(base, base.config, layers, size, len(names), pages, sha256, deferred, late)
 
 
-def _keep(base: Any, anatomy: Anatomy, layers: LayerRange) -> None:
-    """Of the whole model's layers only these, which count from 0 then."""
-    kept = getattr(base, anatomy.layers)[layers.start : layers.stop]
-    for module in kept.modules():
+def _only(whole: Any, anatomy: Anatomy, layers: LayerRange, *, is_shared: bool) -> Any:
+    """The whole with these of its layers, which count from 0 then."""
+    base = copy.copy(whole)
+    kept = getattr(whole, anatomy.layers)[layers.start : layers.stop]
+    # A copied module shares its dict of children; this one needs its own.
+    base._modules = {**whole._modules, anatomy.layers: kept}  # noqa: SLF001
+    base = copy.deepcopy(base) if is_shared else base
+    for module in getattr(base, anatomy.layers).modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx -= layers.start
-    setattr(base, anatomy.layers, kept)
+    return base
 
 
 def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
