@@ -26,9 +26,9 @@ FAMILIES = (
 MORE_FAMILIES = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text", "glm4",
-    "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash",
-    "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe",
-    "qwen2_moe", "seed_oss",
+    "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text",
+    "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi",
+    "phimoe", "qwen2_moe", "seed_oss",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
@@ -236,6 +236,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "rope_parameters": _YARN | {"truncate": False},
         },
         "glm4_moe": experts | {"head_dim": hidden // 2},
+        "glm4_moe_lite": experts | latent,
         "gemma4": gemma4
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": hidden // 2},

@@ -28,12 +28,12 @@ PROVEN = frozenset(
     {
         "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
         "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "gpt2",
-        "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama",
-        "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
-        "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_moe_text",
-        "qwen3_vl_text", "seed_oss", "smollm3",
+        "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text",
+        "gpt2", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+        "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
+        "ministral3", "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe",
+        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe",
+        "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
@@ -93,6 +93,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
             )
         ),
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
+        "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "granite": _MULTIPLIED,
         "granite_swa": _MULTIPLIED,
         "granitemoe": _MULTIPLIED,
@@ -220,6 +221,8 @@ def _refusal(whole: Any, text: Any) -> str | None:
         return "it is an encoder-decoder, whose decoder layers need the encoder's output"
     if text.model_type in _REFUSED:
         return _REFUSED[text.model_type]
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        return "its attention looks ahead: it turns texts into vectors and does not go on with them"
     entry = ENTRIES.get(text.model_type, _GENERIC)
     return _unlike_layers(text) or (entry.refuse(text) if entry.refuse else None)
 
@@ -238,7 +241,8 @@ def _unlike_layers(text: Any) -> str | None:
 def _unsupported(model_type: str, reason: str) -> UnsupportedFamily:
     return UnsupportedFamily(
         f"Model type {model_type} cannot be cut into layer ranges: {reason}.",
-        fix=f"Use a model of a supported type: {', '.join(sorted(PROVEN))}.",
+        fix="Use a model of a tested type, as llama, qwen3, gemma3_text or gpt_oss; all of them:"
+        " docs/decisions/one-backend.md.",
     )
 
 

@@ -23,7 +23,7 @@ from tests.shard.spans import (
     step,
 )
 
-UNBATCHED = ("minicpm3", "deepseek_v2", "deepseek_v3", "diffllama", "llama4_text")
+UNBATCHED = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text")
 """Families whose code touches the keys between cache and attention, or that attend in chunks."""
 
 
