@@ -21,16 +21,22 @@ from transformers.initialization import no_init_weights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gpt2",
-    "smollm3", "minicpm3", "granite", "gpt_oss", "glm4_moe", "gemma4",
+    "smollm3", "minicpm3", "granite", "gpt_oss", "glm4_moe", "gemma4", "qwen3_5", "lfm2",
 )  # fmt: skip
 MORE_FAMILIES = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text", "glm4",
-    "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text",
-    "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi",
-    "phimoe", "qwen2_moe", "seed_oss",
+    "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash",
+    "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe",
+    "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+    "falcon_h1", "bamba", "kimi_linear",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
+STATEFUL = (
+    "qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid", "falcon_h1",
+    "bamba", "kimi_linear",
+)  # fmt: skip
+"""Those of whose layers some keep a running state."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
 
 WINDOW = 64
@@ -78,7 +84,9 @@ def make_checkpoint(
     if tied is not None:
         settings["tie_word_embeddings"] = tied
     config = transformers.CONFIG_MAPPING[_MODEL_TYPES.get(family, family)](**settings)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # how fast states fade is drawn where a model is made
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(
         directory, max_shard_size=_part(model, dtype) if sharded else "50GB"
@@ -211,6 +219,19 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "global_head_dim": hidden // 2, "num_global_key_value_heads": 1,
         "final_logit_softcapping": 30.0,
     }  # fmt: skip
+    delta = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }  # fmt: skip
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    mamba = {
+        "mamba_n_heads": 8, "mamba_d_head": hidden // 4, "mamba_d_state": 16, "mamba_n_groups": 2,
+        "mamba_chunk_size": 16,
+    }  # fmt: skip
+    pattern = ["linear_attention", "linear_attention", "full_attention"]
+    kinds = {"layer_types": [pattern[i % 3] for i in range(layers)]}
+    convs = {"layer_types": [("conv", "full_attention", "conv")[i % 3] for i in range(layers)]}
+    attends = [i for i in range(layers) if i % 3 == 2]
     by_family: dict[str, dict[str, Any]] = {
         "llama": {"rope_parameters": LLAMA3_ROPE},
         "qwen2": {"rope_parameters": _YARN},
@@ -279,11 +300,35 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "minimax_m2": head | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
         "mimo_v2_flash": experts | head | {"v_head_dim": hidden // 8, "sliding_window": WINDOW},
         "hy_v3": experts | head,
+        "qwen3_5": head | delta | kinds,
+        "lfm2": convs,
+        "qwen3_5_moe": head | delta | kinds | few | {"shared_expert_intermediate_size": 32},
+        "qwen3_next": head | delta | kinds | few
+        | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 2}
+        | {"mlp_only_layers": [layers - 1]},
+        "lfm2_moe": convs | few | {"num_dense_layers": 2},
+        "granitemoehybrid": kinds | mamba
+        | {"num_local_experts": 4, "shared_intermediate_size": 32, "embedding_multiplier": 3.0}
+        | {"residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        "falcon_h1": head | mamba | {
+            "mamba_d_ssm": 2 * hidden, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "key_multiplier": 0.8,
+        },
+        "bamba": mamba | {"attn_layer_indices": attends},
+        "kimi_linear": {
+            "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2,
+            "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "v_head_dim": 16, "qk_nope_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
+        } | kinds,
+        "olmo_hybrid": kinds | delta | {"linear_num_key_heads": 4},
     }  # fmt: skip
     return by_family.get(family, {})
 
 
-_MODEL_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text"}
+_MODEL_TYPES = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 """Of families that are not called as their model type is."""
 
 
@@ -325,11 +370,13 @@ def _widen(model: Any, generator: torch.Generator) -> None:
     ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
     factor = 2.0 / float(model(ids).logits.std())
     base = next(part for part in model.children() if isinstance(part, PreTrainedModel))
-    norm = next(getattr(base, n) for n in ("ln_f", "norm", "final_layernorm") if hasattr(base, n))
+    names = ("ln_f", "norm", "final_layernorm", "embedding_norm")
+    norm = next(getattr(base, name) for name in names if hasattr(base, name))
     if getattr(norm, "weight", None) is None:
         model.get_output_embeddings().weight.mul_(factor)
         return
-    offset = 1.0 if re.match("Gemma[23]?(Text)?RMSNorm", type(norm).__name__) else 0.0
+    shifted = "(Gemma[23]?(Text)?|Qwen3_5(Moe)?|Qwen3Next)RMSNorm"
+    offset = 1.0 if re.match(shifted, type(norm).__name__) else 0.0
     norm.weight.copy_((norm.weight + offset) * factor - offset)
     if getattr(norm, "bias", None) is not None:
         norm.bias.mul_(factor)

@@ -8,7 +8,7 @@ from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.manifest import Manifest
 from mesh.models.standard import experts_met, has_other_layers, has_standard_layers
 from mesh.routing.machines import QUANTS, ModelShape
-from mesh.shard.footprint import cached_numbers, computing_bytes, weight_bytes
+from mesh.shard.footprint import cached_numbers, computing_bytes, state_bytes, weight_bytes
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 
@@ -20,6 +20,7 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
     """Of this checkpoint, whose prompts are up to `context` long. Blocks for a moment."""
     ends = manifest.ends_tensors()
     is_in_blocks = manifest.dtype.upper() in BLOCK_TYPES
+    whole, settings = LayerRange(0, manifest.total_layers), ShardSettings()
     each = [LayerRange(layer, layer + 1) for layer in range(manifest.total_layers)]
     share = experts_met(manifest.config)
     return ModelShape(
@@ -32,12 +33,20 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         manifest.layer_bytes,
         manifest.ends_bytes,
         manifest.hidden_size,
-        max(cached_numbers(manifest, LayerRange(0, manifest.total_layers))),
-        computing_bytes(manifest, ShardSettings().prefill_rows, context),
+        _kv_numbers(cached_numbers(manifest, whole)),
+        computing_bytes(manifest, settings.prefill_rows, context),
         quants=("none",) if has_other_layers(manifest.config) else QUANTS,
+        state_bytes=math.ceil(
+            settings.max_concurrent_streams * state_bytes(manifest, whole) / manifest.total_layers
+        ),
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
         layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
+
+
+def _kv_numbers(each: list[int]) -> int:
+    """Of the layer that adds most; of an average one where some, between others, add nothing."""
+    return max(each) if min(each) else math.ceil(sum(each) / len(each))
 
 
 def _read(manifest: Manifest, layers: LayerRange, share: float) -> int:

@@ -18,7 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from mesh.errors import BadRequest
 from mesh.interventions.unseen import checksum, was_given_out
@@ -71,7 +76,8 @@ class Caches:
                 f"A {type(cache).__name__} cannot span several machines.",
                 fix="Leave cache_implementation at its default.",
             )
-        if any(cache.layers[i].get_seq_length() for i in self._hop_of if i < len(cache.layers)):
+        remote = [(i, cache.layers[i]) for i in self._hop_of if i < len(cache.layers)]
+        if any(_is_filled(layer) for _, layer in remote):
             raise BadRequest(
                 "A cache that was filled elsewhere cannot be continued on other machines.",
                 fix="Continue the cache that the model returned, not a copy of it.",
@@ -81,6 +87,9 @@ class Caches:
         cache.__class__ = self._mirrored
         self._live[number] = weakref.ref(cache)
         weakref.finalize(cache, self._free, number)
+        for index, layer in remote:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                _make_remote(layer, (weakref.ref(self), number, index))
         # By the layers, as transformers before 5.21 has no method of the cache that tells it.
         if any(getattr(layer, "record_past", False) for layer in cache.layers):
             cache.activate_past_recording()
@@ -99,7 +108,12 @@ class Caches:
         for number, start, stop, batch, added in growth:
             reference = self._live.get(number)
             cache = reference() if reference is not None else None
-            if cache is None or added <= 0:
+            if cache is None or added < 0:
+                continue
+            if not added:  # states only
+                for layer in range(start, stop):
+                    self._filled.setdefault(number, set()).add(layer)
+                    self._shown.pop((number, layer), None)
                 continue
             # Not on the meta device, where Python decides of every `cat` what it would be.
             stub = torch.zeros((batch, 1, added, 1), dtype=torch.int8)
@@ -115,6 +129,10 @@ class Caches:
         self._shown.clear()
         for hop in self._hops:
             hop.operate_on_cache(cache._hearthnet_number, name, arguments)
+
+    def has(self, number: int, layer: int) -> bool:
+        """Whether a shard has put something into that layer."""
+        return layer in self._filled.get(number, ())
 
     def contents(self, number: int, layer: int) -> list[torch.Tensor]:
         """Keys and values of a remote layer; the same objects until they change there."""
@@ -139,7 +157,7 @@ class Caches:
             raise _unchangeable()
 
     def _require_in_order(self, cache: Any, number: int) -> None:
-        there = {index for index, layer in enumerate(cache.layers) if layer.is_initialized}
+        there = {index for index, layer in enumerate(cache.layers) if _is_filled(layer)}
         for index in self._hop_of.keys() & (there | self._filled.get(number, set())):
             own = vars(cache.layers[index]) if index < len(cache.layers) else {}
             if own.get("_hearthnet_place", (None,))[1:] != (number, index):
@@ -195,12 +213,38 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
 
         return property(get, put)
 
-    members: dict[str, Any] = {"keys": shown("keys", 0), "values": shown("values", 1)}
+    members: dict[str, Any] = {}
+    if issubclass(kind, CacheLayerMixin):
+        members |= {"keys": shown("keys", 0), "values": shown("values", 1)}
+    if issubclass(kind, LinearAttentionCacheLayerMixin):
+        members["conv_states"] = _states_shown("conv_states", kind, second=False)
+        members["recurrent_states"] = _states_shown("recurrent_states", kind, second=True)
     changing = (name for name in ("update", *CACHE_OPERATIONS) if hasattr(kind, name))
     members |= {name: _by_the_cache(getattr(kind, name)) for name in changing}
     members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
     members["__module__"] = kind.__module__
     return type(kind.__name__, (kind,), members)
+
+
+def _states_shown(name: str, kind: type[Any], *, second: bool) -> property:
+    """The states of one kind by their numbers, None where there is none."""
+    first = 2 if issubclass(kind, CacheLayerMixin) else 0
+
+    def get(layer: Any) -> Any:
+        caches, number, where = layer.__dict__["_hearthnet_place"]
+        owner = caches()
+        if _is_transformers(sys._getframe(1)) or owner is None or not owner.has(number, where):
+            return layer.__dict__[name]
+        start = first + (layer.number_of_states if second else 0)
+        found = owner.contents(number, where)[start : start + layer.number_of_states]
+        return {i: state if state.numel() else None for i, state in enumerate(found)}
+
+    def put(layer: Any, value: Any) -> None:
+        if not _is_transformers(sys._getframe(1)):
+            raise _unchangeable()
+        layer.__dict__[name] = value
+
+    return property(get, put)
 
 
 def _by_the_cache(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,10 +265,27 @@ def _plain(layer: Any) -> Any:
         return layer
     plain: Any = object.__new__(type(layer).__bases__[0])
     plain.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in _OWN})
-    plain.keys, plain.values = layer.keys, layer.values
-    if layer.is_initialized:
-        plain.dtype, plain.device = plain.keys.dtype, plain.keys.device
+    if isinstance(layer, CacheLayerMixin):
+        plain.keys, plain.values = layer.keys, layer.values
+        if layer.is_initialized:
+            plain.dtype, plain.device = plain.keys.dtype, plain.keys.device
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        _put_states(plain, layer.conv_states, layer.recurrent_states)
     return plain
+
+
+def _put_states(plain: Any, conv: dict[int, Any], recurrent: dict[int, Any]) -> None:
+    """As a layer has them that was filled."""
+    plain.conv_states, plain.recurrent_states = conv, recurrent
+    for number in range(plain.number_of_states):
+        inputs, state = conv[number], recurrent[number]
+        plain.is_conv_states_initialized[number] = inputs is not None
+        plain.is_recurrent_states_initialized[number] = state is not None
+        plain.has_previous_state[number] = inputs is not None or state is not None
+        plain.conv_kernel_size[number] = None if inputs is None else inputs.shape[-1]
+        known = state if inputs is None else inputs
+        if known is not None:
+            plain.dtype, plain.device = known.dtype, known.device
 
 
 def _plain_cache(cache: Any) -> DynamicCache:
@@ -264,6 +325,13 @@ def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
     members["__iter__"] = lambda cache: iter(_plain_cache(cache))
     members["__module__"] = DynamicCache.__module__
     return type(DynamicCache.__name__, (DynamicCache,), members)
+
+
+def _is_filled(layer: Any) -> bool:
+    if isinstance(layer, CacheLayerMixin) and layer.is_initialized:
+        return True
+    has_states = isinstance(layer, LinearAttentionCacheLayerMixin)
+    return has_states and any(layer.has_previous_state.values())
 
 
 def _unchangeable() -> BadRequest:

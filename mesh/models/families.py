@@ -26,29 +26,40 @@ from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
-        "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
-        "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-        "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text",
-        "gpt2", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-        "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
-        "ministral3", "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe",
-        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe",
-        "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
+        "afmoe", "apertus", "arcee", "bamba", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",
+        "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2",
+        "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite",
+        "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2", "lfm2_moe", "llama",
+        "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
+        "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
+        "smollm3",
     }
 )  # fmt: skip
 
-_RECURRENT = "its layers keep a running state that cannot be rolled back to an earlier position"
+_SHARED = "layers far apart share one block of weights"
+_FORGETS = "transformers computes several of its rows without what came before them"
+_OTHER_ROWS = "transformers computes a single row of it otherwise than several"
+_OWN_CALL = "its layers are not called as those of other models are"
+_OWN_STATES = "its layers keep a running state in a form of their own"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "mamba": _RECURRENT,
-        "mamba2": _RECURRENT,
-        "falcon_mamba": _RECURRENT,
-        "rwkv": _RECURRENT,
-        "xlstm": _RECURRENT,
-        "recurrent_gemma": _RECURRENT,
+        "jamba": _FORGETS,
+        "mamba": _FORGETS,
+        "falcon_mamba": _FORGETS,
+        "mamba2": _OWN_CALL,
+        "nemotron_h": _OTHER_ROWS,
+        "zamba": _SHARED,
+        "zamba2": _SHARED,
+        "minimax": _OWN_STATES,
+        "rwkv": _OWN_STATES,
+        "xlstm": _OWN_STATES,
     }
 )
-_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+_KINDS = _STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
 _NOT_PER_LAYER = frozenset({"architectures", "eos_token_id", "bos_token_id", "pad_token_id"})
 _PER_LAYER = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type"})
 
@@ -92,11 +103,13 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
                 "mup_enabled", none=False, of=lambda c: c.hidden_size**0.5 if c.mup_enabled else 1.0
             )
         ),
+        "falcon_h1": _MULTIPLIED,
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "granite": _MULTIPLIED,
         "granite_swa": _MULTIPLIED,
         "granitemoe": _MULTIPLIED,
+        "granitemoehybrid": _MULTIPLIED,
         "granitemoe_swa": _MULTIPLIED,
         "granitemoeshared": _MULTIPLIED,
         "hyperclovax": _MULTIPLIED,
@@ -153,6 +166,8 @@ def narrow_config(config: Any, layers: LayerRange) -> None:
             or (len(value) == config.num_hidden_layers and name not in _NOT_PER_LAYER)
         ):
             setattr(config, name, value[layers.start : layers.stop])
+    if named := getattr(config, "attn_layer_indices", None):
+        config.attn_layer_indices = [n - layers.start for n in named if n in layers]
     config.num_hidden_layers = len(layers)
     if own:
         first = layers.start
@@ -164,6 +179,17 @@ def overrides(config: Any) -> dict[int, dict[str, Any]]:
     if not getattr(config, "is_heterogeneous", False):
         return {}
     return {int(layer): said for layer, said in config.to_dict()["per_layer_config"].items()}
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """What kind each of its layers is, as transformers calls them; none where all are of one."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return list(kinds or ())
+
+
+def has_states(config: Any) -> bool:
+    """Whether layers of this config keep a running state, beside keys and values or alone."""
+    return not _STATE_KINDS.isdisjoint(layer_kinds(config))
 
 
 def family_of(manifest: Manifest) -> Family:
@@ -228,9 +254,8 @@ def _refusal(whole: Any, text: Any) -> str | None:
 
 
 def _unlike_layers(text: Any) -> str | None:
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    if foreign := sorted(set(kinds) - _ATTENTION_KINDS):
-        return f"it has layers of kind {foreign[0]}, and {_RECURRENT}"
+    if foreign := sorted(set(layer_kinds(text)) - _KINDS):
+        return f"it has layers of kind {foreign[0]}, which were never tried"
     if shared := getattr(text, "num_kv_shared_layers", 0):
         return f"its last {shared} layers share the keys and values of earlier ones"
     if getattr(text, "hidden_size_per_layer_input", 0):

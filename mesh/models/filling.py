@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from transformers import PreTrainedModel
 
 from mesh.errors import BadCheckpoint
 from mesh.models.convert import convert_tensors
@@ -149,3 +150,6 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=device)  # noqa: SLF001
         if empty:
             module._init_weights(owner)  # noqa: SLF001 - as transformers does
+    for owner in module.modules():
+        if isinstance(owner, PreTrainedModel):  # some layers' are computed for all of them
+            module._init_weights(owner)  # noqa: SLF001

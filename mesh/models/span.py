@@ -93,7 +93,7 @@ class Ends(nn.Module):
         )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
         self.norm = base.get_submodule(anatomy.norm)
-        setattr(causal, name, _NormOnly(self.norm))
+        setattr(causal, name, _NormOnly(base, self.norm))
         self._causal = causal
 
     @property
@@ -142,8 +142,10 @@ class _NormOutput(BaseModelOutputWithPast):  # type: ignore[misc] # transformers
 class _NormOnly(nn.Module):
     """Stands for the base model in a causal model whose layers have already run elsewhere."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, base: Any, norm: nn.Module) -> None:
         super().__init__()
+        # Some have the head's scale from there.
+        vars(self).update({name: n for name, n in vars(base).items() if isinstance(n, float)})
         self.norm = norm
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _NormOutput:

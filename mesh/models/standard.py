@@ -27,6 +27,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
+_STATES = (
+    "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
+    "conv_L_cache",
+)  # fmt: skip
+"""What only configs have of whose layers some keep a running state."""
+
+
 def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the language model of this config, of that type, is known to have."""
     text = _text(config)
@@ -39,7 +46,8 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
     """Whether nothing but transformers' modules computes its layers, as is certain."""
     text = _text(config)
     is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
-    return bool(text.get("qk_nope_head_dim")) or is_other_mixture
+    keeps_states = any(text.get(name) for name in _STATES)
+    return bool(text.get("qk_nope_head_dim")) or is_other_mixture or keeps_states
 
 
 def experts_met(config: Mapping[str, Any]) -> float:

@@ -31,7 +31,7 @@ from mesh.shard.device import (
     short_dtype_name,
 )
 from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
-from mesh.shard.footprint import ends_mb
+from mesh.shard.footprint import ends_mb, keeps_states
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
@@ -250,4 +250,5 @@ def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) 
         text=text,
         routed=_is_routed(manifest.config),
         head_rows=loaded.rows if loaded is not None else 1,
+        keeps_states=keeps_states(manifest),
     )

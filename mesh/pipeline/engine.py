@@ -63,8 +63,7 @@ class Engine:
         dial: Dial,
         accounts: ResourceLedger | None = None,
     ) -> None:
-        self._clock = LoopClock()
-        ceiling_s = settings.stall_limit_s
+        self._clock, ceiling_s = LoopClock(), settings.stall_limit_s
         self.oversight = Oversight(self._clock, ceiling_s=ceiling_s, asker=own)
         self.shards = KnownShards(own, self.oversight.reputations, self.oversight.claims)
         self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
@@ -79,6 +78,7 @@ class Engine:
         self.sessions = Sessions(
             links, self._router, self._clock, patience, self.oversight,
             line=RoomLine(settings.queue_limit_s, settings.queue_places),
+            keeps_states=model.keeps_states,
         )  # fmt: skip
         self.oversight.expel = self._expel
         self.spot_checks = self.oversight.spot_checks = SpotChecks(

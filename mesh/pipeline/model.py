@@ -117,6 +117,8 @@ class AskerModel:
     head_rows: int = 1
     """Of how many rows, a power of two, the head may compute the logits at once: each has the bits
     that it has alone."""
+    keeps_states: bool = False
+    """Whether layers keep a running state, so that sessions cannot be cut anywhere."""
     draft: Drafting | None = None
     """What guesses how answers go on, beside what they said before."""
 

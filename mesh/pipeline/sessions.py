@@ -74,7 +74,10 @@ class Sessions:
         observer: Oversight,
         *,
         line: RoomLine | None = None,
+        keeps_states: bool = False,
     ) -> None:
+        """`keeps_states`: hops have running states, which cannot be cut anywhere. What they still
+        have of a session that begins as a prompt does is copied then, as far as they say."""
         self.max_parked_bytes = MAX_PARKED_BYTES
         self.line = line or RoomLine()
         self._links = links
@@ -82,6 +85,7 @@ class Sessions:
         self._clock = clock
         self._patience = patience
         self._observer = observer
+        self._keeps_states = keeps_states
         self._parked: list[GenerationSession] = []
         self.live: dict[int, GenerationSession] = {}
         self.busy = asyncio.Event()
@@ -101,6 +105,8 @@ class Sessions:
         """
         unserved = at_home and not self._is_served(terms, total_layers)
         kept = self._take_parked(prompt, terms, at_home=unserved)
+        if kept is not None and self._keeps_states and kept[1] < len(kept[0].token_ids):
+            return await self._begun_as_parked(kept[0], terms, total_layers, prompt)
         if kept is not None:
             session, common = kept
             try:
@@ -118,6 +124,22 @@ class Sessions:
                 session.steady = len(prompt)
                 return self._register(session)
         return await self.open_fresh(terms, total_layers, prompt=prompt)
+
+    async def _begun_as_parked(
+        self,
+        parked: GenerationSession,
+        terms: SessionTerms,
+        total_layers: int,
+        prompt: Sequence[int],
+    ) -> GenerationSession:
+        """A session in the place of one that goes on otherwise than it did. Raises as `acquire`."""
+        self._parked.append(parked)
+        try:
+            return await self.open_fresh(terms, total_layers, prompt=prompt)
+        finally:
+            if parked in self._parked:
+                self._parked.remove(parked)
+                parked.route.close()
 
     async def open_fresh(
         self,

@@ -171,7 +171,7 @@ def shard_bytes(
     positions, as it says itself before it loads: nothing is kept free beside it."""
     own = model.layer_weights[layers.start : layers.stop]
     wide = computed_itemsize(name, device)
-    caches = model.kv_numbers * wide * positions * len(layers)
+    caches = (model.kv_numbers * wide * positions + model.state_bytes) * len(layers)
     one_layer = math.ceil(sum(own) * wide / len(own))
     weights = math.ceil(sum(own) * model.weight_size(name))
     return weights + caches + one_layer + model.scratch_bytes + SPARE_BYTES
@@ -252,7 +252,7 @@ def _bench(
         name,
         tuple(taken),
         max(weights) * wide,
-        model.kv_numbers * wide * positions,
+        model.kv_numbers * wide * positions + model.state_bytes,
         model.scratch_bytes,
         tuple(decode),
         tuple(prefill),

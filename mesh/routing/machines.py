@@ -35,7 +35,9 @@ class ModelShape:
     `layer_weights` are how many numbers each layer has, `ends_weights` those of embedding, norm and
     head, of which `head_weights` are read for each token. They are stored as `dtype`: fp32, fp16 or
     bf16, or else a type of blocks that are decoded; there, layers and ends take `layer_bytes` and
-    `ends_bytes`. `kv_numbers` are what one position adds to the caches of the layer that adds most.
+    `ends_bytes`. `kv_numbers` are what one position adds to the caches of the layer that adds most,
+    or of an average one where some add nothing; `state_bytes` what sessions take in an average one
+    whatever their length.
     `scratch_bytes` is what computing takes beside weights and caches, however many layers there
     are. `quants` are the formats that its family can be served in; with `is_standard` layers it can
     be halved. Of its layers a row reads `layer_read` numbers, where that is not all of them: those
@@ -56,6 +58,7 @@ class ModelShape:
     quants: tuple[Quant, ...] = QUANTS
     is_standard: bool = False
     layer_read: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""

@@ -6,7 +6,7 @@ Upper estimates, in MB of 2**20 bytes. Reads no tensor and asks no device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mesh.models.header import TensorEntry
@@ -21,6 +21,9 @@ _CHOSEN_EXPERTS = (
 )  # fmt: skip
 """What configs call the experts that a row goes to."""
 
+_STATES = 4
+"""Of a session: as they are, and as they were where two chunks and a draft began."""
+
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
@@ -31,9 +34,11 @@ def estimate(
     *,
     kv_tokens: int,
     rows: int,
+    streams: int = 1,
     weight_size: float | None = None,
 ) -> ShardMemory:
-    """Of these layers in a dtype of `itemsize` bytes, with caches of `kv_tokens` positions in all.
+    """Of these layers in a dtype of `itemsize` bytes, with caches of `kv_tokens` positions in all,
+    of `streams` sessions.
 
     `rows` is how many are computed at once, `weight_size` what a weight takes where that is not
     `itemsize`. The head room holds one layer twice, as while it is repacked or its caches grow.
@@ -44,7 +49,10 @@ def estimate(
     activations = computing_bytes(manifest, rows, kv_tokens)
     return ShardMemory(
         weights_mb=_mb(weights),
-        caches_mb=_mb(kv_tokens * position_bytes(manifest, layers, itemsize)),
+        caches_mb=_mb(
+            kv_tokens * position_bytes(manifest, layers, itemsize)
+            + streams * state_bytes(manifest, layers)
+        ),
         headroom_mb=SPARE_MB + _mb(one_layer + activations),
     )
 
@@ -84,17 +92,21 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
 
 def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     """What one position adds to the caches of each of these layers."""
-    keys, values = dict[str, int](), dict[str, int]()
+    keys, values, states = dict[str, int](), dict[str, int](), set[str]()
     for entry in manifest.layer_tensors(layers):
         index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
         if name.endswith("k_proj.weight"):
             keys[index] = entry.shape[0]
         elif name.endswith("v_proj.weight"):
             values[index] = entry.shape[0]
+        elif _is_convolution(entry):
+            states.add(index)
     said = _said_numbers(manifest)
     each = map(str, range(layers.start, layers.stop))
     # Layers may differ; where keys are values as well (Gemma 4), both are cached.
-    return [keys[i] + values.get(i, keys[i]) if i in keys else said for i in each]
+    return [
+        keys[i] + values.get(i, keys[i]) if i in keys else 0 if i in states else said for i in each
+    ]
 
 
 def _said_numbers(manifest: Manifest) -> int:
@@ -111,6 +123,48 @@ def _said_numbers(manifest: Manifest) -> int:
         keys = heads * (latent + (_number(text, "qk_rope_head_dim") or 0))
         values = heads * (_number(text, "v_head_dim") or latent)
     return keys + values
+
+
+def state_bytes(manifest: Manifest, layers: LayerRange) -> int:
+    """What one session takes in these layers whatever its length: their running states, with what
+    is kept of them to go back to."""
+    numbers = 0
+    for layer in range(layers.start, layers.stop):
+        tensors = manifest.layer_tensors(LayerRange(layer, layer + 1))
+        shapes = [entry.shape for entry in _convolutions(tensors)]
+        if shapes:  # their last inputs, and what is made of them
+            numbers += sum(map(math.prod, shapes))
+            numbers += _recurrent_numbers(manifest.config, sum(shape[0] for shape in shapes))
+    return numbers * 4 * _STATES  # most are fp32, whatever the weights are
+
+
+def _recurrent_numbers(config: Mapping[str, Any], channels: int) -> int:
+    """How many a layer's state has behind a convolution of so many channels, at most."""
+    text = _text(config)
+    delta = text.get("linear_attn_config")
+    delta = delta if isinstance(delta, dict) else {}
+    key = _number(text, "linear_key_head_dim", "linear_head_dim") or _number(delta, "head_dim")
+    value = _number(text, "linear_value_head_dim") or key
+    heads = _number(text, "linear_num_value_heads", "linear_num_heads")
+    heads = heads or _number(delta, "num_heads")
+    if key and value and heads:  # a matrix for each head
+        return heads * key * value
+    return channels * (_number(text, "mamba_d_state", "ssm_state_size", "state_size") or 0)
+
+
+def keeps_states(manifest: Manifest) -> bool:
+    """Whether some of the model's layers keep a running state."""
+    return any(_convolutions(manifest.tensors.values()))
+
+
+def _convolutions(tensors: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    return filter(_is_convolution, tensors)
+
+
+def _is_convolution(entry: TensorEntry) -> bool:
+    """Whether it is the weight of one along the text: what keeps states begins with one."""
+    is_by_channel = len(entry.shape) == 3 and entry.shape[1] == 1
+    return is_by_channel and ".conv" in entry.name.replace("_conv", ".conv")
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

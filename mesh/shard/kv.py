@@ -44,10 +44,22 @@ class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
     Sliding-window layers keep every position too: cutting back needs them.
     """
 
+    in_pieces = True
+    """Whether `copy` may be asked for a part at a time."""
+
     def __init__(self, max_tokens: int) -> None:
         super().__init__(layers=[])
         self.max_tokens = max_tokens
         self.length = 0
+
+    @property
+    def computed(self) -> int:
+        """Up to where the next forward finds what it needs, and where it begins to write."""
+        return self.length
+
+    def held(self, positions: int) -> int:
+        """With how many of its first `positions` a session can go on, or another begin."""
+        return min(positions, self.length)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
@@ -72,15 +84,15 @@ class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The same for every layer."""
-        return self.length
+        return self.computed
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where the next row stands."""
-        return self.length
+        return self.computed
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(keys a query of this length sees, offset of the first): nothing is dropped."""
-        return self.length + query_length, 0
+        return self.computed + query_length, 0
 
 
 class SessionCache(OneSession):
@@ -133,7 +145,7 @@ class SessionCache(OneSession):
                 if held is None:
                     held = mine[index] = self._new(tensor)
                 held[:, :, start:stop] = tensor[:, :, start:stop]
-        self.commit(rows)
+        self.length = stop
 
     def _grown(self, old: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
         if old is None:
@@ -152,7 +164,7 @@ class SessionCache(OneSession):
         **_kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write behind the end; returns (1, heads, length + rows, width) views."""
-        start = self.length
+        start = self.computed
         end = start + key_states.shape[2]
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         if keys is None or values is None:

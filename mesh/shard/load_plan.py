@@ -118,6 +118,7 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
         4 if is_compiled else dtype.value.itemsize,
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
+        streams=settings.max_concurrent_streams,
         weight_size=_few_bits(manifest, quant.value) if quant.value else halved,
     )
     return LoadPlan(manifest, request, host, dtype, quant, lean, need)

@@ -34,8 +34,8 @@ async def copy_prefix(
 
     def copy_piece() -> bool:
         """On the device's thread: nobody computes with either meanwhile."""
-        held = min(positions, theirs.length)
-        stop = min(held, ours.length + PIECE)
+        held = theirs.held(positions)
+        stop = min(held, ours.length + PIECE) if theirs.in_pieces else held
         if stop > ours.length:
             ours.copy(theirs, stop)
         return ours.length < held

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, SessionGone
 from mesh.shard.hooks import Hook
 from mesh.types import LayerRange
 
@@ -27,6 +27,8 @@ class KeyValueCache(Protocol):
     """The keys and values of one session. What lies beyond `length` does not exist."""
 
     max_tokens: int
+    in_pieces: bool
+    """Whether `copy` may be asked for a part at a time."""
 
     @property
     def length(self) -> int:
@@ -41,7 +43,12 @@ class KeyValueCache(Protocol):
         """What its memory is on the device now."""
 
     def cut(self, position: int) -> None:
-        """Forget everything from `position` on; a position beyond the end changes nothing."""
+        """Forget everything from `position` on; a position beyond the end changes nothing.
+
+        It forgets all there is where it cannot go back to that."""
+
+    def held(self, positions: int) -> int:
+        """How many of its first `positions` it can go back to, or another begin with."""
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
@@ -50,7 +57,8 @@ class KeyValueCache(Protocol):
         """The forward over `rows` positions succeeded; they count from now on."""
 
     def copy(self, other: Self, stop: int) -> None:
-        """Take over the positions of `other` from this one's `length` up to `stop`, which it holds.
+        """Take over the positions of `other` from this one's `length` up to `stop`, which it has
+        `held`.
 
         Both are of one runtime, and of one kind. Raises ContextTooLong beyond `max_tokens`.
         """
@@ -127,12 +135,12 @@ class Runtime(Protocol):
 
         One step of any length, or steps of up to `batch_rows` rows each of several sessions. No
         cache has changed its length when this raises: ContextTooLong, BadRequest (position beyond a
-        cache's end), or what the device raises.
+        cache's end), SessionGone (a cache cannot go back to it), or what the device raises.
         """
 
 
 def prepare(step: StepInput) -> None:
-    """Make its cache ready for it. Raises BadRequest, ContextTooLong."""
+    """Make its cache ready for it. Raises BadRequest, ContextTooLong, SessionGone."""
     if step.position > step.cache.length:
         raise BadRequest(
             f"The step starts at position {step.position}; the session holds {step.cache.length}.",
@@ -140,6 +148,11 @@ def prepare(step: StepInput) -> None:
             param="position",
         )
     step.cache.cut(step.position)
+    if step.cache.length < step.position:
+        raise SessionGone(
+            f"The shard cannot go back to position {step.position} in this session.",
+            fix="Open a new one and replay the inputs.",
+        )
     step.cache.reserve(step.hidden.shape[1])
 
 

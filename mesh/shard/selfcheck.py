@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
 from mesh.errors import UnsupportedFamily
+from mesh.models.families import has_states, layer_kinds
+from mesh.models.span_cache import SpanCache
 from mesh.shard import attention
 from mesh.shard.kv import BatchCache, SessionCache
+from mesh.shard.states import StateCache
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.types import LayerRange
 
@@ -51,14 +53,15 @@ def choose_attention(
     probe = _Probe(module, device, dtype)
     stock = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
     expected = probe.reference(stock)
+    keeps_states = has_states(module.config)
     try:
-        agrees = probe.agrees(attention.CHECKING_NAME, expected, batched=True)
+        agrees = probe.agrees(attention.CHECKING_NAME, expected, batched=not keeps_states)
         why_not = "it gave other numbers"
     except _FAILURES as error:
         agrees, why_not = False, f"the model uses {error}"
     if agrees:
         probe.use(attention.NAME)
-        batched = _rope_ignores_neighbours(module.config)
+        batched = _rope_ignores_neighbours(module.config) and not keeps_states
         return AttentionChoice(attention.NAME, batched, f"attention {attention.NAME}: checked")
     try:
         agrees = probe.agrees(stock, expected, batched=False)
@@ -118,7 +121,7 @@ class _Probe:
         self.use(name)
         answers = []
         for past in (_ROWS, _SHORT):
-            cache = DynamicCache(config=self._view.config)
+            cache = SpanCache(self._view.config)
             chunk = self._run(self._rows[:, :past], 0, cache)
             answers.append(self._run(self._rows[:, past : past + 1], past, cache)[:, -1])
             if past == _ROWS:
@@ -181,7 +184,9 @@ class _Probe:
         )
 
     def _cache(self) -> SessionCache:
-        return SessionCache(self._configs[1].num_hidden_layers, 64)
+        config = self._configs[1]
+        kind = StateCache if has_states(config) else SessionCache
+        return kind(config.num_hidden_layers, 64)
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
         inputs = self._rows[0, [_ROWS, _ROWS - 1, _SHORT]].float()
@@ -192,10 +197,13 @@ class _Probe:
         return bool((found.float() - expected.float()).norm() <= allowed)
 
     def _step(self, cache: SessionCache, hidden: torch.Tensor) -> torch.Tensor:
-        cache.reserve(hidden.shape[1])
-        output = self._run(hidden, cache.length, cache)
-        cache.commit(hidden.shape[1])
-        return output
+        rows = hidden.shape[1]
+        cache.reserve(rows)
+        if isinstance(cache, StateCache):
+            hidden = cache.rows_for(hidden)
+        output = self._run(hidden, cache.computed, cache)
+        cache.commit(rows)
+        return output[:, -rows:]
 
     def _run(self, hidden: torch.Tensor, past: int, cache: Any) -> torch.Tensor:
         positions = torch.arange(past, past + hidden.shape[1], device=self._device)
@@ -227,7 +235,7 @@ def _rope_ignores_neighbours(config: Any) -> bool:
 def _layers_to_see_every_kind(module: nn.Module) -> int:
     config: Any = module.config
     layers = module.get_submodule(layer_list_name(module))
-    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    types = layer_kinds(config) or [""] * config.num_hidden_layers
     kinds = [
         (kind, *(type(part).__name__ for part in layer.modules()))
         for kind, layer in zip(types, layers.children(), strict=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mesh.models.families import has_states
 from mesh.models.progress import Progress
 from mesh.shard import attention as own_attention
 from mesh.shard.compiled.parts import NotCompilable
@@ -35,6 +36,7 @@ from mesh.shard.selfcheck import (
     rope_types,
     short_steps_keep_bits,
 )
+from mesh.shard.states import StateCache
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
@@ -108,6 +110,7 @@ class TorchRuntime:
         self.dtype = dtype
         self.hidden_size: int = loaded.config.hidden_size
         self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
+        self._has_states = has_states(loaded.config)
         made = _made(self._module, device, dtype, progress, halved=halved, lean=lean)
         self._lean = made.lean
         few = _FEW_ROWS if made.kernels.name == int4.KERNELS else ()
@@ -169,7 +172,8 @@ class TorchRuntime:
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache | PoolCache:
         if self._captured is not None:
             return self._captured.pool.open(max_tokens)
-        return SessionCache(len(self.layers), max_tokens)
+        kind = StateCache if self._has_states else SessionCache
+        return kind(len(self.layers), max_tokens)
 
     def layer(self, number: int) -> nn.Module:
         """The decoder layer of that number in the whole model; LookupError when not here."""
@@ -232,11 +236,20 @@ class TorchRuntime:
         return list(output.tensor_split(len(steps)))
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
-        rows = step.hidden.shape[1]
-        first = step.position
-        positions = torch.arange(first, first + rows, device=self.device)[None]
-        placed = [(0, hook) for hook in step.hooks]
-        return self._run(view, step.hidden, positions, step.cache, placed)
+        cache, hidden = _own_cache(step), step.hidden.to(self.device, self.dtype)
+        if isinstance(cache, StateCache):
+            if (again := cache.again) is not None:
+                self._run_behind(view, again, cache, step.hooks)
+                cache.commit_again()
+            hidden = cache.rows_for(hidden)
+        return self._run_behind(view, hidden, cache, step.hooks)[:, -step.hidden.shape[1] :]
+
+    def _run_behind(
+        self, view: nn.Module, hidden: torch.Tensor, cache: OneSession, hooks: Sequence[Hook]
+    ) -> torch.Tensor:
+        first = cache.computed
+        positions = torch.arange(first, first + hidden.shape[1], device=self.device)[None]
+        return self._run(view, hidden, positions, cache, [(0, hook) for hook in hooks])
 
     def _together(self, view: nn.Module, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         hidden = torch.cat([step.hidden for step in steps])

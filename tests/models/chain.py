@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest
+from mesh.models.span_cache import SpanCache
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
@@ -29,11 +30,21 @@ def run_whole(
     """Hugging Face alone: logits (1, rows, vocab) of each step, and the greedy ids it decoded."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     cache = DynamicCache(config=model.config.get_text_config())
-    steps = [model(chunk, past_key_values=cache).logits for chunk in chunks]
+    position = 0
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal position
+        # Not every model asks its cache where a chunk stands.
+        places = torch.arange(position, position + ids.shape[1]).unsqueeze(0)
+        position += ids.shape[1]
+        logits: torch.Tensor = model(ids, position_ids=places, past_key_values=cache).logits
+        return logits
+
+    steps = [step(chunk) for chunk in chunks]
     ids: list[int] = []
     for _ in range(decode):
         ids.append(int(steps[-1][0, -1].argmax()))
-        steps.append(model(torch.tensor([[ids[-1]]]), past_key_values=cache).logits)
+        steps.append(step(torch.tensor([[ids[-1]]])))
     return steps, ids
 
 
@@ -47,7 +58,7 @@ def run_parts(
         load_span(manifest, LayerRange(start, stop), dtype=torch.float32, device=CPU)
         for start, stop in pairwise(cuts)
     ]
-    caches = [DynamicCache(config=span.config) for span in spans]
+    caches = [SpanCache(span.config) for span in spans]
     position = 0
 
     def step(ids: torch.Tensor) -> torch.Tensor:

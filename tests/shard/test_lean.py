@@ -42,6 +42,8 @@ SINGULAR = {
     "gpt_oss": MIXED,
     "glm4_moe": MIXED,
     "gemma4": "widths of their own",
+    "qwen3_5": "keep a running state",
+    "lfm2": "keep a running state",
 }
 """Families whose layers are not standard, and what is said of them."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]

@@ -10,7 +10,7 @@ from mesh.models.load import load_span
 from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import run
 from mesh.types import LayerRange
-from tests.checkpoints import FAMILIES, MORE_FAMILIES, WINDOW
+from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL, WINDOW
 from tests.shard.spans import (
     CPU,
     HIDDEN,
@@ -23,8 +23,9 @@ from tests.shard.spans import (
     step,
 )
 
-UNBATCHED = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text")
-"""Families whose code touches the keys between cache and attention, or that attend in chunks."""
+UNBATCHED = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text", *STATEFUL)
+"""Families whose code touches the keys between cache and attention, that attend in chunks, or whose
+layers keep states."""
 
 
 @torch.inference_mode()

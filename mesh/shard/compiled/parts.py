@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mesh.models.families import has_states
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader, rows_out
@@ -82,6 +83,8 @@ def layer_parts(
     experts of that name there, where they are not yet. Raises NotCompilable."""
     if getattr(config, "is_heterogeneous", False):
         raise NotCompilable("its layers have widths of their own")
+    if has_states(config):
+        raise NotCompilable("some of its layers keep a running state")
     reader = PartsReader(layer)
     attention = _attention(reader, config, index)
     feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)

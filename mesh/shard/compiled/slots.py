@@ -97,6 +97,8 @@ class Bank:
 class SlotCache:
     """One session's slot, as `mesh.shard.kv.SessionCache` for the torch runtime."""
 
+    in_pieces = True
+
     def __init__(self, bank: Bank, max_tokens: int) -> None:
         self.bank = bank
         self.slot = bank.take()
@@ -123,6 +125,10 @@ class SlotCache:
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
         self.bank.lengths[self.slot] = min(self.length, position)
+
+    def held(self, positions: int) -> int:
+        """How many of its first `positions` another may begin with."""
+        return min(positions, self.length)
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from mesh.errors import BadRequest
 from mesh.shard.taps.codec import CACHE_OPERATIONS
@@ -74,16 +75,14 @@ class TapCaches:
                 continue  # only some kinds of layers have it
             try:
                 getattr(layer, name)(*arguments)
-            except (IndexError, TypeError, ValueError) as error:
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
                 raise raised(error) from error
         self._told[number] = _lengths(cache)
 
     def positions_after(self, number: int, name: str, arguments: tuple[Any, ...]) -> int:
         """How many rows all of them would hold after such an `operate`."""
         cache = self._caches.get(number)
-        batches = (
-            [layer.keys.shape[0] for layer in cache.layers if layer.is_initialized] if cache else []
-        )
+        batches = [layer.keys.shape[0] for layer in _with_keys(cache)] if cache else []
         if name in ("crop", "reset", "activate_past_recording") or not any(batches):
             return self.positions()
         if name == "batch_repeat_interleave":
@@ -94,35 +93,44 @@ class TapCaches:
         return self.positions() - rows + rows // int(max(batches)) * int(batch)
 
     def contents(self, number: int, layer: int) -> list[torch.Tensor]:
-        """Keys and values that one of the session's layers has cached. Raises BadRequest."""
+        """Keys and values that one of the session's layers has cached, then its states, without
+        numbers where one is not there. Raises BadRequest."""
         cache, index = self._caches.get(number), layer - self._tree.layers.start
-        if cache is None or index not in self._indices or not cache.layers[index].is_initialized:
-            raise BadRequest("Nothing is cached there.", fix="Read the cache after a forward.")
-        return [cache.layers[index].keys.detach(), cache.layers[index].values.detach()]
+        if cache is None or index not in self._indices:
+            raise _nothing()
+        held = cache.layers[index]
+        found = [held.keys, held.values] if held in _with_keys(cache) else []
+        states = _states_of(held)
+        if not found and all(state is None for state in states):
+            raise _nothing()
+        found += [torch.empty(0) if state is None else state for state in states]
+        return [tensor.detach() for tensor in found]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All keys and values."""
+        """All keys, values and states."""
         for cache in self._caches.values():
+            for layer in _with_keys(cache):
+                yield from (layer.keys, layer.values)
             for layer in cache.layers:
-                if layer.is_initialized:
-                    yield from (layer.keys, layer.values)
+                yield from (state for state in _states_of(layer) if state is not None)
 
     def positions(self) -> int:
         """How many rows all of them hold together."""
         return sum(map(_rows, self._caches.values()))
 
     def growth(self) -> list[Growth]:
-        """What was added to runs of equal layers, since this was asked last."""
+        """What was added to runs of equal layers, since this was asked last; nothing to those that
+        have states only, which may have become others."""
         grown: list[Growth] = []
         first = self._tree.layers.start
         for number, cache in self._caches.items():
             old, new = self._told[number], _lengths(cache)
             self._told[number] = new
             for index, layer in enumerate(cache.layers):
-                added = new[index] - old[index]
-                if not added:
+                added, place = new[index] - old[index], first + index
+                if not added and (new[index] or all(s is None for s in _states_of(layer))):
                     continue
-                place, batch = first + index, layer.keys.shape[0]
+                batch = layer.keys.shape[0] if added else 1
                 if grown and (grown[-1][0], *grown[-1][2:]) == (number, place, batch, added):
                     grown[-1] = (number, grown[-1][1], place + 1, batch, added)
                 else:
@@ -130,16 +138,34 @@ class TapCaches:
         return grown
 
 
+def _with_keys(cache: Any) -> list[Any]:
+    """The layers that have keys and values now."""
+    return [
+        layer
+        for layer in cache.layers
+        if isinstance(layer, CacheLayerMixin) and layer.is_initialized
+    ]
+
+
+def _states_of(layer: Any) -> list[torch.Tensor | None]:
+    """The running states of a layer that keeps such, those of convolutions first."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return []
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+
+
+def _nothing() -> BadRequest:
+    return BadRequest("Nothing is cached there.", fix="Read the cache after a forward.")
+
+
 def _lengths(cache: Any) -> list[int]:
-    return [int(layer.get_seq_length()) for layer in cache.layers]
+    """How many positions have keys, by layer."""
+    return [
+        int(layer.get_seq_length()) if isinstance(layer, CacheLayerMixin) else 0
+        for layer in cache.layers
+    ]
 
 
 def _rows(cache: Any) -> int:
-    return max(
-        (
-            int(layer.get_seq_length()) * layer.keys.shape[0]
-            for layer in cache.layers
-            if layer.is_initialized
-        ),
-        default=0,
-    )
+    rows = (int(each.get_seq_length()) * each.keys.shape[0] for each in _with_keys(cache))
+    return max(rows, default=0)

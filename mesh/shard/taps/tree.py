@@ -21,11 +21,11 @@ from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.interleaver import Interleaver
 from nnsight.intervention.source import STATE, SourceNotAvailable, install_source
 from torch import nn
-from transformers.cache_utils import DynamicCache
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from mesh.errors import BadRequest
 from mesh.models.load import LoadedSpan
+from mesh.models.span_cache import SpanCache
 from mesh.shard.belongings import Belonging, belongings
 from mesh.shard.protection import Protection
 from mesh.shard.taps.codec import storage_of
@@ -203,9 +203,9 @@ class SpanTree:
         for config in self._configs:
             config._attn_implementation = name
 
-    def new_cache(self) -> DynamicCache:
+    def new_cache(self) -> SpanCache:
         """An empty cache; its layer 0 is the span's first."""
-        return DynamicCache(config=self.config)
+        return SpanCache(self.config)
 
     def capture_outputs(self) -> None:
         """Install transformers' own hooks for attentions and the like, once."""

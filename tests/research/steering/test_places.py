@@ -52,21 +52,27 @@ def hidden_states(model: Any, embeds: torch.Tensor, edits: list[Edit]) -> list[t
     return seen
 
 
+def part_of(module: Any, *names: str) -> str:
+    """What of these it has."""
+    return next(name for name in names if hasattr(module, name))
+
+
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_steered_like_by_a_hook(family: str) -> None:
-    attention = "attn" if family == "gpt2" else "self_attn"
+    model = load(checkpoint(family).directory)
+    layers = model.model.layers if hasattr(model, "model") else model.transformer.h
+    first, second = (part_of(layers[i], "self_attn", "attn", "linear_attn", "conv") for i in (1, 2))
     edits = [
         edit(1),
-        edit(1, attention, data=low_rank_file()),
-        edit(2, "mlp", data=low_rank_file(seed=3)),
-        edit(2, attention, "input"),
-        edit(1, f"{attention}.{'c_proj' if family == 'gpt2' else 'o_proj'}", "output"),
+        edit(1, first, data=low_rank_file()),
+        edit(2, part_of(layers[2], "mlp", "feed_forward"), data=low_rank_file(seed=3)),
+        edit(2, second, "input"),
+        edit(1, f"{first}.{part_of(getattr(layers[1], first), 'o_proj', 'c_proj', 'out_proj')}"),
     ]
-    model = load(checkpoint(family).directory)
     entered = hidden_states(model, rows(9), edits)
     plain = hidden_states(model, rows(9), [])
     span: TorchRuntime = runtime(family, SPAN)

@@ -16,8 +16,8 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("minicpm3", "gemma4")
-"""Families that the torch runtime keeps: keys of a latent, layers of several widths."""
+REFUSED = ("minicpm3", "gemma4", "qwen3_5", "lfm2")
+"""Families that the torch runtime keeps: keys of a latent, layers of several widths, states."""
 
 EXPERTS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 """Families whose layers are mixtures of experts, all or some."""

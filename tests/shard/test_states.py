@@ -1,0 +1,122 @@
+"""Sessions on layers that keep a running state: what they go back to, and what that costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesh.errors import SessionGone
+from mesh.shard.footprint import keeps_states, state_bytes
+from mesh.shard.kv import SessionCache
+from mesh.shard.runtime import StepInput
+from mesh.shard.states import MARKS, REACH, StateCache
+from mesh.shard.torch_runtime import TorchRuntime
+from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
+from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime, step
+
+
+def fed(span: TorchRuntime, hidden: torch.Tensor, chunk: int = 128) -> SessionCache | StateCache:
+    """A session that was fed these rows, in chunks."""
+    cache = span.new_cache(4096)
+    for start in range(0, hidden.shape[1], chunk):
+        step(span, cache, start, hidden[:, start : start + chunk])
+    return cache
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1"])
+def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(family: str) -> None:
+    span = runtime(family)
+    hidden, other = rows(400), rows(40, seed=1)
+    # To before the last chunk's end, into the chunk before it, and to where one began.
+    for back in (399, 380, 300, 256, 140):
+        cache = fed(span, hidden)
+        for at in range(400, 404):
+            step(span, cache, at, rows(1, seed=at))
+        found = step(span, cache, back, other)
+        again = step(span, cache, back + 40, rows(1, seed=2))
+        plain = fed(span, hidden[:, :back])
+        assert relative_error(found, step(span, plain, back, other)) < 1e-4
+        assert relative_error(again, step(span, plain, back + 40, rows(1, seed=2))) < 1e-4
+
+
+def test_drafts_are_taken_back_however_often_also_two_at_a_time() -> None:
+    span = runtime("qwen3_5")
+    hidden = rows(120)
+    cache, expected = fed(span, hidden[:, :20]), fed(span, hidden)
+    position = 20
+    while position < 100:
+        kept = hidden[:, position : position + 3]
+        first = step(span, cache, position, torch.cat([kept, rows(13, seed=position)], 1))
+        step(span, cache, position + 16, rows(16, seed=position + 1))
+        plain = span.new_cache(256)
+        step(span, plain, 0, hidden[:, :position])
+        assert relative_error(first[:, :3], step(span, plain, position, kept)) < 1e-4
+        position += 3
+    last = step(span, cache, position, hidden[:, position:])
+    whole = step(span, expected, 0, hidden)
+    assert relative_error(last, whole[:, position:]) < 1e-4
+
+
+def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so() -> None:
+    span = runtime("qwen3_5")
+    cache = fed(span, rows(1000))
+    assert cache.held(900) == 900
+    assert cache.held(500) < 500
+    with pytest.raises(SessionGone, match="position 500"):
+        span.forward([StepInput(cache, 500, rows(1))])
+    # From the beginning it may be replayed.
+    plain = runtime("qwen3_5").forward([StepInput(span.new_cache(64), 0, rows(9, seed=3))])[0]
+    assert relative_error(step(span, cache, 0, rows(9, seed=3)), plain) < 1e-4
+
+
+def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was() -> None:
+    span = runtime("qwen3_5")
+    hidden = rows(60)
+    cache, plain = fed(span, hidden), fed(span, hidden)
+    failing = span.layer(2).register_forward_hook(_fails)
+    for position, count in ((60, 1), (60, 30), (50, 4)):
+        with pytest.raises(RuntimeError, match="half-way"):
+            step(span, cache, position, rows(count, seed=9))
+        assert cache.length == min(position, 60)
+    failing.remove()
+    step(span, plain, 50, hidden[:, 50:])
+    step(span, cache, 50, hidden[:, 50:])
+    assert torch.equal(step(span, cache, 60, rows(1, 4)), step(span, plain, 60, rows(1, 4)))
+
+
+def _fails(*_: object) -> None:
+    raise RuntimeError("it failed half-way")
+
+
+def test_a_session_begins_as_another_where_that_has_states() -> None:
+    span = runtime("qwen3_5")
+    hidden = rows(500)
+    source = fed(span, hidden)
+    step(span, source, 500, rows(1, seed=5))
+    for common in (470, 384):
+        copy, plain = span.new_cache(4096), fed(span, hidden[:, :common])
+        copy.copy(source, source.held(common))
+        assert copy.length == common
+        # Each goes its own way.
+        step(span, source, 501, rows(1, seed=6))
+        source.cut(501)
+        new = rows(7, seed=8)
+        assert relative_error(step(span, copy, common, new), step(span, plain, common, new)) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
+def test_states_take_no_more_than_was_said(family: str) -> None:
+    manifest = checkpoint(family)
+    said = state_bytes(manifest, WHOLE)
+    assert (said > 0) is keeps_states(manifest) is (family in STATEFUL)
+    if not said:
+        return
+    span = runtime(family)
+    cache = fed(span, rows(700))
+    position = 700
+    for count in (4, 1, 1, 4, 1):
+        step(span, cache, position, rows(count))
+        position += count
+    by_length = SessionCache.allocated_bytes.__get__(cache)
+    inputs = 2 * MARKS * REACH * rows(1).nbytes
+    assert 0 < cache.allocated_bytes - by_length <= said * (1 + 2 * MARKS) / 4 + inputs
