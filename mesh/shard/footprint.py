@@ -21,8 +21,8 @@ _CHOSEN_EXPERTS = (
 )  # fmt: skip
 """What configs call the experts that a row goes to."""
 
-_STATES = 4
-"""Of a session: as they are, and as they were where two chunks and a draft began."""
+_STATES = 5
+"""Of a session: as they are, and as they were where two chunks and two drafts began."""
 
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 

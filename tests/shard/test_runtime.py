@@ -23,7 +23,10 @@ from tests.shard.spans import (
     step,
 )
 
-UNBATCHED = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text", *STATEFUL)
+UNBATCHED = (
+    "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text",
+    *STATEFUL,
+)  # fmt: skip
 """Families whose code touches the keys between cache and attention, that attend in chunks, or whose
 layers keep states."""
 
