@@ -66,11 +66,12 @@ def _listed(picture: dict[str, Any]) -> None:
             row["weights_sha256"][:12],
             _layers(row),
             data_size(row["here_bytes"]),
+            row["dtype"] or "",
             "in use" if row["in_use"] else "",
         ]
         for row in picture["models"]
     ]
-    print_table(["model", "weights", "layers here", "size", ""], rows)
+    print_table(["model", "weights", "layers here", "size", "stored as", ""], rows)
     for transfer in picture["transfers"]:
         say(f"fetching {transfer['model_id']}: {transfer_line(transfer)}")
     here = {row["weights_sha256"] for row in picture["models"]}
@@ -85,7 +86,8 @@ def _shown(found: dict[str, Any]) -> None:
         say(f"{row['id']}  {row['weights_sha256']}")
         whole = "partial" if row["here_bytes"] < row["total_bytes"] else "complete"
         here, total = data_size(row["here_bytes"]), data_size(row["total_bytes"])
-        say(f"{whole}: {here} of {total}, {_layers(row)}")
+        stored = f", stored as {row['dtype']}" if row["dtype"] else ""
+        say(f"{whole}: {here} of {total}, {_layers(row)}{stored}")
         say(f"in {row['directory']}{' (in use)' if row['in_use'] else ''}")
         if row["origin"]:
             say(f"from {row['origin']}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mesh.models.gguf.container import BLOCK_TYPES
+from mesh.models.coded.scheme import is_decoded
 from mesh.models.manifest import Manifest
 from mesh.models.standard import experts_met, has_other_layers, has_standard_layers
 from mesh.routing.machines import QUANTS, ModelShape
@@ -18,18 +18,17 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 def shape_of(manifest: Manifest, context: int) -> ModelShape:
     """Of this checkpoint, whose prompts are up to `context` long. Blocks for a moment."""
-    ends = manifest.ends_tensors()
-    is_in_blocks = manifest.dtype.upper() in BLOCK_TYPES
+    ends = manifest.ends_weights()
     whole, settings = LayerRange(0, manifest.total_layers), ShardSettings()
     each = [LayerRange(layer, layer + 1) for layer in range(manifest.total_layers)]
     share = experts_met(manifest.config)
     return ModelShape(
         manifest.model_id,
         manifest.weights_sha256,
-        tuple(weight_bytes(manifest.layer_tensors(one), 1) for one in each),
+        tuple(weight_bytes(manifest.layer_weights(one), 1) for one in each),
         weight_bytes(ends, 1),
         max((weight_bytes([entry], 1) for entry in ends), default=0),
-        manifest.dtype if is_in_blocks else _SHORT.get(manifest.dtype, "fp32"),
+        manifest.dtype if is_decoded(manifest.dtype) else _SHORT.get(manifest.dtype, "fp32"),
         manifest.layer_bytes,
         manifest.ends_bytes,
         manifest.hidden_size,
@@ -39,6 +38,7 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         state_bytes=math.ceil(
             settings.max_concurrent_streams * state_bytes(manifest, whole) / manifest.total_layers
         ),
+        is_int4=manifest.is_int4,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
         layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
@@ -51,6 +51,6 @@ def _kv_numbers(each: list[int]) -> int:
 
 def _read(manifest: Manifest, layers: LayerRange, share: float) -> int:
     """How many numbers a row reads of these, which goes through such a share of the experts."""
-    tensors = manifest.layer_tensors(layers)
+    tensors = manifest.layer_weights(layers)
     experts = weight_bytes([entry for entry in tensors if _EXPERTS in entry.name], 1)
     return weight_bytes(tensors, 1) - experts + math.ceil(experts * share)

@@ -8,7 +8,9 @@ the tensors of a span; it knows nothing of files or of layer ranges.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.conversion_mapping import (
@@ -28,28 +30,32 @@ if TYPE_CHECKING:
 _TWO, _ONE = ("experts.gate_proj", "experts.up_proj"), "experts.gate_up_proj"
 """Matrices of all experts that GGUF files store apart and some models take from one tensor."""
 
+Unread: TypeAlias = Callable[[], torch.Tensor]
+"""Gives a tensor when it is called, and keeps none."""
 
 _WHOLES = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
 """Text models whose table is that of the whole that they are in."""
 
 
-def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def convert_tensors(
+    module: Any, stored: Mapping[str, torch.Tensor | Unread]
+) -> dict[str, torch.Tensor]:
     """`stored` under the names and in the shapes that `module` expects.
 
     Tensors that need no conversion are handed through without a copy; a name that nothing converts
-    is kept, so that loading can complain about it.
+    is kept, so that loading can complain about it. What is unread is read when its turn comes.
     """
     expected = module.state_dict().keys()
     stored = _in_turns(stored, expected)
     whole = _WHOLES.get(module.config.model_type)
-    if stored.keys() <= expected and whole is None:
-        return stored  # without the table: to build it takes a fifth of a small span's load
-    if whole is None:
-        table = get_model_conversion_mapping(module, add_legacy=False)
-    else:
+    if whole is not None:
         table = get_checkpoint_conversion_mapping(whole)
+    elif stored.keys() <= expected:
+        table = []  # to build it takes a fifth of a small span's load
+    else:
+        table = get_model_conversion_mapping(module, add_legacy=False)
     if not table:
-        return stored
+        return {name: _read(each) for name, each in stored.items()}
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     by_source = {source: entry for entry in converters for source in entry.source_patterns}
@@ -59,11 +65,12 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
     for name in sorted(stored, key=dot_natural_key):
         target, source = rename_source_key(name, renamings, converters)
         if source is None or (name in expected and whole is None):
-            converted[name if name in expected else target] = stored[name]
+            converted[name if name in expected else target] = _read(stored[name])
             continue
         if target not in pending:
             pending[target] = copy.deepcopy(by_source[source])
-        pending[target].add_tensor(target, name, source, stored[name])
+        # It reads them all at once where the first is to be read.
+        pending[target].add_tensor(target, name, source, partial(_read, stored[name]))
     for target, converter in pending.items():
         made = converter.convert(target, model=module, config=module.config)
         for key, value in made.items():
@@ -72,14 +79,18 @@ def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, t
 
 
 def _in_turns(
-    stored: dict[str, torch.Tensor], expected: Collection[str]
-) -> dict[str, torch.Tensor]:
+    stored: Mapping[str, torch.Tensor | Unread], expected: Collection[str]
+) -> Mapping[str, torch.Tensor | Unread]:
     """With a column of one of two tensors, then of the other, where a model has them in turns."""
     first, second = _TWO
     made = dict(stored)
     for name in stored:
         one, other = name.replace(first, _ONE), name.replace(first, second)
         if one != name and one in expected and name not in expected and other in stored:
-            pair = made.pop(name), made.pop(other)
+            pair = _read(made.pop(name)), _read(made.pop(other))
             made[one] = torch.stack(pair, dim=-1).flatten(-2)
     return made
+
+
+def _read(stored: torch.Tensor | Unread) -> torch.Tensor:
+    return stored() if callable(stored) else stored

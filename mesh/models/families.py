@@ -20,6 +20,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
+from mesh.models.coded.scheme import KEYS
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.types import LayerRange
@@ -29,11 +30,11 @@ PROVEN = frozenset(
         "afmoe", "apertus", "arcee", "bamba", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",
         "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2",
         "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite",
-        "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
-        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2", "lfm2_moe", "llama",
-        "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
-        "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2",
-        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+        "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe",
+        "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2",
+        "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
+        "ministral3", "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe",
+        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
         "smollm3",
     }
@@ -222,9 +223,14 @@ def family_of(manifest: Manifest) -> Family:
 def _config(manifest: Manifest) -> Any:
     if manifest.gguf is not None:
         return AutoConfig.for_model(**manifest.config)
-    return AutoConfig.from_pretrained(
+    whole = AutoConfig.from_pretrained(
         manifest.directory, local_files_only=True, trust_remote_code=False
     )
+    for each in (whole, whole.get_text_config(decoder=True)):
+        for key in KEYS:  # how weights are stored is no matter of what is computed
+            if hasattr(each, key):
+                delattr(each, key)
+    return whole
 
 
 def family_of_config(config: Any) -> Family:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -18,7 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from mesh.errors import BadCheckpoint
-from mesh.models.convert import convert_tensors
+from mesh.models.coded.numbers import decoded
+from mesh.models.convert import Unread, convert_tensors
 from mesh.models.gguf.decoding import decode, is_plain
 from mesh.models.header import TensorEntry
 from mesh.models.pages import Pages
@@ -62,9 +64,9 @@ def fill(
     def wanted(name: str) -> torch.dtype:
         return torch.float32 if any(part in name for part in wide) else placement.dtype
 
-    read = _read_tensors(names, wanted, pages, progress)
+    read = _read_tensors(names, wanted, placement.device, pages, progress)
     weights = convert_tensors(module, read)
-    decoded = not all(map(is_plain, names.values()))
+    are_plain = all(map(is_plain, names.values()))
     sha256 = {}
     for name, tensor in weights.items():
         target = wanted(name) if tensor.is_floating_point() else tensor.dtype
@@ -72,7 +74,7 @@ def fill(
         if entry and read.get(name) is tensor and target == tensor.dtype and is_plain(entry):
             sha256[name] = entry.sha256
         weights[name] = tensor.to(device=placement.device, dtype=target)
-        if not decoded or (entry and is_plain(entry)):  # the others were counted as they were read
+        if are_plain or (entry and is_plain(entry)):  # the others were counted as they were read
             progress.add(tensor.nbytes)
     for name, other in same.items():
         if name not in weights and other in weights:
@@ -100,6 +102,45 @@ def _assign(module: Any, weights: dict[str, torch.Tensor], may_lack: Callable[[s
         )
 
 
+def stored_parts(entry: TensorEntry) -> dict[str, torch.Tensor]:
+    """What the codes of `entry` and what belongs to them are, mapped. Raises BadCheckpoint."""
+    assert entry.coding is not None  # noqa: S101 - who asks has looked
+    return {
+        what: mapped_file(part.file, [part]).tensor(
+            STORED_DTYPES[part.dtype], part.shape, part.offset
+        )
+        for what, part in entry.coding.parts.items()
+    }
+
+
+def _decode_codes(
+    entry: TensorEntry, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> torch.Tensor:
+    numbers = decoded(entry, stored_parts(entry), dtype)
+    progress.add(entry.nbytes)
+    return numbers.to(device)
+
+
+def without_empty_biases(
+    names: Mapping[str, TensorEntry], expected: Collection[str]
+) -> dict[str, TensorEntry]:
+    """`names` without biases of zeros that the model has none of: GPTQ's writers give one to every
+    layer. Raises BadCheckpoint."""
+    return {
+        name: entry
+        for name, entry in names.items()
+        if name in expected or not _is_empty_bias(entry, names.get(f"{name[:-4]}weight"))
+    }
+
+
+def _is_empty_bias(entry: TensorEntry, weight: TensorEntry | None) -> bool:
+    is_of_gptq = weight is not None and weight.coding is not None and weight.coding.kind == "gptq"
+    if not (is_of_gptq and entry.name.endswith(".bias") and entry.present):
+        return False
+    area = mapped_file(entry.file, [entry])
+    return not area.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset).any()
+
+
 def mapped_file(file: Path, entries: Iterable[TensorEntry]) -> Pages:
     """The file with these tensors. Raises BadCheckpoint when it cannot be read or is too short."""
     try:
@@ -120,14 +161,20 @@ def mapped_file(file: Path, entries: Iterable[TensorEntry]) -> Pages:
 def _read_tensors(
     names: Mapping[str, TensorEntry],
     wanted: Callable[[str], torch.dtype],
+    device: torch.device,
     pages: WeakSet[Pages],
     progress: Progress,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | Unread]:
+    """Codes are left unread until they are wanted: of many that become one tensor, such as those
+    of experts, no more than that is there twice."""
     require_present(names.values())
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = defaultdict(list)
+    read: dict[str, torch.Tensor | Unread] = {}
     for name, entry in names.items():
-        by_file[entry.file].append((name, entry))
-    read: dict[str, torch.Tensor] = {}
+        if entry.coding is None:
+            by_file[entry.file].append((name, entry))
+        else:
+            read[name] = partial(_decode_codes, entry, wanted(name), device, progress)
     for file, entries in by_file.items():
         area = mapped_file(file, (entry for _, entry in entries))
         pages.add(area)

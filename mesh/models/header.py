@@ -65,13 +65,34 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Coding:
+    """How the numbers of one tensor of a model follow from several that are stored.
+
+    Those are `parts`, by what they are to it: ``codes``, ``scales``, ``zeros``, and ``order``,
+    which says of each column in which group it is. `rows` and `columns` share a scale, which do
+    not lie side by side where it is not `in_order`; codes are integers of `bits`, or fp8 or mxfp4.
+    `zero_added` is to be added to stored zero points.
+    """
+
+    kind: Literal["fp8", "mxfp4", "integers", "awq", "gptq", "packed"]
+    parts: Mapping[str, TensorEntry]
+    rows: int
+    columns: int
+    bits: int = 8
+    zero_added: int = 0
+    in_order: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One stored tensor: `nbytes` bytes at `offset` of `file`, little-endian and row-major.
 
     `dtype` is spelled as safetensors does (``BF16``), or is one of GGUF's types of blocks.
     `sha256` is the hex digest of the bytes, empty until they were hashed. `name` and `shape` are
     those that it has in a model; `unlike` says how its numbers differ from the model's. Not
-    `present` is one whose bytes a partial checkpoint lacks: the file has a hole there.
+    `present` is one whose bytes a partial checkpoint lacks: the file has a hole there. One with a
+    `coding` stands for several that are stored: `nbytes` are those of all, `file` and `offset`
+    those of its codes.
     """
 
     name: str
@@ -83,6 +104,7 @@ class TensorEntry:
     sha256: str = ""
     unlike: Difference | None = None
     present: bool = True
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True, slots=True)

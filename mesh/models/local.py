@@ -101,7 +101,7 @@ def checkpoint_facts(manifest: Manifest) -> CheckpointFacts:
         format="safetensors" if manifest.gguf is None else "gguf",
         family=manifest.model_type,
         dtype=manifest.dtype,
-        parameters=sum(math.prod(each.shape) for each in tensors),
+        parameters=sum(math.prod(each.shape) for each in manifest.weights.values()),
         bytes=sum(each.nbytes for each in tensors),
         modified_at=datetime.fromtimestamp(max(times, default=0.0), UTC).isoformat(),
     )

@@ -8,9 +8,10 @@ nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
+from mesh.models.coded.gathering import fits_int4, gathered, parts_of
+from mesh.models.coded.scheme import scheme_of
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.gguf.rotary import SIDE_TENSORS
@@ -26,7 +29,6 @@ from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
-from mesh.models.quantised import require_unquantised
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -43,14 +45,15 @@ class Manifest:
     """One checkpoint: a directory, or the GGUF file `gguf` in it.
 
     `config` is config.json as it stands, or what a GGUF file says in its terms; `dtype` the dtype
-    most of the weights are stored in, as torch spells it, or a type of GGUF's blocks in small
-    letters. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of embedding,
-    final norm and head (once when `tied`). Tensors of layer i are named ``{layer_prefix}{i}.…``.
-    `max_positions` is None where the config leaves it to its class. `eos_ids` come from
-    generation_config.json and config.json, or from the GGUF file. `bytes_hashed` is 0 when the
-    hashes came from `cache_dir`, or from the record of a partial checkpoint, some of whose
-    `tensors` are not `present`. `heads` has every GGUF file, `gguf` first, and where its header
-    ends.
+    most of the weights are stored in, as torch spells it, or a type of GGUF's blocks or a kind of
+    codes in small letters. `tensors` are those that are stored, `weights` those of the model, which
+    may each stand for several. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes`
+    that of embedding, final norm and head (once when `tied`). Tensors of layer i are named
+    ``{layer_prefix}{i}.…``. `max_positions` is None where the config leaves it to its class.
+    `eos_ids` come from generation_config.json and config.json, or from the GGUF file.
+    `bytes_hashed` is 0 when the hashes came from `cache_dir`, or from the record of a partial
+    checkpoint, some of whose `tensors` are not `present`. `heads` has every GGUF file, `gguf`
+    first, and where its header ends.
     """
 
     model_id: ModelId
@@ -63,6 +66,7 @@ class Manifest:
     max_positions: int | None
     dtype: str
     tensors: Mapping[str, TensorEntry]
+    weights: Mapping[str, TensorEntry]
     layer_prefix: str
     layer_bytes: tuple[int, ...]
     ends_bytes: int
@@ -89,14 +93,34 @@ class Manifest:
         return _parent(self.layer_prefix)
 
     def layer_tensors(self, layers: LayerRange) -> tuple[TensorEntry, ...]:
-        """The tensors of these layers; BadCheckpoint when the model does not have that many."""
+        """The stored tensors of these layers; BadCheckpoint when the model does not have that
+        many."""
+        return self._of_layers(self.tensors, layers)
+
+    def _of_layers(
+        self, tensors: Mapping[str, TensorEntry], layers: LayerRange
+    ) -> tuple[TensorEntry, ...]:
         if layers.stop > self.total_layers:
             raise BadCheckpoint(
                 f"Layers {layers} were asked of {self.model_id}, which has {self.total_layers}.",
                 fix=f"Ask for layers within 0-{self.total_layers - 1}.",
             )
         wanted = tuple(f"{self.layer_prefix}{layer}." for layer in range(layers.start, layers.stop))
-        return tuple(entry for name, entry in self.tensors.items() if name.startswith(wanted))
+        return tuple(entry for name, entry in tensors.items() if name.startswith(wanted))
+
+    def layer_weights(self, layers: LayerRange) -> tuple[TensorEntry, ...]:
+        """The same as the model has them."""
+        return self._of_layers(self.weights, layers)
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether all matrices of its layers are stored so that int4 has them without rounding;
+        those of experts are decoded."""
+        every = self.layer_weights(LayerRange(0, self.total_layers))
+        matrices = [entry for entry in every if len(entry.shape) > 1]
+        return bool(matrices) and all(
+            fits_int4(entry) and ".experts." not in entry.name for entry in matrices
+        )
 
     def layers_here(self) -> tuple[LayerRange, ...]:
         """The runs of layers of which every byte is here: all of them, but in a partial one."""
@@ -107,8 +131,18 @@ class Manifest:
         )
 
     def ends_tensors(self) -> tuple[TensorEntry, ...]:
-        """Embedding, final norm and head; towers for other modalities are left out."""
-        return tuple(e for e in self.tensors.values() if _is_end(e.name, self.layer_prefix))
+        """Those stored for embedding, final norm and head; towers for other modalities are left
+        out."""
+        return tuple(part for each in self.ends_weights() for part in parts_of(each))
+
+    def ends_weights(self) -> tuple[TensorEntry, ...]:
+        """The same as the model has them."""
+        return tuple(e for e in self.weights.values() if _is_end(e.name, self.layer_prefix))
+
+    @property
+    def ends_dtype(self) -> str:
+        """What most of these are stored in, as `dtype` is of all."""
+        return _main_dtype(self.ends_weights())
 
     def settings_tensors(self) -> tuple[TensorEntry, ...]:
         """Those that are read as a part of the config, of GGUF files; small, and always here."""
@@ -134,7 +168,7 @@ def read_manifest(
     the headers; of a partial checkpoint never more than those, nor of one that is not to be hashed,
     whose `weights_sha256` is '' then. Raises ModelNotFound when nothing is
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
-    for weights that are stored quantised and for a model that is not read from GGUF.
+    for weights in a quantised format that is not read and for a model that is not read from GGUF.
     """
     directory, found = _read(path)
     config, stored = found.config, found.tensors
@@ -144,25 +178,26 @@ def read_manifest(
     if partial is not None:
         model_id = model_id or ModelId(partial.record.model_id)
     tensors, bytes_hashed = _hashed(stored, partial, cache_dir) if is_hashed else (stored, 0)
-
-    def embedding() -> TensorEntry:
-        return _largest_end(directory, tensors, prefix)
-
+    named = model_id or checkpoint_name(path)
+    # A GGUF file says of each tensor how it is stored.
+    weights = tensors if found.heads else gathered(tensors, scheme_of(config, named))
+    vocab_size, hidden_size = _widths(directory, text, weights, prefix)
     return Manifest(
-        model_id=model_id or checkpoint_name(path),
+        model_id=named,
         directory=directory,
         config=config,
         model_type=str(text.get("model_type", config.get("model_type", ""))),
         total_layers=total_layers,
-        hidden_size=number_in(text, "hidden_size", "n_embd", "d_model") or embedding().shape[1],
-        vocab_size=number_in(text, "vocab_size") or embedding().shape[0],
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
         max_positions=number_in(text, "max_position_embeddings", "n_positions", "n_ctx"),
-        dtype=_main_dtype(tensors),
+        dtype=_main_dtype(weights.values()),
         tensors=tensors,
+        weights=weights,
         layer_prefix=prefix,
         layer_bytes=layer_bytes(tensors, prefix, total_layers),
-        ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
-        tied=not any(is_head(name) and name.endswith("weight") for name in tensors),
+        ends_bytes=sum(e.nbytes for e in weights.values() if _is_end(e.name, prefix)),
+        tied=not any(is_head(name) and name.endswith("weight") for name in weights),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
         eos_ids=found.eos_ids,
         bytes_hashed=bytes_hashed,
@@ -211,7 +246,7 @@ def _read(path: Path) -> tuple[Path, CheckpointContents]:
     if (gguf := _gguf_of(path)) is not None:
         return gguf.parent, read_gguf(gguf)
     config = _read_object(path / "config.json")
-    require_unquantised(config, checkpoint_name(path))
+    scheme_of(config, checkpoint_name(path))  # before a file of weights is looked at
     eos_ids = _eos_ids(path, config, _of_text(path, config))
     return path, CheckpointContents({}, config, read_tensors(path), eos_ids)
 
@@ -302,6 +337,18 @@ def _is_end(name: str, prefix: str) -> bool:
     return inside or is_head(name)
 
 
+def _widths(
+    directory: Path, text: Mapping[str, Any], weights: Mapping[str, TensorEntry], prefix: str
+) -> tuple[int, int]:
+    """How many words and how many numbers in a row: as the config says, else as weights have it."""
+    vocab = number_in(text, "vocab_size")
+    hidden = number_in(text, "hidden_size", "n_embd", "d_model")
+    if vocab and hidden:
+        return vocab, hidden
+    shape = _largest_end(directory, weights, prefix).shape
+    return vocab or shape[0], hidden or shape[1]
+
+
 def _largest_end(directory: Path, tensors: Mapping[str, TensorEntry], prefix: str) -> TensorEntry:
     """The embedding, or a head of the same shape."""
     matrices = [e for e in tensors.values() if _is_end(e.name, prefix) and len(e.shape) == 2]
@@ -312,10 +359,12 @@ def _largest_end(directory: Path, tensors: Mapping[str, TensorEntry], prefix: st
     return max(matrices, key=lambda entry: entry.nbytes)
 
 
-def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
+def _main_dtype(weights: Collection[TensorEntry]) -> str:
+    # Of codes, which are few bytes each, the embedding may take more than all layers together.
+    has_codes = any(entry.coding for entry in weights)
     sizes: Counter[str] = Counter()
-    for entry in tensors.values():
-        sizes[entry.dtype] += entry.nbytes
+    for entry in weights:
+        sizes[entry.dtype] += math.prod(entry.shape) if has_codes else entry.nbytes
     most = sizes.most_common(1)[0][0]
     return _DTYPES.get(most, most.lower())
 

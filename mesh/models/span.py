@@ -25,9 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
 from mesh.models.anatomy import Anatomy, base_of
+from mesh.models.coded.scheme import is_decoded
 from mesh.models.families import Family, narrow_config
-from mesh.models.filling import Placement, fill
-from mesh.models.gguf.container import BLOCK_TYPES
+from mesh.models.filling import Placement, fill, without_empty_biases
 from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import Late, late_experts, stacks_of
@@ -192,7 +192,7 @@ def build_span(
         setattr(base, anatomy.positions, _NoPositions(placement.dtype))
     stored = {
         _shifted(entry.name, manifest.layer_prefix, anatomy.layers, layers.start): entry
-        for entry in manifest.layer_tensors(layers)
+        for entry in manifest.layer_weights(layers)
     }
     names = _used(base, stored)
     deferred = _stored_in_blocks(base, names) if defer else {}
@@ -227,9 +227,7 @@ def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, 
         if isinstance(module, (nn.Linear, Conv1D))
     }
     found = {
-        name: entry
-        for name, entry in names.items()
-        if name in linears and entry.dtype in BLOCK_TYPES
+        name: entry for name, entry in names.items() if name in linears and is_decoded(entry.dtype)
     }
     for name, entry in found.items():
         expected = tuple(linears[name].weight.shape)
@@ -305,7 +303,7 @@ def _fill_ends(
     if defer:
         source = names.get(head) or (names.get(embedding) if tied else None)
         expected = tuple(causal.get_output_embeddings().weight.shape)
-        if source is not None and source.dtype in BLOCK_TYPES and source.shape == expected:
+        if source is not None and is_decoded(source.dtype) and source.shape == expected:
             deferred_head = source
             later.add(head)
         module = base.get_submodule(anatomy.embedding)
@@ -378,7 +376,7 @@ def _named_ends(manifest: Manifest, prefix: str) -> dict[str, TensorEntry]:
     base = manifest.base_prefix
     outer = base.rstrip(".").rpartition(".")[0]
     names = {}
-    for entry in manifest.ends_tensors():
+    for entry in manifest.ends_weights():
         if entry.name.startswith(base) and not is_head(entry.name):
             names[prefix + entry.name.removeprefix(base)] = entry
         else:
@@ -387,12 +385,12 @@ def _named_ends(manifest: Manifest, prefix: str) -> dict[str, TensorEntry]:
 
 
 def _used(module: Any, names: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """`names` without what older checkpoints store and nothing needs: masks, frequencies."""
+    """`names` without what checkpoints store and nothing needs: masks, frequencies."""
     ignorable = module._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001
     ignored = [r"rotary_emb\.inv_freq$", *ignorable]
     expected = module.state_dict().keys()
     return {
         name: entry
-        for name, entry in names.items()
+        for name, entry in without_empty_biases(names, expected).items()
         if name in expected or not any(re.search(pattern, name) for pattern in ignored)
     }

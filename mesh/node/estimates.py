@@ -183,11 +183,13 @@ class Estimates:
         return math.ceil(shard_bytes(model, layers, name, device, positions) / 2**20)
 
     def _quant(self, model: ModelShape, wished: str, machines: Iterable[Machine]) -> str:
-        """The format that is planned with: of ``auto`` processors make int8 where they can."""
+        """The format that is planned with: of ``auto`` processors make int8 where they can, or
+        int4 of a model that is stored so."""
         quant = wished or self._house.config.quant
         kinds = {device.kind for each in machines for device in each.devices}
         if quant == "auto" and kinds <= {"cpu"}:
-            return "int8" if "int8" in model.quants else "none"
+            few = "int4" if model.is_int4 else "int8"
+            return few if few in model.quants else "none"
         return quant
 
     def machines(self, model: ModelShape) -> list[Machine]:

@@ -40,8 +40,8 @@ class ModelShape:
     whatever their length.
     `scratch_bytes` is what computing takes beside weights and caches, however many layers there
     are. `quants` are the formats that its family can be served in; with `is_standard` layers it can
-    be halved. Of its layers a row reads `layer_read` numbers, where that is not all of them: those
-    are mixtures of experts.
+    be halved; with `is_int4` layers it loses nothing in int4. Of its layers a row reads
+    `layer_read` numbers, where that is not all of them: those are mixtures of experts.
     """
 
     model_id: ModelId
@@ -59,6 +59,7 @@ class ModelShape:
     is_standard: bool = False
     layer_read: tuple[int, ...] = ()
     state_bytes: int = 0
+    is_int4: bool = False
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""
@@ -140,9 +141,10 @@ class Demand:
     `asker` drives; None for nobody in particular. Whoever takes layers asks as well, and who asks
     holds the ends; `thin` where they are left to the shards with the first and the last layers.
     `only` are the nodes that may be used, all of them when it is empty; those in `without` may not.
-    A node in `pins` serves exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit
-    and int8 that fits, and int4 where neither does. Caches are for `streams` sessions of `context`
-    positions each. `dedicated` copies are never evicted; where they lie does not depend on it.
+    A node in `pins` serves exactly these layers. `quant` ``auto`` is the fastest that fits of 16 or
+    32 bit, int8, and int4 for a model that is stored so; else int4 where neither fits. Caches are
+    for `streams` sessions of `context` positions each. `dedicated` copies are never evicted; where
+    they lie does not depend on it.
     """
 
     asker: NodeId | None = None

@@ -66,7 +66,8 @@ def lay_out(model: ModelShape, machines: Sequence[Machine], demand: Demand) -> L
         return _refused(model, machines, demand, _quants(model, demand)[0], refusal)
     best: tuple[float, Quant, Laid] | None = None
     for quant in _quants(model, demand):
-        if quant == "int4" and best is not None and demand.quant == "auto":
+        is_auto = demand.quant == "auto" and best is not None
+        if quant == "int4" and is_auto and not _loses_nothing(model, machines, demand):
             break  # what loses most is for where nothing else fits
         laid = _replicas_in(model, machines, demand, quant)
         if laid is None:
@@ -115,6 +116,13 @@ def _quants(model: ModelShape, demand: Demand) -> list[Quant]:
     if demand.quant == "auto":
         return [quant for quant in QUANTS if quant in model.quants]
     return [quant for quant in QUANTS if quant == demand.quant] or ["none"]
+
+
+def _loses_nothing(model: ModelShape, machines: Sequence[Machine], demand: Demand) -> bool:
+    """Whether 4 bit is as good as more: where the model is stored so, but not on a card, which is
+    slow in it for several answers at once."""
+    devices = [device for machine in _usable(machines, demand) for device in machine.devices]
+    return model.is_int4 and all(device.kind == "cpu" for device in devices)
 
 
 def _usable(machines: Sequence[Machine], demand: Demand) -> list[Machine]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
-from mesh.models.gguf.container import BLOCK_TYPES
+from mesh.models.coded.scheme import is_decoded
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import MemoryBudget, MemoryCaps
 from mesh.processes.processor import cpu_flags
@@ -89,7 +89,7 @@ def choose_dtype(
             )
         return Choice(DTYPES[requested], f"dtype {requested}: as requested")
     stored = short_dtype_name(stored)
-    in_blocks = stored.upper() in BLOCK_TYPES and device.type != "cpu"
+    in_blocks = is_decoded(stored) and device.type != "cpu"
     why = f"weights are stored in blocks, {stored}" if in_blocks else "as stored"
     stored = "bf16" if in_blocks else stored
     if stored not in DTYPES or stored == "fp32":
@@ -103,8 +103,11 @@ def choose_dtype(
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
 
 
-def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
-    """The format of weights: ``none``, ``int8`` or ``int4``, or ``auto``, which is int8 on a CPU.
+def choose_quant(
+    requested: str, device: torch.device, *, is_int4: bool = False
+) -> Choice[Quant | None]:
+    """The format of weights: ``none``, ``int8`` or ``int4``, or ``auto``, which on a CPU is int4
+    for weights that are stored so, and int8 for all others.
 
     Raises BadValue for another word, or for a device that has no kernels for it.
     """
@@ -127,6 +130,8 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
                 fix="Use --quant none, or --device cpu.",
                 param="quant",
             )
+    if requested == "auto" and is_int4:
+        return Choice("int4", "quant int4: the weights as they are stored")
     if requested == "auto":
         return Choice("int8", "quant int8: faster on a CPU, and close to exact")
     return Choice(cast("Quant", requested), f"quant {requested}: as requested")

@@ -18,10 +18,12 @@ import torch
 
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.candidates import candidates_of
+from mesh.models.coded.gathering import fits_int4
 from mesh.models.load import Ends, load_ends
-from mesh.models.manifest import Manifest
+from mesh.models.manifest import Manifest, is_head
 from mesh.models.progress import Progress
 from mesh.models.rounded import note_place
+from mesh.shard.compiled.formats import Quant
 from mesh.shard.device import DTYPES, Choice, choose_quant, short_dtype_name
 from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.types import WireDtype
@@ -88,9 +90,9 @@ class LoadedEnds:
 def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnds:
     """Load them. Blocks. Raises BadCheckpoint, UnsupportedFamily."""
     manifest, device, dtype = plan.manifest, plan.device, plan.computed
-    stored = short_dtype_name(manifest.dtype)
+    stored = short_dtype_name(manifest.ends_dtype)
     # On a card the head stays as it is: its kernels for few bits are slow for so many rows.
-    quant = choose_quant(plan.quant, device).value if device.type == "cpu" else None
+    quant = _quant(plan) if device.type == "cpu" else None
     if quant is None:
         loaded_as = kept_dtype(plan.dtype, stored, dtype.value, device)
         ends = load_ends(manifest, dtype=loaded_as, device=device, progress=progress)
@@ -107,6 +109,15 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
     computed = ComputedEnds(ends, device, dtype.value)
     rows = rows_at_once(computed, manifest.hidden_size)
     return LoadedEnds(computed, rows, ends.bytes_read, (dtype.reason, kernels))
+
+
+def _quant(plan: EndsPlan) -> Quant | None:
+    is_int4 = plan.manifest.is_int4
+    quant = choose_quant(plan.quant, plan.device, is_int4=is_int4).value
+    head = next((each for each in plan.manifest.ends_weights() if is_head(each.name)), None)
+    if quant == "int4" and is_int4 and (head is None or not fits_int4(head)):
+        return "int8"  # of the layers nothing is lost, and of the head little
+    return quant
 
 
 def rows_at_once(ends: ModelEnds, hidden_size: int) -> int:

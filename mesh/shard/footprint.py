@@ -43,7 +43,7 @@ def estimate(
     `rows` is how many are computed at once, `weight_size` what a weight takes where that is not
     `itemsize`. The head room holds one layer twice, as while it is repacked or its caches grow.
     """
-    plain = weight_bytes(manifest.layer_tensors(layers), itemsize)
+    plain = weight_bytes(manifest.layer_weights(layers), itemsize)
     weights = math.ceil(plain * (weight_size or itemsize) / itemsize)
     one_layer = math.ceil(plain / len(layers))
     activations = computing_bytes(manifest, rows, kv_tokens)
@@ -72,7 +72,7 @@ def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
 
 def ends_mb(manifest: Manifest, itemsize: int) -> int:
     """What embedding, norm and head take at an asker, of which the head may be held twice."""
-    ends = manifest.ends_tensors()
+    ends = manifest.ends_weights()
     largest = max((weight_bytes([entry], itemsize) for entry in ends), default=0)
     return _mb(weight_bytes(ends, itemsize) + largest) + SPARE_MB
 
@@ -93,7 +93,7 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
 def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     """What one position adds to the caches of each of these layers."""
     keys, values, states = dict[str, int](), dict[str, int](), set[str]()
-    for entry in manifest.layer_tensors(layers):
+    for entry in manifest.layer_weights(layers):
         index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
         if name.endswith("k_proj.weight"):
             keys[index] = entry.shape[0]

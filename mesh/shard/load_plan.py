@@ -155,7 +155,7 @@ def stored_dtype(manifest: Manifest) -> torch.dtype:
 
 
 def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[Quant | None]:
-    choice = choose_quant(request.quant, host.device)
+    choice = choose_quant(request.quant, host.device, is_int4=manifest.is_int4)
     if choice.value is None:
         return choice
     require = require_lean

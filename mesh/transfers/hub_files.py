@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
+from mesh.models.coded.scheme import scheme_of
 from mesh.models.hashing import write_json_atomically
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, read_record
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk, take_place
-from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
 from mesh.transfers.hub import Hub, HubFile, Repository, origin_of
 from mesh.types import ModelId
@@ -61,8 +61,8 @@ async def read_small(
 ) -> dict[str, bytes]:
     """Those of the small files of these names that there are, config first.
 
-    Raises UnsupportedFamily for weights that are stored quantised, TransferFailed for bytes that
-    are not the file's, and what the hub raises.
+    Raises UnsupportedFamily for weights in a quantised format that is not read, TransferFailed for
+    bytes that are not the file's, and what the hub raises.
     """
     files = repository.files
     found: dict[str, bytes] = {}
@@ -70,7 +70,7 @@ async def read_small(
         content = found[name] = await hub.read(repository, name, 0, files[name].length)
         files[name].check(content)
         if name == _CONFIG:
-            require_unquantised(_parsed(name, content, dict[str, Any]), repository.id)
+            scheme_of(_parsed(name, content, dict[str, Any]), repository.id)
     return found
 
 

@@ -54,7 +54,7 @@ class Holding:
     `directory` is the place of its fullest copy, `is_partial` whether that may be added to;
     `here_bytes` of its `total_bytes` of tensors are here. Of what is being fetched from the hub
     (`origin`) the `weights_sha256` is ''. `files_sha256` is that of its config and tokenizer, see
-    `documents`.
+    `documents`. `dtype` is that of most of its weights as stored, as in `Manifest`.
     """
 
     model_id: ModelId
@@ -68,6 +68,7 @@ class Holding:
     here_bytes: int
     total_bytes: int
     files_sha256: str = ""
+    dtype: str = ""
 
 
 class Shelf:
@@ -249,7 +250,7 @@ def _holding(kept: StoredCheckpoint, files_sha256: str) -> Holding:
         manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends,
         kept.origin, kept.place, kept.complete is not None,
         sum(tensors[name].nbytes for name in names), sum(e.nbytes for e in tensors.values()),
-        files_sha256,
+        files_sha256, manifest.dtype,
     )  # fmt: skip
 
 

@@ -312,4 +312,5 @@ def model_facts(holding: Holding) -> dict[str, Any]:
         "ends": holding.ends,
         "here_bytes": holding.here_bytes,
         "total_bytes": holding.total_bytes,
+        "dtype": holding.dtype or None,
     }

@@ -95,16 +95,57 @@ def test_known_model_type_does_not_run_code_of_the_checkpoint(
     assert family_of(read_manifest(directory)).model_type == "llama"
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+_FLOAT4 = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "reason"),
+    [
+        ("bitsandbytes", {"load_in_4bit": True}, "which is not read"),
+        ("awq", {"bits": 4, "version": "gemv"}, "packed for gemv"),
+        ("gptq", {"bits": 3}, "in 3 bits"),
+        ("gptq", {"bits": 4, "checkpoint_format": "marlin"}, "the form marlin"),
+        ("gptq", {"bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "rules of their own"),
+        ("fp8", {"fmt": "e5m2"}, "a kind of fp8"),
+        ("fp8", {"weight_block_size": [0, 128]}, "blocks of 0"),
+        ("compressed-tensors", {}, "the form None"),
+        (
+            "compressed-tensors",
+            {"format": "nvfp4-pack-quantized", "config_groups": {"g": {"weights": _FLOAT4}}},
+            "the form nvfp4",
+        ),
+        (
+            "compressed-tensors",
+            {
+                "format": "pack-quantized",
+                "config_groups": {"g": {"weights": _INT4}},
+                "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}},
+            },
+            "transform_config",
+        ),
+        (
+            "compressed-tensors",
+            {
+                "format": "pack-quantized",
+                "config_groups": {
+                    "some": {"weights": _INT4},
+                    "others": {"weights": _INT4 | {"num_bits": 8}},
+                },
+            },
+            "several kinds of groups",
+        ),
+    ],
+)
 def test_quantised_checkpoint_is_refused(
-    method: str, checkpoint: Checkpoint, tmp_path: Path
+    method: str, said: dict[str, Any], reason: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     directory = _with_config(
         checkpoint("llama", layers=3),
         tmp_path / "quantised",
-        quantization_config={"quant_method": method, "bits": 4},
+        quantization_config={"quant_method": method} | said,
     )
-    with pytest.raises(UnsupportedFamily, match=rf"quantised \({method}\).*GGUF"):
+    with pytest.raises(UnsupportedFamily, match=rf"quantised \({method}\).*{reason}.*GGUF"):
         read_manifest(directory)
 
 

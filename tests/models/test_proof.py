@@ -25,7 +25,9 @@ def _forget_verdicts() -> None:
     proof.settled.clear()
 
 
-@pytest.mark.parametrize("family", ["stablelm", "starcoder2", "olmoe", "olmo_hybrid", "gpt_bigcode"])
+@pytest.mark.parametrize(
+    "family", ["stablelm", "starcoder2", "olmoe", "olmo_hybrid", "gpt_bigcode"]
+)
 def test_standard_layout_is_proved_and_then_exact(
     checkpoint: Checkpoint, tmp_path: Path, family: str
 ) -> None:

@@ -119,6 +119,15 @@ def test_auto_takes_int8_where_it_is_faster_and_int4_where_nothing_else_fits() -
     assert lay_out(model(), [machine("a", 1.8)], Demand()).quant == "int4"
 
 
+def test_auto_takes_int4_for_a_model_that_is_stored_so() -> None:
+    stored_so = replace(model(), is_int4=True)
+    assert lay_out(stored_so, [machine("a", 9)], Demand()).quant == "int4"
+    assert lay_out(stored_so, [machine("a", 9)], Demand(quant="int8")).quant == "int8"
+    speeds = tuple(Speed(name, 900, 9e4) for name in ("bf16", "int4"))
+    card = Machine(NodeId("g"), "g", (Device("cuda:0", 8 * GB, 8 * GB, speeds),))
+    assert lay_out(stored_so, [machine("a", 9), card], Demand()).quant == "none"
+
+
 def test_a_card_that_computes_4_bit_takes_them_with_caches_of_16() -> None:
     def card(*speeds: Speed) -> Machine:
         return Machine(NodeId("g"), "g", (Device("cuda:0", 2 * GB, 2 * GB, speeds),))

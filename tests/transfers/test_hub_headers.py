@@ -19,7 +19,7 @@ from tests.transfers.house import MODEL, house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_hub import weights_sent
 
-METHODS = ["awq", "gptq", "compressed-tensors", "fp8"]
+METHODS = ["bitsandbytes", "hqq", "compressed-tensors"]
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ async def test_a_neighbours_weights_stored_quantised_are_refused_as_well(
         offered = [
             replace(peer, held=replace(peer.held, files_sha256="")) for peer in full.holding()
         ]
-        await asyncio.to_thread(quantise, whole.directory, "awq")
+        await asyncio.to_thread(quantise, whole.directory, "hqq")
         empty.supervisor.hear(offered)
-        with pytest.raises(BadRequest, match=r"stored quantised \(awq\)"):
+        with pytest.raises(BadRequest, match=r"stored quantised \(hqq\)"):
             await empty.supervisor.ensure(MODEL, whole.weights_sha256)
         assert full.supervisor.sent_bytes == 0
         assert not await asyncio.to_thread(lambda: list((made.root / "empty/models").glob("toy*")))

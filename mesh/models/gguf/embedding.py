@@ -43,7 +43,7 @@ def stored_embedding(
 ) -> StoredEmbedding | None:
     """What can stand for `module`; None where it does more than look rows up and scale them, or
     `entry` is not in blocks."""
-    if entry is None or entry.dtype not in BLOCK_TYPES or entry.unlike is not None:
+    if entry is None or entry.coding or entry.dtype not in BLOCK_TYPES or entry.unlike is not None:
         return None
     if entry.shape != tuple(module.weight.shape):
         return None

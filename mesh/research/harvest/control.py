@@ -42,7 +42,7 @@ class Harvests:
         of_model = {"pattern": order["module"], "layer_prefix": manifest.layer_prefix, "rows": 1}
         batch = HarvestBatch.from_fields({**order, **of_model})
         asked = HarvestOrder(batch, tuple(order["texts"]), order["max_tokens"])
-        if not batch.fits_any(manifest.tensors):
+        if not batch.fits_any(manifest.weights):
             raise BadRequest(
                 f"module: {batch.pattern!r} fits no module of a layer of {model}.",
                 fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",

@@ -236,7 +236,7 @@ class Steering:
 
 def _site(path: str, side: str, manifest: Manifest) -> Site:
     prefix, total_layers = manifest.layer_prefix, manifest.total_layers
-    return parse_site(path, side, prefix, total_layers, manifest.tensors)
+    return parse_site(path, side, prefix, total_layers, manifest.weights)
 
 
 def _named(hearth: Hearth, node: NodeId) -> str:

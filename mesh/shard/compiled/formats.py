@@ -121,16 +121,18 @@ def rows_of(matrix: BlockMatrix, rows: torch.Tensor | slice) -> BlockMatrix:
     )
 
 
-def of_codes(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockMatrix:
+def of_codes(
+    codes: torch.Tensor, scales: torch.Tensor, bits: int, zeros: torch.Tensor | None = None
+) -> BlockMatrix:
     """The matrix of these: `codes` (out, blocks, 32) uint8 whose zero is the middle, 128 or 8;
-    `scales` (out, blocks) fp32."""
+    `scales` (out, blocks) fp32. In 4 bit `zeros` (out, blocks) uint8 may say another for each."""
     rows, blocks, _ = codes.shape
     shape = rows, blocks * BLOCK
     if bits == 8:
         return BlockMatrix(bits, shape, codes, scales, None)
-    zeros = torch.full((rows, blocks + blocks % 2), 8, dtype=torch.uint8)
-    zeros[:, blocks:] = 0
-    return BlockMatrix(bits, shape, _packed(codes), scales, _packed(zeros))
+    if zeros is None:
+        zeros = torch.full((rows, blocks), 8, dtype=torch.uint8)
+    return BlockMatrix(bits, shape, _packed(codes), scales, _packed(F.pad(zeros, (0, blocks % 2))))
 
 
 class BlockLinear(nn.Module):

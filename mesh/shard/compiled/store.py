@@ -44,6 +44,7 @@ from mesh.shard.compiled.builder import (
     Product,
     Stored,
 )
+from mesh.shard.compiled.coded_blocks import matrix_of_codes
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
@@ -218,8 +219,8 @@ def _rounded(
     return joined(
         [
             quantise(dense_weight(each), quant)
-            if id(each) not in stored
-            else matrix_of_blocks(stored[id(each)], quant)
+            if (entry := stored.get(id(each))) is None
+            else (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
             for each in linears
         ]
     )
