@@ -104,6 +104,14 @@ def test_a_template_that_wants_descriptions_gets_them_and_no_other_does() -> Non
         assert tokenizer.decode(ids) == shown
 
 
+def test_an_answer_that_has_begun_goes_on_in_its_channel() -> None:
+    template = "{# <|channel|>analysis<|message|> #}{{ messages[0].content }}<|start|>assistant"
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    for begun, end in (("", ""), ("So", "<|channel|>final<|message|>So")):
+        ids = tokenizer.encode_chat(TALK[:1], begun=begun)
+        assert tokenizer.decode(ids) == f"hi<|start|>assistant{end}"
+
+
 def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
     template = "{{ tools | tojson }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     for mark, spelt in (
