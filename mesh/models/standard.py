@@ -45,6 +45,8 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
 def has_other_layers(config: Mapping[str, Any]) -> bool:
     """Whether nothing but transformers' modules computes its layers, as is certain."""
     text = _text(config)
+    if text.get("global_head_dim") or text.get("per_layer_config"):  # widths of their own
+        return True
     is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
     keeps_states = any(text.get(name) for name in _STATES)
     return bool(text.get("qk_nope_head_dim")) or is_other_mixture or keeps_states

@@ -117,12 +117,9 @@ def _said_numbers(manifest: Manifest) -> int:
     groups = None if "n_head" in text else _number(text, "num_key_value_heads")
     groups = groups or _number(text, "n_head_kv") or heads
     width = _number(text, "head_dim") or manifest.hidden_size // heads
-    keys = values = groups * width
-    latent = _number(text, "qk_nope_head_dim")
-    if latent is not None:  # most cache what latent attention expands to, per head; some do not
-        keys = heads * (latent + (_number(text, "qk_rope_head_dim") or 0))
-        values = heads * (_number(text, "v_head_dim") or latent)
-    return keys + values
+    if latent := _number(text, "kv_lora_rank"):  # what keys and values are made of is cached
+        return latent + (_number(text, "qk_rope_head_dim") or 0)
+    return 2 * groups * width
 
 
 def state_bytes(manifest: Manifest, layers: LayerRange) -> int:

@@ -21,14 +21,14 @@ from mesh.shard.kv import SessionCache
 from mesh.shard.room import Room
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, ShardMemory
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, MORE_FAMILIES
 from tests.shard.spans import CPU, HIDDEN, checkpoint, rows, step
 
 SPAN = LayerRange(2, 4)
 """The last is wider than the others in Gemma 4."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_caches_are_as_large_as_was_said(family: str, dtype: torch.dtype) -> None:
     manifest = checkpoint(family)
@@ -43,8 +43,7 @@ def test_weights_and_caches_are_as_large_as_was_said(family: str, dtype: torch.d
     taken = by_length // 256
     said = position_bytes(manifest, SPAN, dtype.itemsize)
     assert need.caches_mb == said
-    # Of latent attention it is only known what it takes at most: models differ in what they keep.
-    assert taken < said if family == "minicpm3" else taken == said
+    assert taken == said
     assert rows(1).shape[-1] == HIDDEN
 
 
