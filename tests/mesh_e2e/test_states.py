@@ -51,6 +51,7 @@ class House:
         """The ids of an answer, and how many tokens of the prompt were there already."""
         said = self.asker.post("/v1/completions", self.order(prompt)).json()
         assert len(said["hearthnet"]["route"]) == 3
+        assert said["hearthnet"]["failovers"] == 0
         cached: int = said["usage"]["prompt_tokens_details"]["cached_tokens"]
         return said["hearthnet"]["token_ids"], cached
 
@@ -84,6 +85,12 @@ def test_a_chat_goes_on_where_it_was_and_where_its_last_answer_is_left_out(house
     fourth = [*PROMPT[:280], *range(100, 130)]
     answer, cached = house.ask(fourth)
     assert answer == house.said(fourth)
+    # One that leaves out more than hops can go back to is none that they have lost.
+    long = [5 + (11 * i) % 300 for i in range(700)]
+    house.ask(long)
+    fifth = [*long[:450], *range(60, 90)]
+    answer, cached = house.ask(fifth)
+    assert (answer, cached) == (house.said(fifth), 0)
 
 
 def test_a_clients_trace_gives_the_numbers_of_one_machine(
