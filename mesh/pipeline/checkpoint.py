@@ -248,7 +248,7 @@ def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) 
         max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
         ends=loaded.ends if loaded is not None else None,
         text=text,
-        routed=_is_routed(manifest.config),
+        routed=_is_routed(manifest.config) or keeps_states(manifest),
         head_rows=loaded.rows if loaded is not None else 1,
         keeps_states=keeps_states(manifest),
     )

@@ -113,7 +113,8 @@ class AskerModel:
     """Embedding and head; None where hops run them."""
     text: Text
     routed: bool = False
-    """Whether rows go to experts, so that honest machines may differ after a near tie."""
+    """Whether rows go to experts, so that honest machines may differ after a near tie, or states
+    keep what was rounded: in bf16 single rows are 16 % from chunks for Qwen 3.5, 2 % for Llama."""
     head_rows: int = 1
     """Of how many rows, a power of two, the head may compute the logits at once: each has the bits
     that it has alone."""

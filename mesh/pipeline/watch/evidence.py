@@ -52,7 +52,8 @@ class Tolerance:
 
 
 GARBAGE = Tolerance(value=2.0, row=0.5)
-"""For models that route rows to experts: a near tie falls either way, and everything after it."""
+"""For models that route rows to experts: a near tie falls either way, and everything after it; and
+for those with running states, which add up what was rounded."""
 
 
 def tolerance(

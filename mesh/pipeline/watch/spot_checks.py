@@ -69,7 +69,8 @@ class SpotCheckSettings:
     """`probability` that a step of a hop is checked; 0 switches all checks off.
 
     `own_host` is this machine, whose own shards need no check and whose word needs no vote.
-    `routed`: the model sends rows to experts, so that honest hosts may differ by much.
+    `routed`: the model sends rows to experts or keeps states, so that honest hosts may differ by
+    much.
     """
 
     probability: float
