@@ -145,3 +145,18 @@ def test_experts_are_rounded_as_what_they_stand_for(
         runtime = CompiledRuntime(span, threads=1, positions=64)
         outputs += runtime.forward([StepInput(runtime.new_cache(5), 0, rows)])
     assert torch.equal(*outputs)
+
+
+def test_experts_in_mxfp4_lose_nothing_in_8_bit(tmp_path: Path) -> None:
+    mixed = make_checkpoint(tmp_path / "mixed", "gpt_oss", layers=2, hidden=128)
+    manifest = _manifest(coded_files.mxfp4(), mixed, tmp_path)
+    plain, loaded = (
+        load_span(manifest, _ALL, dtype=torch.float32, device=CPU, defer=defer)
+        for defer in (False, True)
+    )
+    assert len(loaded.late) == 2
+    rounded = quantised_span(loaded, "int8", "", None).loaded
+    for theirs, ours in zip(plain.module.layers, rounded.module.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            stored, kept = (getattr(each.mlp.experts, name) for each in (theirs, ours))
+            assert all(torch.equal(kept[number], stored[number]) for number in range(4))
