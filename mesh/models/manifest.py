@@ -19,7 +19,7 @@ from typing import Any
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
-from mesh.models.coded.gathering import fits_int4, gathered, parts_of
+from mesh.models.coded.gathering import all_fit_int4, gathered, parts_of
 from mesh.models.coded.scheme import scheme_of
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
@@ -114,13 +114,8 @@ class Manifest:
 
     @property
     def is_int4(self) -> bool:
-        """Whether all matrices of its layers are stored so that int4 has them without rounding;
-        those of experts are decoded."""
-        every = self.layer_weights(LayerRange(0, self.total_layers))
-        matrices = [entry for entry in every if len(entry.shape) > 1]
-        return bool(matrices) and all(
-            fits_int4(entry) and ".experts." not in entry.name for entry in matrices
-        )
+        """Whether all matrices of its layers are stored so that int4 has them without rounding."""
+        return all_fit_int4(self.layer_weights(LayerRange(0, self.total_layers)))
 
     def layers_here(self) -> tuple[LayerRange, ...]:
         """The runs of layers of which every byte is here: all of them, but in a partial one."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from mesh.errors import BadCheckpoint
@@ -33,6 +34,14 @@ _LEFT = (
 _WORD = 32
 _BLOCK = 32
 """Columns that share a scale in mxfp4, and in what graphs compute with."""
+
+
+EXPERT = re.compile(
+    r"\.experts\.(?P<number>\d{1,6})\.(?P<part>gate_proj|up_proj|down_proj)\.weight$"
+)
+"""How a matrix of one expert is called that becomes blocks by itself."""
+_ROUTERS = (".gate.weight", ".router.weight")
+"""What chooses experts, and is never rounded."""
 
 
 def gathered(stored: Mapping[str, TensorEntry], scheme: Scheme | None) -> Mapping[str, TensorEntry]:
@@ -64,6 +73,17 @@ def gathered(stored: Mapping[str, TensorEntry], scheme: Scheme | None) -> Mappin
 def parts_of(entry: TensorEntry) -> tuple[TensorEntry, ...]:
     """The stored tensors of one of the model's: itself, or all that it stands for."""
     return (entry,) if entry.coding is None else tuple(entry.coding.parts.values())
+
+
+def all_fit_int4(weights: Iterable[TensorEntry]) -> bool:
+    """Whether that is true of all matrices among these weights of layers that would be rounded."""
+    matrices = [
+        entry for entry in weights if len(entry.shape) > 1 and not entry.name.endswith(_ROUTERS)
+    ]
+    return bool(matrices) and all(
+        fits_int4(entry) and (".experts." not in entry.name or EXPERT.search(entry.name))
+        for entry in matrices
+    )
 
 
 def fits_int4(entry: TensorEntry) -> bool:

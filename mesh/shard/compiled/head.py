@@ -51,7 +51,7 @@ def compile_head(
     head = ends.head
     folder = folder_of(weights_sha256, quant, cache_dir)
     file = None if folder is None else folder / f"{_HEAD}.safetensors"
-    stored = {} if ends.deferred_head is None else {id(head): ends.deferred_head}
+    stored = {} if ends.deferred_head is None else {id(head): (ends.deferred_head,)}
     products, pages = stored_products({_HEAD: (head,)}, quant, file, stored)
     ends.norm.float()
     ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import tempfile
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from mesh.shard.compiled.builder import (
     Stored,
 )
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
+from mesh.shard.compiled.coded_experts import coded_experts, matrix_of_experts
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
@@ -126,10 +128,12 @@ def quantised_span(
         layer_parts(layer, loaded.config, i, partial(fill_late, loaded, layer))
         for i, layer in enumerate(layers)
     ]
-    stored = {
-        id(module.get_submodule(name.removesuffix(".weight"))): entry
+    stored: dict[int, tuple[TensorEntry, ...]] = {
+        id(module.get_submodule(name.removesuffix(".weight"))): (entry,)
         for name, entry in loaded.deferred.items()
     }
+    for number, parts in enumerate(all_parts):
+        stored |= _stored_experts(parts, loaded, f"{layer_list_name(module)}.{number}.")
     folder = folder_of(weights_sha256, quant, cache_dir)
     progress = progress or Progress()
     progress.begin("rounding", loaded.bytes_read)
@@ -147,6 +151,16 @@ def quantised_span(
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
     return GraphSpan(replace(loaded, sha256={}, deferred={}, late={}), quant, tuple(done))
+
+
+def _stored_experts(
+    parts: LayerParts, loaded: LoadedSpan, before: str
+) -> dict[int, tuple[TensorEntry, ...]]:
+    """What `coded_experts` says of a layer, whose modules' names begin with `before`."""
+    if not isinstance(parts.feed_forward, Experts):
+        return {}
+    late = (names for path, names in loaded.late.items() if path.startswith(before))
+    return coded_experts(parts.feed_forward, dict(ChainMap(*map(dict, late))))
 
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
@@ -189,12 +203,13 @@ def stored_products(
     modules: Mapping[str, Sequence[nn.Module]],
     quant: Quant,
     file: Path | None,
-    stored: Mapping[int, TensorEntry] | None = None,
+    stored: Mapping[int, tuple[TensorEntry, ...]] | None = None,
 ) -> tuple[dict[str, Product], list[Pages]]:
     """Products of these linear layers, and the pages in which they lie as far as they are mapped.
 
     From `file` if it holds them; otherwise rounded now, and kept there if there is one. `stored`
-    has, by the ids of the modules, the weights of those that have none yet.
+    has, by the ids of the modules, the weights of those that have none yet, one for each expert or
+    two.
     """
     kept = None if file is None else _kept(file, modules, quant)
     if kept is not None:
@@ -212,18 +227,25 @@ def stored_products(
 
 
 def _rounded(
-    linears: Sequence[nn.Module], quant: Quant, stored: Mapping[int, TensorEntry]
+    linears: Sequence[nn.Module], quant: Quant, stored: Mapping[int, tuple[TensorEntry, ...]]
 ) -> BlockMatrix:
     if not any(id(each) in stored for each in linears):
         return quantise(torch.cat([dense_weight(each) for each in linears]), quant)
     return joined(
         [
             quantise(dense_weight(each), quant)
-            if (entry := stored.get(id(each))) is None
-            else (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
+            if (entries := stored.get(id(each))) is None
+            else _of_stored(each, entries, quant)
             for each in linears
         ]
     )
+
+
+def _of_stored(linear: nn.Module, entries: tuple[TensorEntry, ...], quant: Quant) -> BlockMatrix:
+    if isinstance(linear, ExpertMatrices):
+        return matrix_of_experts(entries, quant, linear.shape[1])
+    (entry,) = entries
+    return (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
 
 
 def _keep(file: Path, products: Mapping[str, Product], quant: Quant) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.shard.compiled.formats import Quant, quantise
+from mesh.shard.compiled.formats import BITS, Quant, quantise
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import quantised_span
 from mesh.shard.device import Choice, choose_quant
@@ -138,7 +138,6 @@ def test_experts_are_rounded_as_what_they_stand_for(
     rows = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(3))
     outputs = []
     for manifest in (read_manifest(tmp_path / "coded"), plain):
-        assert not manifest.is_int4
         loaded = load_span(manifest, _ALL, dtype=torch.float32, device=CPU, defer=True)
         assert loaded.late
         span = quantised_span(loaded, "int8", manifest.weights_sha256, None)
@@ -160,3 +159,22 @@ def test_experts_in_mxfp4_lose_nothing_in_8_bit(tmp_path: Path) -> None:
         for name in ("gate_up_proj", "down_proj"):
             stored, kept = (getattr(each.mlp.experts, name) for each in (theirs, ours))
             assert all(torch.equal(kept[number], stored[number]) for number in range(4))
+
+
+@pytest.mark.parametrize("form", ["packed", "packed with zero points", "gptq", "fp8"])
+def test_experts_that_fit_stand_for_exactly_what_is_stored(form: str, tmp_path: Path) -> None:
+    made = make_checkpoint(
+        tmp_path / "made", "qwen3_moe", layers=2, decoder_sparse_step=1, mlp_only_layers=[]
+    )
+    written, exact = _EXACT[form]
+    manifest = _manifest(written, made, tmp_path)
+    assert manifest.is_int4 == ("int4" in exact)
+    plain = load_span(manifest, _ALL, dtype=torch.float32, device=CPU).module.layers[1].mlp.experts
+    for quant in BITS:
+        loaded = load_span(manifest, _ALL, dtype=torch.float32, device=CPU, defer=True)
+        experts = quantised_span(loaded, quant, "0" * 64, None).loaded.module.layers[1].mlp.experts
+        for stack in ("gate_up_proj", "down_proj"):
+            for expert, dense in enumerate(getattr(plain, stack)):
+                found = getattr(experts, stack)[expert]
+                same = dense if quant in exact else quantise(dense, quant).dense()
+                assert torch.equal(found, same)

@@ -1,0 +1,53 @@
+"""The matrices of a mixture's experts that a checkpoint stores one by one, as codes with scales.
+
+They become blocks one after the other, as any linear layer does: none lies decoded in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mesh.models.coded.gathering import EXPERT
+from mesh.models.header import TensorEntry
+from mesh.shard.compiled.coded_blocks import matrix_of_codes
+from mesh.shard.compiled.experts import Experts
+from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
+
+_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+
+
+def coded_experts(
+    part: Experts, names: Mapping[str, TensorEntry]
+) -> dict[int, tuple[TensorEntry, ...]]:
+    """By the ids of its `up` and `down`, what each of them is made of, expert after expert; empty
+    unless `names` are just these, all in codes."""
+    found = {}
+    for name, entry in names.items():
+        match = EXPERT.search(name)
+        if match is None or entry.coding is None:
+            return {}
+        found[int(match["number"]), match["part"]] = entry
+    made = {}
+    for stack, kinds in ((part.up, _UP), (part.down, _DOWN)):
+        count, rows, columns = stack.shape
+        places = [(number, kind) for number in range(count) for kind in kinds]
+        entries = tuple(found.pop(place) for place in places if place in found)
+        if {each.shape for each in entries} != {(rows // len(kinds), columns)}:
+            return {}
+        if len(entries) != len(places):
+            return {}
+        made[id(stack)] = entries
+    return {} if found else made
+
+
+def matrix_of_experts(entries: Sequence[TensorEntry], quant: Quant, rows: int) -> BlockMatrix:
+    """Those of `coded_experts` as one matrix, each expert with so many rows: of two that belong
+    together in turns. Raises BadCheckpoint."""
+    whole = joined([matrix_of_codes(each, quant) for each in entries])
+    each = entries[0].shape[0]
+    if each == rows:
+        return whole
+    order = torch.arange(len(entries) * each).view(-1, rows // each, each)
+    return rows_of(whole, order.transpose(1, 2).reshape(-1))
