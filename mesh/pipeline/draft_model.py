@@ -154,7 +154,7 @@ class DraftReader:
             self._cache = model.new_cache()
         cache, held = self._cache, self._held
         # The last token is entered anew where it is there already: the next one comes from it.
-        known = min(common_prefix(held, text), len(text) - 1)
+        known = cache.held(min(common_prefix(held, text), len(text) - 1))
         cache.cut(known)
         del held[known:]
         for start in range(known, len(text), READ_ROWS):

@@ -28,7 +28,7 @@ class Parts:
         old = hasattr(model, "transformer")
         base = model.transformer if old else model.model
         self.layers = base.h if old else base.layers
-        self.norm = base.ln_f if old else base.norm
+        self.norm = _part(base, "ln_f", "norm", "embedding_norm")
         self.embed = base.wte if old else base.embed_tokens
         self.attn_name = "attn" if old else "self_attn"
         self.out_name = "c_proj" if old else "o_proj"
@@ -36,7 +36,10 @@ class Parts:
         self.second_name = "ln_2" if old else "post_attention_layernorm"
 
     def attn(self, layer: int) -> Any:
-        return getattr(self.layers[layer], self.attn_name)
+        return _part(self.layers[layer], self.attn_name, "linear_attn", "conv")
+
+    def mlp(self, layer: int) -> Any:
+        return _part(self.layers[layer], "mlp", "feed_forward")
 
     def out(self, layer: int) -> Any:
         return getattr(self.attn(layer), self.out_name)
@@ -46,6 +49,10 @@ class Parts:
 
     def second_norm(self, layer: int) -> Any:
         return getattr(self.layers[layer], self.second_name)
+
+
+def _part(module: Any, *names: str) -> Any:
+    return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
 def case(run: Case) -> Case:
@@ -170,7 +177,7 @@ def replace_tuple(p: Parts) -> Any:
 def edit_in_place(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         p.layers[0].output[:, -1] = 0
-        mlp = p.layers[2].mlp.output  # with the router's scores, of gpt-oss
+        mlp = p.mlp(2).output  # with the router's scores, of gpt-oss
         mlp = mlp[0] if isinstance(mlp, tuple) else mlp
         mlp[:] *= 3
         p.attn(3).output[0][:, :2] = 1.5

@@ -106,14 +106,18 @@ async def test_it_is_not_asked_where_nothing_may_be_drafted() -> None:
 # The real one
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskerModel]:
-    """The built-in model, with a copy of itself that drafts."""
+@pytest.fixture(scope="module", params=["builtin", "qwen3_5"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AskerModel]:
+    """The built-in model, with a copy of itself that drafts; and one that keeps running states."""
     directory = tmp_path_factory.mktemp("draft")
-    other = directory / "other"
-    shutil.copytree(checkpoint_dir(), other)
+    own, other = checkpoint_dir(), directory / "other"
+    if request.param != "builtin":
+        own = make_checkpoint(directory / "own", request.param, layers=8)
+    shutil.copytree(own, other)
     options = AskerOptions("fp32", "cpu", 1, directory / "cache", draft_model=other)
-    found, reasons = load_asker_and_draft(checkpoint_dir(), ModelId("builtin"), options)
+    found, reasons = load_asker_and_draft(own, ModelId("builtin"), options)
     assert any(reason.startswith("draft model other: 8 layers in ") for reason in reasons), reasons
     assert found.draft is not None
     yield found
@@ -149,6 +153,11 @@ async def test_it_goes_on_as_the_model_would(model: AskerModel) -> None:
     assert await guessed(other, wrong, 5) != whole[7:]
     assert await guessed(other, [*prompt, *whole[:3]], 9) == whole[3:]
     reader.close()
+    reader = model.draft.read_along()
+    assert reader is not None
+    reader.prepare(([*prompt, *whole] * 99)[:700])  # farther than running states go back
+    assert await guessed(reader, [*prompt, *whole[:3]], 9) == whole[3:]
+    reader.close()
     other.close()
     assert model.draft.texts == 0
 
@@ -172,6 +181,9 @@ class Counted:
     """As much of a cache as reading takes."""
 
     length = 0
+
+    def held(self, positions: int) -> int:
+        return min(positions, self.length)
 
     def cut(self, length: int) -> None:
         self.length = length
