@@ -61,8 +61,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 )
 _STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 _KINDS = _STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
-_NOT_PER_LAYER = frozenset({"architectures", "eos_token_id", "bos_token_id", "pad_token_id"})
-_PER_LAYER = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type"})
+_PER_LAYER = frozenset(
+    {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "sliding_windows"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +163,9 @@ def narrow_config(config: Any, layers: LayerRange) -> None:
     """Leave so many layers in it, and of every per-layer list their part."""
     own = overrides(config)
     for name, value in [*vars(config).items()]:
+        # Others may be as long as there are layers, and say nothing of those.
         if isinstance(value, (list, tuple)) and (
-            name in _PER_LAYER
-            or (len(value) == config.num_hidden_layers and name not in _NOT_PER_LAYER)
+            name in _PER_LAYER or ("layer" in name and len(value) == config.num_hidden_layers)
         ):
             setattr(config, name, value[layers.start : layers.stop])
     if named := getattr(config, "attn_layer_indices", None):

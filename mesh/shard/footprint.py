@@ -92,7 +92,8 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
 
 def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     """What one position adds to the caches of each of these layers."""
-    keys, values, states = dict[str, int](), dict[str, int](), set[str]()
+    keys, values = dict[str, int](), dict[str, int]()
+    states, linear = set[str](), set[str]()  # of the second, keys go into a state and nowhere else
     for entry in manifest.layer_weights(layers):
         index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
         if name.endswith("k_proj.weight"):
@@ -101,12 +102,12 @@ def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
             values[index] = entry.shape[0]
         elif _is_convolution(entry):
             states.add(index)
+            linear.update({index} if "k_conv" in name else ())
     said = _said_numbers(manifest)
     each = map(str, range(layers.start, layers.stop))
     # Layers may differ; where keys are values as well (Gemma 4), both are cached.
-    return [
-        keys[i] + values.get(i, keys[i]) if i in keys else 0 if i in states else said for i in each
-    ]
+    own = {i: keys[i] + values.get(i, keys[i]) for i in keys.keys() - linear}
+    return [own.get(i, 0 if i in states else said) for i in each]
 
 
 def _said_numbers(manifest: Manifest) -> int:

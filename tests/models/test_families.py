@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
-from mesh.models.families import family_of, family_of_config
+from mesh.models.families import cut_config, family_of, family_of_config
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
@@ -177,10 +177,12 @@ def test_per_layer_lists_are_cut_and_the_whole_config_stays() -> None:
     assert (config.num_hidden_layers, config.layer_types) == (8, kinds)
 
 
-def test_end_of_sequence_ids_as_many_as_layers_are_not_cut() -> None:
+def test_what_is_as_long_as_there_are_layers_and_says_nothing_of_them_is_not_cut() -> None:
     config = transformers.LlamaConfig(num_hidden_layers=3, eos_token_id=[7, 8, 9])
     span = family_of_config(config).slice_config(LayerRange(1, 2))
     assert span.eos_token_id == [7, 8, 9]
+    limits = transformers.FalconH1Config(num_hidden_layers=2, time_step_limit=(0.0, 1.0))
+    assert cut_config(limits, LayerRange(0, 1)).time_step_limit == (0.0, 1.0)
 
 
 def test_fields_that_some_layers_have_otherwise_stay_with_them() -> None:
