@@ -135,7 +135,7 @@ class Sessions:
         """A session in the place of one that goes on otherwise than it did. Raises as `acquire`."""
         self._parked.append(parked)
         try:
-            return await self.open_fresh(terms, total_layers, prompt=prompt)
+            return await self.open_fresh(terms, total_layers, prompt=prompt, instead=parked)
         finally:
             if parked in self._parked:
                 self._parked.remove(parked)
@@ -148,8 +148,10 @@ class Sessions:
         delays_s: Sequence[float] = (),
         *,
         prompt: Sequence[int] = (),
+        instead: GenerationSession | None = None,
     ) -> GenerationSession:
-        """A session with empty caches, or with copies of what another one holds of `prompt`.
+        """A session with empty caches, or with copies of what another one holds of `prompt`; where
+        it is `instead` of that one, on the same hops if they take it.
 
         Raises as `acquire`. `delays_s` as in `open_route`.
         """
@@ -160,7 +162,7 @@ class Sessions:
             if (
                 source is not None
                 and not refused
-                and self._router.is_idle(source.route.pipeline.hops)
+                and (source is instead or self._router.is_idle(source.route.pipeline.hops))
             ):
                 return replace(source.route.pipeline, pipeline_id=_new_id())
             return self._router.pick(
