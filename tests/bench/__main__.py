@@ -11,7 +11,8 @@ NAMES = sorted(
     path.stem
     for path in Path(__file__).parent.glob("*.py")
     if not path.stem.startswith("_")
-    and path.stem not in ("noise", "reference", "peers", "gguf_file", "soak", "cuda_steps")
+    and path.stem
+    not in ("noise", "reference", "peers", "gguf_file", "soak", "cuda_steps", "experts")
 )
 
 

@@ -1,0 +1,96 @@
+"""A layer of a mixture of experts in 16 bit, by transformers' modules, and in 8 and 4 bit.
+
+Random weights in the shapes of usual models, on one thread; the three take turns within a shape,
+and so do the rows that are asked, which go to other experts each time. By name only (`python -m
+tests.bench experts`): it takes some minutes to round the weights, and 6 GB.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from transformers import AutoModel, GptOssConfig, Qwen3MoeConfig
+
+from mesh.models.span import LoadedSpan
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.store import quantised_span
+from mesh.shard.runtime import Runtime, StepInput
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import LayerRange
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "Qwen3-30B-A3B": lambda: Qwen3MoeConfig(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        num_hidden_layers=1, vocab_size=128, mlp_only_layers=[], decoder_sparse_step=1,
+    ),
+    "gpt-oss-20b": lambda: GptOssConfig(
+        num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1, vocab_size=128
+    ),
+}  # fmt: skip
+WAYS = ("bf16", "int8", "int4")
+ROWS = {"a token": 1, "8 tokens": 8, "128 rows of a prompt": 128}
+BEHIND, ROUNDS = 128, 15
+
+
+def measure() -> dict[str, Any]:
+    """Milliseconds of a layer for so many rows behind `BEHIND` positions, medians; and the MiB that
+    its weights take."""
+    torch.set_num_threads(1)
+    return {name: _of_shape(make()) for name, make in SHAPES.items()}
+
+
+def _of_shape(config: Any) -> dict[str, dict[str, float]]:
+    with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as folder:
+        runtimes = {way: _runtime(config, way, Path(folder)) for way in WAYS}
+        found = {
+            name: _medians(runtimes, rows, ROUNDS if rows < BEHIND else 3)
+            for name, rows in ROWS.items()
+        }
+        found["weights, MiB"] = {way: each.weight_bytes / 2**20 for way, each in runtimes.items()}
+    return found
+
+
+def _runtime(config: Any, way: str, folder: Path) -> Runtime:
+    torch.manual_seed(0)
+    module = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    module.norm, module.embed_tokens = torch.nn.Identity(), None
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.02)
+    layers = LayerRange(0, 1)
+    loaded = LoadedSpan(module, module.config, layers, 0, 0, WeakSet(), {})
+    if way == "bf16":
+        return TorchRuntime(loaded, device=torch.device("cpu"), dtype=torch.bfloat16)
+    graphs = quantised_span(loaded, "int8" if way == "int8" else "int4", "0" * 64, folder)
+    return CompiledRuntime(graphs, threads=1, positions=1024)
+
+
+def _medians(runtimes: dict[str, Runtime], rows: int, rounds: int) -> dict[str, float]:
+    steps = {way: _step(runtime, rows) for way, runtime in runtimes.items()}
+    taken: dict[str, list[float]] = {way: [] for way in steps}
+    for number in range(rounds + 1):
+        for way, step in steps.items():
+            started = time.perf_counter()
+            step()
+            if number:
+                taken[way].append(1000 * (time.perf_counter() - started))
+    return {way: statistics.median(each) for way, each in taken.items()}
+
+
+def _step(runtime: Runtime, rows: int) -> Callable[[], object]:
+    drawn = torch.Generator().manual_seed(rows)
+    cache = runtime.new_cache(1024)
+
+    def some(count: int) -> torch.Tensor:
+        return torch.randn(1, count, runtime.hidden_size, generator=drawn).to(runtime.dtype)
+
+    runtime.forward([StepInput(cache, 0, some(BEHIND))])
+    return lambda: runtime.forward([StepInput(cache, BEHIND, some(rows))])
