@@ -45,8 +45,6 @@ from mesh.shard.compiled.builder import (
     Product,
     Stored,
 )
-from mesh.shard.compiled.coded_blocks import matrix_of_codes
-from mesh.shard.compiled.coded_experts import coded_experts, matrix_of_experts
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
@@ -60,8 +58,8 @@ from mesh.shard.compiled.formats import (
     quantise,
     rows_of,
 )
-from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 from mesh.shard.compiled.parts import FeedForward, LayerParts, layer_parts
+from mesh.shard.compiled.stored_matrices import matrix_of, matrix_of_experts, stored_experts
 from mesh.shard.views import layer_list_name
 
 if TYPE_CHECKING:
@@ -156,11 +154,11 @@ def quantised_span(
 def _stored_experts(
     parts: LayerParts, loaded: LoadedSpan, before: str
 ) -> dict[int, tuple[TensorEntry, ...]]:
-    """What `coded_experts` says of a layer, whose modules' names begin with `before`."""
+    """What `stored_experts` says of a layer, whose modules' names begin with `before`."""
     if not isinstance(parts.feed_forward, Experts):
         return {}
     late = (names for path, names in loaded.late.items() if path.startswith(before))
-    return coded_experts(parts.feed_forward, dict(ChainMap(*map(dict, late))))
+    return stored_experts(parts.feed_forward, dict(ChainMap(*map(dict, late))))
 
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
@@ -245,7 +243,7 @@ def _of_stored(linear: nn.Module, entries: tuple[TensorEntry, ...], quant: Quant
     if isinstance(linear, ExpertMatrices):
         return matrix_of_experts(entries, quant, linear.shape[1])
     (entry,) = entries
-    return (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
+    return matrix_of(entry, quant)
 
 
 def _keep(file: Path, products: Mapping[str, Product], quant: Quant) -> bool:

@@ -98,3 +98,21 @@ def test_a_span_of_a_file_is_compiled(family: str, kind: str, quant: Quant, tmp_
         module = span.loaded.module.get_submodule(name.removesuffix(".weight"))
         same = torch.equal(module.weight, plain.module.get_parameter(name))
         assert same == is_exact(entry.dtype, quant)
+
+
+@pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
+def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
+    kind: str, quant: Quant, tmp_path: Path
+) -> None:
+    made = make_checkpoint(
+        tmp_path / "made", "qwen3_moe", layers=2, decoder_sparse_step=1, mlp_only_layers=[]
+    )
+    manifest = read_manifest(write_gguf(made, tmp_path / "model.gguf", kind))
+    every = LayerRange(0, 2)
+    plain = load_span(manifest, every, dtype=torch.float32, device=CPU).module.layers[1].mlp
+    loaded = load_span(manifest, every, dtype=torch.float32, device=CPU, defer=True)
+    found = quantised_span(loaded, quant, "0" * 64, None).loaded.module.layers[1].mlp
+    for stack in ("gate_up_proj", "down_proj"):
+        for expert, dense in enumerate(getattr(plain.experts, stack)):
+            same = dense if is_exact(kind, quant) else quantise(dense, quant).dense()
+            assert torch.equal(getattr(found.experts, stack)[expert], same)

@@ -1,6 +1,7 @@
-"""The matrices of a mixture's experts that a checkpoint stores one by one, as codes with scales.
+"""Matrices that are stored as codes with scales, or in GGUF's blocks, as blocks of ours.
 
-They become blocks one after the other, as any linear layer does: none lies decoded in memory.
+Those of a mixture's experts that are stored one by one become blocks one after the other, as any
+linear layer does: none lies decoded in memory.
 """
 
 from __future__ import annotations
@@ -10,23 +11,31 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mesh.models.coded.gathering import EXPERT
+from mesh.models.coded.scheme import is_decoded
 from mesh.models.header import TensorEntry
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
 from mesh.shard.compiled.experts import Experts
 from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
+from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 
 _UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 
 
-def coded_experts(
+def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
+    """The matrix (out, in) of a linear layer, exactly what is stored where the format has room for
+    it. Raises BadCheckpoint when the files cannot be read or decoded."""
+    return (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
+
+
+def stored_experts(
     part: Experts, names: Mapping[str, TensorEntry]
 ) -> dict[int, tuple[TensorEntry, ...]]:
     """By the ids of its `up` and `down`, what each of them is made of, expert after expert; empty
-    unless `names` are just these, all in codes."""
+    unless `names` are just these, none of them plain."""
     found = {}
     for name, entry in names.items():
         match = EXPERT.search(name)
-        if match is None or entry.coding is None:
+        if match is None or not is_decoded(entry.dtype):
             return {}
         found[int(match["number"]), match["part"]] = entry
     made = {}
@@ -43,9 +52,9 @@ def coded_experts(
 
 
 def matrix_of_experts(entries: Sequence[TensorEntry], quant: Quant, rows: int) -> BlockMatrix:
-    """Those of `coded_experts` as one matrix, each expert with so many rows: of two that belong
+    """Those of `stored_experts` as one matrix, each expert with so many rows: of two that belong
     together in turns. Raises BadCheckpoint."""
-    whole = joined([matrix_of_codes(each, quant) for each in entries])
+    whole = joined([matrix_of(each, quant) for each in entries])
     each = entries[0].shape[0]
     if each == rows:
         return whole
