@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -77,26 +78,34 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
         assert torch.equal(found, each)
 
 
-@needs_packing
-@torch.inference_mode()
-def test_prompts_of_all_lengths_leave_no_kernel_for_each() -> None:
+ALL_LENGTHS = """
+import psutil, torch
+from torch import nn
+from mesh.shard.linear import choose_kernels
+with torch.inference_mode():
     module, process = nn.Sequential(nn.Linear(256, 256)).bfloat16(), psutil.Process()
     plain = nn.Sequential(nn.Linear(256, 256)).bfloat16()
     plain.load_state_dict(module.state_dict())
-    choose_kernels(module, torch.bfloat16, CPU)
+    choose_kernels(module, torch.bfloat16, torch.device("cpu"))
     rows = torch.randn(400, 256).bfloat16()
     module(rows)
     before = process.memory_full_info().uss
-    found = []
     for count in range(17, 400):
-        output = module(rows[:count])
-        if count % 41 == 17:  # all of them would take as much as is allowed
-            found.append(output)
-    assert process.memory_full_info().uss - before < 60 << 20
-    assert len(found) == 10
-    for each in found:
-        expected = plain(rows[: len(each)]).float()
-        assert float((each.float() - expected).norm() / expected.norm()) < 0.01
+        found = module(rows[:count])
+        if count % 41 == 17:
+            expected = plain(rows[:count]).float()
+            assert float((found.float() - expected).norm() / expected.norm()) < 0.01
+    print(process.memory_full_info().uss - before)
+"""
+
+
+@needs_packing
+def test_prompts_of_all_lengths_leave_no_kernel_for_each() -> None:
+    """In a process of its own: what else a worker's heap does would be counted."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ALL_LENGTHS], check=True, capture_output=True, timeout=120
+    )
+    assert int(ended.stdout) < 60 << 20
 
 
 @pytest.mark.skipif(halving_fails() is not None, reason="torch's fbgemm does not run here")
