@@ -16,7 +16,8 @@ from mesh.models.header import TensorEntry
 if TYPE_CHECKING:
     from mesh.models.span import LoadedSpan
 
-STACKS = ("gate_up_proj", "down_proj")
+GATE_UP = "gate_up_proj"
+STACKS = (GATE_UP, "down_proj")
 """What modules call the tensors of all experts."""
 
 Late = Mapping[str, Mapping[str, TensorEntry]]
@@ -46,14 +47,9 @@ def stacks_of(late: Late) -> set[str]:
     return {f"{path}.{name}" for path in late for name in STACKS}
 
 
-def fill_late(loaded: LoadedSpan, layer: Any, path: str) -> None:
-    """Put the weights of the experts at `path` in `layer`, one of the span's, into their module.
-
-    Raises as `fill`.
-    """
-    module, wanted = loaded.module, layer.get_submodule(path)
-    place = next(name for name, each in module.named_modules() if each is wanted)
-    some = next(each for each in module.parameters() if not each.is_meta)
+def fill_late(loaded: LoadedSpan, path: str) -> None:
+    """Put the weights of the experts at `path` in the span into their module. Raises as `fill`."""
+    some = next(each for each in loaded.module.parameters() if not each.is_meta)
     placement = Placement(some.dtype, some.device)
-    pages, _ = fill(module, loaded.late[place], placement, same={}, absent=("",))
+    pages, _ = fill(loaded.module, loaded.late[path], placement, same={}, absent=("",))
     loaded.pages.update(pages)

@@ -25,8 +25,6 @@ _ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-
-
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
     "conv_L_cache",

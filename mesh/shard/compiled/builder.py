@@ -157,7 +157,7 @@ class GraphBuilder:
             found.append(self._tensor(f"{name}.{part}", tensor, product.stored))
         return found[0], found[1], found[2]
 
-    def matrices(self, name: str) -> Product:
+    def product_of(self, name: str) -> Product:
         """The product of that name."""
         return self._products[name]
 

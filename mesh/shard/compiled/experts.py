@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from mesh.models.late_experts import GATE_UP, STACKS
 from mesh.shard.compiled.feed_forward import FeedForward, feed_forward_of
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
 
-GATE_UP, DOWN_OF = "gate_up_proj", "down_proj"
-"""What transformers calls the tensors of all experts."""
+EXPERTS = "mlp.experts"
+"""Where a layer has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +129,16 @@ def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
     owner.config._experts_implementation = "eager"  # noqa: SLF001 - there is no other setter
 
 
-def experts_of(reader: PartsReader, config: Any, fill: Callable[[str], None]) -> Experts | None:
-    """The mixture of a layer, None where it has none; `fill` puts the weights of a module of that
-    name in the layer there. Raises NotCompilable."""
-    module: Any = reader.find("mlp.experts")
+def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Experts | None:
+    """The mixture of a layer, None where it has none; `fill` puts its weights there. Raises
+    NotCompilable."""
+    module: Any = reader.find(EXPERTS)
     if module is None:
         return None
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         raise NotCompilable(f"its experts are {type(module).__name__}")
 
-    def matrices(name: str) -> ExpertMatrices:
-        return ExpertMatrices(module, name, lambda: fill("mlp.experts"))
-
-    up, down = matrices(GATE_UP), matrices(DOWN_OF)
+    up, down = (ExpertMatrices(module, name, fill) for name in STACKS)
     if any(columns % BLOCK for _, _, columns in (up.shape, down.shape)):
         raise NotCompilable(f"its experts have no multiple of {BLOCK} columns")
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)

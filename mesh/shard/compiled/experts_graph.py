@@ -23,7 +23,7 @@ def mixed(graph: GraphBuilder, experts: Experts, x: str, hidden: int) -> str:
     """(1, rows, hidden) through the experts of each row."""
     rows = graph.op("Reshape", [x, graph.numbers(-1, hidden)])
     choice, scores = _scored(graph, experts.router, rows)
-    if isinstance(graph.matrices(UP).matrix, torch.Tensor):
+    if isinstance(graph.product_of(UP).matrix, torch.Tensor):
         y = _all_of_them(graph, experts, rows, choice, scores)
     else:
         y = _in_few_bits(graph, experts, rows, choice, scores)
@@ -47,7 +47,7 @@ def _scored(graph: GraphBuilder, router: Router, rows: str) -> tuple[str, str]:
 
 def _in_few_bits(graph: GraphBuilder, experts: Experts, rows: str, choice: str, scores: str) -> str:
     up, down = graph.blocks(UP, experts.count), graph.blocks(DOWN, experts.count)
-    matrix = graph.matrices(UP).matrix
+    matrix = graph.product_of(UP).matrix
     assert isinstance(matrix, BlockMatrix)  # noqa: S101 - says the caller
     limited: dict[str, Any] = {} if experts.limit is None else {"swiglu_limit": experts.limit}
     inputs = [
@@ -73,7 +73,7 @@ def _in_few_bits(graph: GraphBuilder, experts: Experts, rows: str, choice: str, 
 
 
 def _bias(graph: GraphBuilder, name: str, experts: int) -> str:
-    bias = graph.matrices(name).bias
+    bias = graph.product_of(name).bias
     return "" if bias is None else graph.constant(bias.view(experts, -1))
 
 
@@ -109,7 +109,7 @@ def _all_of_them(graph: GraphBuilder, experts: Experts, rows: str, choice: str, 
 
 def _dense(graph: GraphBuilder, name: str, experts: int, x: str) -> str:
     """(1 or experts, rows, columns) times the matrix of each expert: (experts, rows, out)."""
-    product = graph.matrices(name)
+    product = graph.product_of(name)
     assert isinstance(product.matrix, torch.Tensor)  # noqa: S101 - says the caller
     matrices = product.matrix.detach().float()
     matrices = matrices.view(experts, len(matrices) // experts, -1).transpose(1, 2)

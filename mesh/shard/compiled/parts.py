@@ -72,15 +72,15 @@ class LayerParts:
         return (*own, *feed_forward.up, feed_forward.down)
 
 
-def _all_there(name: str) -> None:
-    raise AssertionError(name)
+def _all_there() -> None:
+    raise AssertionError
 
 
 def layer_parts(
-    layer: nn.Module, config: Any, index: int, fill: Callable[[str], None] = _all_there
+    layer: nn.Module, config: Any, index: int, fill: Callable[[], None] = _all_there
 ) -> LayerParts:
-    """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of the
-    experts of that name there, where they are not yet. Raises NotCompilable."""
+    """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of its
+    experts there, where they are not yet. Raises NotCompilable."""
     if getattr(config, "is_heterogeneous", False):
         raise NotCompilable("its layers have widths of their own")
     if has_states(config):

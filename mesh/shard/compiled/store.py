@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import tempfile
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -45,7 +44,7 @@ from mesh.shard.compiled.builder import (
     Product,
     Stored,
 )
-from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
+from mesh.shard.compiled.experts import EXPERTS, ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.formats import (
     BITS,
     MIXED_SIZE,
@@ -121,17 +120,20 @@ def quantised_span(
     in memory.
     """
     module: Any = loaded.module
-    layers = module.get_submodule(layer_list_name(module))
+    name_of_list = layer_list_name(module)
+    layers = module.get_submodule(name_of_list)
+    experts = [f"{name_of_list}.{number}.{EXPERTS}" for number in range(len(layers))]
     all_parts = [
-        layer_parts(layer, loaded.config, i, partial(fill_late, loaded, layer))
-        for i, layer in enumerate(layers)
+        layer_parts(layer, loaded.config, number, partial(fill_late, loaded, experts[number]))
+        for number, layer in enumerate(layers)
     ]
     stored: dict[int, tuple[TensorEntry, ...]] = {
         id(module.get_submodule(name.removesuffix(".weight"))): (entry,)
         for name, entry in loaded.deferred.items()
     }
-    for number, parts in enumerate(all_parts):
-        stored |= _stored_experts(parts, loaded, f"{layer_list_name(module)}.{number}.")
+    for path, parts in zip(experts, all_parts, strict=True):
+        if isinstance(parts.feed_forward, Experts):
+            stored |= stored_experts(parts.feed_forward, loaded.late.get(path, {}))
     folder = folder_of(weights_sha256, quant, cache_dir)
     progress = progress or Progress()
     progress.begin("rounding", loaded.bytes_read)
@@ -149,16 +151,6 @@ def quantised_span(
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
     return GraphSpan(replace(loaded, sha256={}, deferred={}, late={}), quant, tuple(done))
-
-
-def _stored_experts(
-    parts: LayerParts, loaded: LoadedSpan, before: str
-) -> dict[int, tuple[TensorEntry, ...]]:
-    """What `stored_experts` says of a layer, whose modules' names begin with `before`."""
-    if not isinstance(parts.feed_forward, Experts):
-        return {}
-    late = (names for path, names in loaded.late.items() if path.startswith(before))
-    return stored_experts(parts.feed_forward, dict(ChainMap(*map(dict, late))))
 
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
