@@ -45,17 +45,12 @@ class GemmaCalls:
         return None
 
 
-class GemmaCall:
+class GemmaCall(WrittenCall):
     """One such call from the brace on that opens its arguments. It has ended with its last brace,
     or where a mark begins."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.call_id = ""
-        self.text = ""
-        self.arguments = ""
-        self.is_ended = self.is_told = False
-        self.told_chars = 0
+        super().__init__(name)
         self._left = ""
         self._depth = 0
         self._in_text = False

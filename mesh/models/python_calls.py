@@ -51,17 +51,12 @@ def as_python(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-class PythonCall:
+class PythonCall(WrittenCall):
     """One such call behind its opening bracket: an argument is told when it is whole. What is no
     argument ends it, and then it is none."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.call_id = ""
-        self.text = ""
-        self.arguments = "{"
-        self.is_ended = self.is_told = False
-        self.told_chars = 0
+        super().__init__(name, "{")
         self._argument: list[str] = []
         self._depth = 0
         self._quote = ""

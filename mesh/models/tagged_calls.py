@@ -93,7 +93,7 @@ GLM = Tagged(
 )
 
 
-class TaggedCall:
+class TaggedCall(WrittenCall):
     """One call so written: a parameter is told when it is whole.
 
     A value is a text where the function's schema says so, or where it is no JSON. The call ends as
@@ -101,12 +101,7 @@ class TaggedCall:
     """
 
     def __init__(self, tags: Tagged, schemas: Schemas) -> None:
-        self.name = ""
-        self.call_id = ""
-        self.text = ""
-        self.arguments = ""
-        self.is_ended = self.is_told = False
-        self.told_chars = 0
+        super().__init__()
         self._tags = tags
         self._schemas = schemas
         self._left = ""

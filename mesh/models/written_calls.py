@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,21 +19,23 @@ _HEAD = re.compile(
 """A call up to the brace that opens its arguments."""
 
 
-class WrittenCall(Protocol):
+class WrittenCall(ABC):
     """What is read of one call. `arguments` is what is certain of them, as JSON; `text` all of it
     as it was written. `call_id` is the model's own; empty where it gives none."""
 
-    name: str
-    text: str
-    arguments: str
-    call_id: str
-    is_ended: bool
-    is_told: bool
-    told_chars: int
+    def __init__(self, name: str = "", arguments: str = "", *, call_id: str = "") -> None:
+        self.name = name
+        self.arguments = arguments
+        self.call_id = call_id
+        self.text = ""
+        self.is_ended = self.is_told = False
+        self.told_chars = 0
 
+    @abstractmethod
     def take(self, text: str) -> str:
         """Read on; what of `text` stands behind the call."""
 
+    @abstractmethod
     def found(self) -> tuple[str, str] | None:
         """Name and arguments of a call that has ended, if it may be one."""
 
@@ -115,7 +118,7 @@ class NamedObjects:
         return self.spelled.replace("NAME", name), self.tail
 
 
-class JsonCall:
+class JsonCall(WrittenCall):
     """One JSON object as it is written: a call, or with a `name` its arguments.
 
     `arguments` is what is certain of them; line ends inside of strings, which JSON forbids and
@@ -124,12 +127,7 @@ class JsonCall:
     """
 
     def __init__(self, name: str = "", *, call_id: str = "", needs_arguments: bool = False) -> None:
-        self.name = name
-        self.call_id = call_id
-        self.text = ""
-        self.arguments = ""
-        self.is_ended = self.is_told = False
-        self.told_chars = 0
+        super().__init__(name, call_id=call_id)
         self._needs_arguments = needs_arguments
         self._depth = 0
         self._outside = 0
