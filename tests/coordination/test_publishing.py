@@ -195,16 +195,18 @@ async def test_what_was_lost_in_an_outage_is_there_again_and_ready(
         here.server.unavailable = True
         here.server.resources.clear()
         here.server.config_maps.clear()
-        asked = len(here.server.requests)
         here.clock.time += 60.0
-        await until(lambda: _more(here.server, asked))
+        await until(lambda: _has_failed(here))
         here.server.unavailable = False
         here.clock.time += 60.0  # far from the hour after which a shard says again that it is ready
         await here.shows("Ready", 2)
 
 
-async def _more(server: ApiServer, asked: int) -> bool:
-    return len(server.requests) > asked
+async def _has_failed(here: Here) -> bool:
+    """Whether the node has heard of it: from then on it counts how long it leaves the store alone,
+    with a clock that moves only here."""
+    assert here.own is not None
+    return not here.own.coordinator.state()["reachable"]
 
 
 @pytest.mark.slow
