@@ -457,7 +457,9 @@ def plainly(model: AskerModel, wire_dtype: WireDtype) -> Prepared:
     @asynccontextmanager
     async def prepared(request: GenerationRequest) -> AsyncIterator[Asked]:
         ids = model.text.prompt_ids(request, model.max_positions)
-        constraint = model.text.constraint(request) if is_bound(request) else None
+        constraint = (
+            await asyncio.to_thread(model.text.constraint, request) if is_bound(request) else None
+        )
         yield Asked(ids, constraint, wire_dtype)
 
     return prepared
