@@ -7,9 +7,10 @@ import torch
 
 from mesh.errors import SessionGone
 from mesh.shard.footprint import keeps_states, state_bytes
+from mesh.shard.history import MARKS, REACH
 from mesh.shard.kv import SessionCache
 from mesh.shard.runtime import StepInput
-from mesh.shard.states import MARKS, REACH, StateCache
+from mesh.shard.states import StateCache
 from mesh.shard.torch_runtime import TorchRuntime
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
 from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime, step
