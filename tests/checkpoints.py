@@ -205,6 +205,7 @@ def _base_settings(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
 
 def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
     head = {"head_dim": hidden // 4}
+    wide = {"head_dim": hidden}  # of which a quarter turns
     experts = {
         "n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
         "num_shared_experts": 1, "moe_intermediate_size": hidden, "n_group": 1, "topk_group": 1,
@@ -300,10 +301,10 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "minimax_m2": head | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
         "mimo_v2_flash": experts | head | {"v_head_dim": hidden // 8, "sliding_window": WINDOW},
         "hy_v3": experts | head,
-        "qwen3_5": head | delta | kinds,
+        "qwen3_5": wide | delta | kinds,
         "lfm2": convs,
-        "qwen3_5_moe": head | delta | kinds | few | {"shared_expert_intermediate_size": 32},
-        "qwen3_next": head | delta | kinds | few
+        "qwen3_5_moe": wide | delta | kinds | few | {"shared_expert_intermediate_size": 32},
+        "qwen3_next": wide | delta | kinds | few
         | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 2}
         | {"mlp_only_layers": [layers - 1]},
         "lfm2_moe": convs | few | {"num_dense_layers": 2},

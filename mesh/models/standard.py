@@ -1,8 +1,8 @@
 """Which models have standard layers, as far as their config alone tells.
 
 For whoever plans without loading anything. Of the families that the tests look at it is known, and
-of layers that have experts or latent attention that they are not; all others are looked at when
-they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
+of layers that have experts, running states or latent attention that they are not; all others are
+looked at when they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ STANDARD = frozenset(
 )  # fmt: skip
 MIXTURES = frozenset({"qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe"})
 """Mixtures of experts that are computed in few bits."""
+RECURRENT = frozenset({"qwen3_5_text", "lfm2"})
+"""Models with running states that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
 )
@@ -47,7 +49,8 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         return True
     is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
     keeps_states = any(text.get(name) for name in _STATES)
-    return bool(text.get("qk_nope_head_dim")) or is_other_mixture or keeps_states
+    is_other_recurrence = keeps_states and text.get("model_type") not in RECURRENT
+    return bool(text.get("qk_nope_head_dim")) or is_other_mixture or is_other_recurrence
 
 
 def experts_met(config: Mapping[str, Any]) -> float:

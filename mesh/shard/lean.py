@@ -85,7 +85,7 @@ def fused_places(module: Any) -> list[list[Place]]:
         }
         groups += [
             [places[id(linear)] for linear in linears]
-            for linears in (parts.attention.projections, _feed_forward_of(parts).up)
+            for linears in (parts.mixer.projections, _feed_forward_of(parts).up)
             if len(linears) > 1
         ]
     return groups
@@ -218,15 +218,15 @@ class _LeanLayer(nn.Module):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
-        self.attention = parts.attention
-        self._attend = _Attention(parts.attention, index)
+        self.attention = _attention_of(parts)
+        self._attend = _Attention(self.attention, index)
         self._feed = _feed_forward(_feed_forward_of(parts))
         self._multiplier = parts.multiplier
         self._norms = [
             None if norm is None else _LeanNorm(norm)
             for norm in (
-                parts.before_attention,
-                parts.after_attention,
+                parts.before_mixer,
+                parts.after_mixer,
                 parts.before_feed_forward,
                 parts.after_feed_forward,
             )
@@ -345,9 +345,18 @@ def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
     found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
     for parts, _ in found:
         _feed_forward_of(parts)
-        if parts.attention.sinks is not None:
-            raise NotCompilable("its attention has sinks")
+        _attention_of(parts)
     return found
+
+
+def _attention_of(parts: LayerParts) -> Attention:
+    if not isinstance(parts.mixer, Attention):
+        raise NotCompilable("some of its layers keep a running state")
+    if parts.mixer.gate is not None:
+        raise NotCompilable("its attention has a gate")
+    if parts.mixer.sinks is not None:
+        raise NotCompilable("its attention has sinks")
+    return parts.mixer
 
 
 def _feed_forward_of(parts: LayerParts) -> FeedForward:

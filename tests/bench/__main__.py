@@ -12,7 +12,7 @@ NAMES = sorted(
     for path in Path(__file__).parent.glob("*.py")
     if not path.stem.startswith("_")
     and path.stem
-    not in ("noise", "reference", "peers", "gguf_file", "soak", "cuda_steps", "experts")
+    not in ("noise", "reference", "peers", "gguf_file", "soak", "cuda_steps", "layers")
 )
 
 

@@ -35,15 +35,15 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
-MIXED = "a mixture of experts"
+MIXED, STATES = "a mixture of experts", "keep a running state"
 SINGULAR = {
     "qwen3_moe": MIXED,
     "minicpm3": "no self_attn.q_proj",
     "gpt_oss": MIXED,
     "glm4_moe": MIXED,
     "gemma4": "widths of their own",
-    "qwen3_5": "keep a running state",
-    "lfm2": "keep a running state",
+    "qwen3_5": STATES,
+    "lfm2": STATES,
 }
 """Families whose layers are not standard, and what is said of them."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
@@ -119,8 +119,8 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
         require_lean(family_of(checkpoint(family)), None)
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
-    # In few bits mixtures of experts are not computed by modules.
-    assert has_other_layers(manifest.config) == (SINGULAR[family] != MIXED)
+    # In few bits these are not computed by modules.
+    assert has_other_layers(manifest.config) == (SINGULAR[family] not in (MIXED, STATES))
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels

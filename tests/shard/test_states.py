@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from mesh.errors import SessionGone
+from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.footprint import keeps_states, state_bytes
 from mesh.shard.history import MARKS, REACH
 from mesh.shard.kv import SessionCache
-from mesh.shard.runtime import StepInput
-from mesh.shard.states import StateCache
-from mesh.shard.torch_runtime import TorchRuntime
+from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
+from mesh.types import Site
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
-from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime, step
+from tests.shard.compiled.spans import COMPILED, compiled, step
+from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime
 
 
-def fed(span: TorchRuntime, hidden: torch.Tensor, chunk: int = 128) -> SessionCache | StateCache:
+@pytest.fixture(params=["modules", "graphs"], name="made")
+def runtime_of(request: pytest.FixtureRequest) -> Callable[[str], Runtime]:
+    """A fresh runtime of a family, of either kind."""
+    if request.param == "modules":
+        return runtime
+    return lambda family: compiled(None, family, positions=1024)
+
+
+def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
     """A session that was fed these rows, in chunks."""
-    cache = span.new_cache(4096)
+    cache = span.new_cache(1024)
     for start in range(0, hidden.shape[1], chunk):
         step(span, cache, start, hidden[:, start : start + chunk])
     return cache
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1"])
-def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(family: str) -> None:
-    span = runtime(family)
+def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(
+    family: str, made: Callable[[str], Runtime]
+) -> None:
+    if made is not runtime and family not in COMPILED:
+        with pytest.raises(NotCompilable):
+            made(family)
+        return
+    span = made(family)
     hidden, other = rows(400), rows(40, seed=1)
     # To before the last chunk's end, into the chunk before it, and to where one began.
     for back in (399, 380, 300, 256, 140):
@@ -40,8 +57,10 @@ def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(family:
         assert relative_error(again, step(span, plain, back + 40, rows(1, seed=2))) < 1e-4
 
 
-def test_drafts_are_taken_back_however_often_also_two_at_a_time() -> None:
-    span = runtime("qwen3_5")
+def test_drafts_are_taken_back_however_often_also_two_at_a_time(
+    made: Callable[[str], Runtime],
+) -> None:
+    span = made("qwen3_5")
     hidden = rows(120)
     cache, expected = fed(span, hidden[:, :20]), fed(span, hidden)
     position = 20
@@ -58,44 +77,53 @@ def test_drafts_are_taken_back_however_often_also_two_at_a_time() -> None:
     assert relative_error(last, whole[:, position:]) < 1e-4
 
 
-def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so() -> None:
-    span = runtime("qwen3_5")
+def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(
+    made: Callable[[str], Runtime],
+) -> None:
+    span = made("qwen3_5")
     cache = fed(span, rows(1000))
     assert cache.held(900) == 900
     assert cache.held(500) < 500
     with pytest.raises(SessionGone, match="position 500"):
         span.forward([StepInput(cache, 500, rows(1))])
     # From the beginning it may be replayed.
-    plain = runtime("qwen3_5").forward([StepInput(span.new_cache(64), 0, rows(9, seed=3))])[0]
+    plain = made("qwen3_5").forward([StepInput(span.new_cache(64), 0, rows(9, seed=3))])[0]
     assert relative_error(step(span, cache, 0, rows(9, seed=3)), plain) < 1e-4
 
 
-def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was() -> None:
-    span = runtime("qwen3_5")
+def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was(
+    made: Callable[[str], Runtime],
+) -> None:
+    span = made("qwen3_5")
     hidden = rows(60)
     cache, plain = fed(span, hidden), fed(span, hidden)
-    failing = span.layer(2).register_forward_hook(_fails)
     for position, count in ((60, 1), (60, 30), (50, 4)):
         with pytest.raises(RuntimeError, match="half-way"):
-            step(span, cache, position, rows(count, seed=9))
+            span.forward([StepInput(cache, position, rows(count, seed=9), (Failing(),))])
         assert cache.length == min(position, 60)
-    failing.remove()
     step(span, plain, 50, hidden[:, 50:])
     step(span, cache, 50, hidden[:, 50:])
     assert torch.equal(step(span, cache, 60, rows(1, 4)), step(span, plain, 60, rows(1, 4)))
 
 
-def _fails(*_: object) -> None:
-    raise RuntimeError("it failed half-way")
+class Failing:
+    """A hook behind the third layer."""
+
+    site = Site(2)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("it failed half-way")
 
 
-def test_a_session_begins_as_another_where_that_has_states() -> None:
-    span = runtime("qwen3_5")
+def test_a_session_begins_as_another_where_that_has_states(
+    made: Callable[[str], Runtime],
+) -> None:
+    span = made("qwen3_5")
     hidden = rows(500)
     source = fed(span, hidden)
     step(span, source, 500, rows(1, seed=5))
     for common in (470, 384):
-        copy, plain = span.new_cache(4096), fed(span, hidden[:, :common])
+        copy, plain = span.new_cache(1024), fed(span, hidden[:, :common])
         copy.copy(source, source.held(common))
         assert copy.length == common
         # Each goes its own way.

@@ -51,7 +51,7 @@ class Product:
     stored: Mapping[str, Stored] | None = None
 
 
-QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
+QKV, OUTPUT, UP, DOWN, RATES = "qkv", "output", "up", "down", "rates"
 SHARED_UP, SHARED_DOWN = "shared_up", "shared_down"
 """Of what rows go through beside their experts."""
 

@@ -28,24 +28,24 @@ class FeedForward:
     width: int
 
 
-def feed_forward_of(reader: PartsReader, config: Any, path: str = "mlp") -> FeedForward:
+def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
     """What stands at `path` in the layer. Raises NotCompilable."""
+    path = path or ("mlp" if hasattr(reader.layer, "mlp") else "feed_forward")
     names = ("hidden_act", "hidden_activation", "activation_function")
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    activation = ACTIVATION_NAMES.get(str(named))
+    activation = ACTIVATION_NAMES.get(str(named or "silu"))
     if activation is None:
         raise NotCompilable(f"its activation is {named}")
     both = reader.find(f"{path}.gate_up_proj")
-    gate = reader.find(f"{path}.gate_proj")
+    gate = reader.find(f"{path}.gate_proj", f"{path}.w1")
     up: tuple[nn.Module, ...]
     if both is not None:
         up = (both,)
     elif gate is not None:
-        up = (gate, reader.get(f"{path}.up_proj"))
+        up = (gate, reader.get(f"{path}.up_proj", f"{path}.w3"))
     else:
         up = (reader.get(f"{path}.c_fc"),)
     is_gated = both is not None or gate is not None
     width = sum(rows_out(each) for each in up) // (2 if is_gated else 1)
-    return FeedForward(
-        up, reader.get(f"{path}.down_proj", f"{path}.c_proj"), activation, is_gated, width
-    )
+    down = reader.get(*(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2")))
+    return FeedForward(up, down, activation, is_gated, width)

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh.models.families import has_states
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
-from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader, rows_out
+from mesh.shard.compiled.parts_reader import Gate, Norm, NotCompilable, PartsReader, rows_out
+from mesh.shard.compiled.recurrences import DeltaNet, ShortConvolution, recurrence_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 __all__ = [
-    "ACTIVATION_NAMES", "Attention", "Experts", "FeedForward", "LayerParts", "Norm",
-    "NotCompilable", "layer_parts",
+    "ACTIVATION_NAMES", "Attention", "DeltaNet", "Experts", "FeedForward", "LayerParts", "Mixer",
+    "Norm", "NotCompilable", "ShortConvolution", "layer_parts",
 ]  # fmt: skip
 
 
@@ -45,16 +45,34 @@ class Attention:
     norm_whole: bool
     """Whether those norms go over all heads at once and not each."""
     sinks: torch.Tensor | None = None
+    gate: Gate | None = None
+    """Its numbers come with the queries, behind those of each head."""
+    rates: tuple[nn.Module, ...] = ()
+
+    @property
+    def projected(self) -> int:
+        """How wide a row is before it."""
+        return (self.heads + 2 * self.kv_heads) * self.width
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.heads * self.width
+
+
+Mixer = Attention | DeltaNet | ShortConvolution
+"""Where rows see those before them: the only part of a layer that is computed for each session by
+itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """``x + multiplier * after(part(before(x)))``, for attention and then for feed-forward."""
+    """``x + multiplier * after(part(before(x)))``, for the mixer and then for feed-forward."""
 
-    attention: Attention
+    mixer: Mixer
     feed_forward: FeedForward | Experts
-    before_attention: Norm | None
-    after_attention: Norm | None
+    before_mixer: Norm | None
+    after_mixer: Norm | None
     before_feed_forward: Norm | None
     after_feed_forward: Norm | None
     multiplier: float
@@ -63,8 +81,8 @@ class LayerParts:
     @property
     def linears(self) -> tuple[nn.Module, ...]:
         """Its linear layers, in the order in which they are used; experts are none."""
-        attention, feed_forward = self.attention, self.feed_forward
-        own = (*attention.projections, attention.output)
+        mixer, feed_forward = self.mixer, self.feed_forward
+        own = (*mixer.projections, mixer.output, *mixer.rates)
         if isinstance(feed_forward, Experts):
             if feed_forward.shared is None:
                 return own
@@ -83,14 +101,12 @@ def layer_parts(
     experts there, where they are not yet. Raises NotCompilable."""
     if getattr(config, "is_heterogeneous", False):
         raise NotCompilable("its layers have widths of their own")
-    if has_states(config):
-        raise NotCompilable("some of its layers keep a running state")
     reader = PartsReader(layer)
-    attention = _attention(reader, config, index)
+    mixer = recurrence_of(reader) or _attention(reader, config, index)
     feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)
     before, after, before_ff, after_ff = _norms(reader)
     parts = LayerParts(
-        attention,
+        mixer,
         feed_forward,
         before,
         after,
@@ -115,13 +131,14 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     kv_heads = groups or heads
     width = getattr(module, "head_dim", None) or config.hidden_size // heads
     rows = sum(rows_out(each) for each in projections)
-    if rows != (heads + 2 * kv_heads) * width:
+    plain = (heads + 2 * kv_heads) * width
+    if rows not in (plain, plain + heads * width):
         raise NotCompilable("its queries, keys and values have widths of their own")
     sinks = getattr(module, "sinks", None)
-    query_norm = reader.norm(f"{path}.q_norm")
+    query_norm = reader.norm(f"{path}.q_norm", f"{path}.q_layernorm")
     return Attention(
         projections,
-        reader.get(f"{path}.o_proj", f"{path}.c_proj"),
+        reader.get(*(f"{path}.{name}_proj" for name in ("o", "c", "out"))),
         heads,
         kv_heads,
         width,
@@ -130,21 +147,22 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         _window(config, index),
         _table(module, config, index),
         query_norm,
-        reader.norm(f"{path}.k_norm"),
+        reader.norm(f"{path}.k_norm", f"{path}.k_layernorm"),
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
+        gate=None if rows == plain else Gate("sigmoid"),
     )
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-    """Before and after attention, before and after feed-forward."""
+    """Before and after the mixer, before and after feed-forward."""
     before_ff = reader.norm("pre_feedforward_layernorm")
     after_ff = reader.norm("post_feedforward_layernorm")
     if before_ff is not None or after_ff is not None:  # norms on the way out, as Gemma and OLMo2
         before = reader.norm("input_layernorm")
         return before, reader.norm("post_attention_layernorm"), before_ff, after_ff
-    before = reader.norm("input_layernorm", "ln_1")
-    return before, None, reader.norm("post_attention_layernorm", "ln_2"), None
+    before = reader.norm("input_layernorm", "ln_1", "operator_norm")
+    return before, None, reader.norm("post_attention_layernorm", "ln_2", "ffn_norm"), None
 
 
 def _scale(module: nn.Module, width: int) -> float:

@@ -24,6 +24,15 @@ class Norm:
     epsilon: float
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What rows are multiplied by behind a mixer: numbers of the same row that went around it,
+    through an `activation` (None: as they are). A `norm` of each head comes before that."""
+
+    activation: str | None
+    norm: Norm | None = None
+
+
 @dataclass(slots=True)
 class PartsReader:
     """A layer and which of its modules were understood."""

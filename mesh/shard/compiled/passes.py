@@ -1,6 +1,6 @@
 """The layers of a span as sessions of onnxruntime, and the buffers of a pass through them.
 
-A pass computes the rows of one or more sessions: what reads weights once for all rows, attention
+A pass computes the rows of one or more sessions: what reads weights once for all rows, the mixer
 for each session over its own slot. Buffers and what is bound to them are kept for passes of few
 rows, as binding them takes about as long as a small layer.
 """
@@ -19,7 +19,8 @@ from mesh.shard.compiled.attention_graph import attention_model, grouped_model, 
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.lone_rows import is_grouped
-from mesh.shard.compiled.parts import Attention, Experts
+from mesh.shard.compiled.parts import Attention, Experts, Mixer
+from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.store import GraphSpan
 
@@ -35,63 +36,77 @@ _KEPT_SESSIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class LayerSessions:
-    """One layer's graphs, and the `tables` that attention takes: what turns its queries and keys,
-    and its sinks. `alone` is attention of a session that has a single row in a pass, `attention` of
-    any other. With experts `is_mixed`: behind attention a row has other bits beside others."""
+    """One layer's graphs, and the `tables` that its mixer takes: what turns queries and keys, and
+    what else it has for itself. `alone` is the mixer of a session that has a single row in a pass,
+    `mixer` of any other. With experts `is_mixed`: behind the mixer a row has other bits beside
+    others."""
 
     front: Any
-    attention: Any
+    mixer: Any
     alone: Any
     back: Any
     tables: Tables
     projected: int
     attended: int
-    """How wide a row is before and behind attention."""
+    """How wide a row is before and behind the mixer."""
     is_mixed: bool
 
 
-def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> list[LayerSessions]:
-    """Those of each layer; layers whose attention is the same share its session."""
-    attending: dict[bytes, Any] = {}
+def layer_sessions(
+    span: GraphSpan, threads: int, rotary: Mapping[str | None, Tables]
+) -> list[LayerSessions]:
+    """Those of each layer; layers whose mixer is the same share its session. `rotary` has the
+    tables of each name."""
+    known: dict[bytes, Any] = {}
 
     def session(model: bytes) -> Any:
-        if model not in attending:
-            attending[model] = compiled(model, threads)
-        return attending[model]
+        if model not in known:
+            known[model] = compiled(model, threads)
+        return known[model]
 
-    def attention_of(attention: Attention, tables: Tables) -> tuple[Any, Any]:
-        if not is_grouped(attention):
-            any_rows = session(attention_model(attention))
+    def sessions_of(mixer: Mixer, turned: Tables) -> tuple[Any, Any]:
+        if not isinstance(mixer, Attention):
+            any_rows = session(recurrence_model(mixer))
             return any_rows, any_rows
-        turned = 2 * tables["cos"].shape[1] if tables else 0
-        several, one = (grouped_model(attention, turned, alone=alone) for alone in (False, True))
+        if not is_grouped(mixer):
+            any_rows = session(attention_model(mixer))
+            return any_rows, any_rows
+        width = 2 * turned["cos"].shape[1] if turned else 0
+        several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
         return session(several), session(one)
 
     found = []
-    for layer, turned in zip(span.layers, tables, strict=True):
-        attention = layer.parts.attention
+    for layer in span.layers:
+        mixer = layer.parts.mixer
         front, back = (
             compiled(model(layer.parts, layer.products), threads, layer.folder)
             for model in (front_model, back_model)
         )
-        attended = attention.heads * attention.width
-        projected = attended + 2 * attention.kv_heads * attention.width
-        sessions = front, *attention_of(attention, turned), back
-        sinks = {} if attention.sinks is None else {"sinks": attention.sinks}
+        tables = _tables(mixer, rotary)
+        sessions = front, *sessions_of(mixer, tables), back
         is_mixed = isinstance(layer.parts.feed_forward, Experts)
-        given = {**turned, **sinks}
-        found.append(LayerSessions(*sessions, given, projected, attended, is_mixed))
+        found.append(LayerSessions(*sessions, tables, mixer.projected, mixer.attended, is_mixed))
     return found
+
+
+def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:
+    if not isinstance(mixer, Attention):
+        return tables_of(mixer)
+    sinks = {} if mixer.sinks is None else {"sinks": mixer.sinks}
+    return {**rotary.get(mixer.table, {}), **sinks}
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlace:
-    """Where a session stands in a pass: its slot of a bank, and which rows are its own."""
+    """Where a session stands in a pass: its slot of a bank, and which rows are its own; and which
+    copy of the slot's running states it `reads`, and which it `writes`."""
 
     bank: Bank
     slot: int
     start: int
     rows: int
+    reads: int = 0
+    writes: int = 1
 
     @property
     def slice(self) -> slice:
@@ -104,7 +119,9 @@ class PassPlace:
             yield self
             return
         for first in range(0, self.rows, most):
-            yield replace(self, start=self.start + first, rows=min(most, self.rows - first))
+            rows = min(most, self.rows - first)
+            reads = self.writes if first else self.reads
+            yield replace(self, start=self.start + first, rows=rows, reads=reads)
 
     @property
     def given(self) -> int:
@@ -114,7 +131,7 @@ class PassPlace:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """One session's attention in each layer, at its place in the buffers."""
+    """One session's mixer in each layer, at its place in the buffers."""
 
     bindings: tuple[Binding, ...]
     place: PassPlace
@@ -136,7 +153,7 @@ class Attending:
 
 @dataclass(frozen=True, slots=True)
 class BoundProducts:
-    """What is computed before attention, and what behind it, one after the other."""
+    """What is computed before the mixer, and what behind it, one after the other."""
 
     front: Binding
     back: tuple[Binding, ...]
@@ -152,8 +169,9 @@ class Workspace:
     _states: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     _projected: torch.Tensor = field(init=False)
     _attended: torch.Tensor = field(init=False)
+    _gate: torch.Tensor = field(init=False)
     _products: dict[tuple[int, int], list[BoundProducts]] = field(init=False, default_factory=dict)
-    _attending: OrderedDict[tuple[int, int, int, int], Attending] = field(
+    _attending: OrderedDict[tuple[int, ...], Attending] = field(
         init=False, default_factory=OrderedDict
     )
 
@@ -161,6 +179,7 @@ class Workspace:
         self._states = self._rows(self.hidden), self._rows(self.hidden)
         self._projected = self._rows(max(each.projected for each in self.layers))
         self._attended = self._rows(max(each.attended for each in self.layers))
+        self._gate = torch.zeros_like(self._attended)
 
     def state(self, number: int, rows: int) -> torch.Tensor:
         """What the layer of that number in the span takes, (1, rows, hidden); the one before gives
@@ -168,7 +187,7 @@ class Workspace:
         return self._states[number % 2][:, :rows]
 
     def products(self, rows: int, apart: int = 0) -> list[BoundProducts]:
-        """The graphs before and behind attention of each layer, bound for so many rows; those that
+        """The graphs before and behind the mixer of each layer, bound for so many rows; those that
         are mixed for each of the first `apart` by itself, if that is not 0."""
         known = self._products.get((rows, apart))
         if known is None:
@@ -178,8 +197,8 @@ class Workspace:
         return known
 
     def attending(self, place: PassPlace) -> Attending:
-        """Attention of the session at `place`."""
-        key = id(place.bank), place.slot, place.start, place.rows
+        """The mixer of the session at `place`."""
+        key = id(place.bank), place.slot, place.start, place.rows, place.reads, place.writes
         known = self._attending.get(key)
         if known is None:
             known = self._attending[key] = self._attend(place)
@@ -194,12 +213,14 @@ class Workspace:
 
     def _layer(self, number: int, layer: LayerSessions, rows: int, apart: int) -> BoundProducts:
         x, y = self.state(number, rows), self.state(number + 1, rows)
-        projected, attended = self._between(layer, 0, rows)
-        front = Binding.of(layer.front, {"x": x}, {"projected": projected})
+        projected, attended, gate = self._between(layer, 0, rows)
+        front = Binding.of(layer.front, {"x": x}, {"projected": projected, "gate": gate})
         each = [slice(row, row + 1) for row in range(apart)] if layer.is_mixed else []
         back = tuple(
             Binding.of(
-                layer.back, {"x": x[:, part], "attended": attended[:, part]}, {"y": y[:, part]}
+                layer.back,
+                {"x": x[:, part], "attended": attended[:, part], "gate": gate[:, part]},
+                {"y": y[:, part]},
             )
             for part in each or [slice(0, rows)]
         )
@@ -207,14 +228,19 @@ class Workspace:
 
     def _between(
         self, layer: LayerSessions, start: int, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows before and behind attention, dense also where layers differ in width."""
-        areas = (self._projected, layer.projected), (self._attended, layer.attended)
-        before, behind = (
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows before and behind the mixer, and around it, dense also where layers differ in
+        width."""
+        areas = (
+            (self._projected, layer.projected),
+            (self._attended, layer.attended),
+            (self._gate, layer.attended),
+        )
+        before, behind, around = (
             area.view(-1)[start * width : (start + rows) * width].view(1, rows, width)
             for area, width in areas
         )
-        return before, behind
+        return before, behind, around
 
     def _attend(self, place: PassPlace) -> Attending:
         last, queries = (torch.full((1,), place.given, dtype=torch.int32) for _ in range(2))
@@ -226,13 +252,13 @@ class Workspace:
         inputs |= {"at": at, "end": end, "positions": positions}
         bindings = []
         for number, layer in enumerate(self.layers):
-            projected, attended = self._between(layer, place.start, place.rows)
-            slot = slice(place.slot, place.slot + 1)
-            keys, values = place.bank.keys[number][slot], place.bank.values[number][slot]
-            given = {**inputs, **layer.tables}
-            given |= {"keys": keys, "values": values, "projected": projected}
-            results = {"attended": attended, "new_keys": keys, "new_values": values}
-            session = layer.alone if is_alone else layer.attention
+            projected, attended, _ = self._between(layer, place.start, place.rows)
+            held, made = (
+                place.bank.tensors(number, place.slot, copy) for copy in (place.reads, place.writes)
+            )
+            given = {**inputs, **layer.tables, **held, "projected": projected}
+            results = {"attended": attended, **{f"new_{name}": made[name] for name in made}}
+            session = layer.alone if is_alone else layer.mixer
             bindings.append(Binding.of(session, given, results))
         told = [each.numpy() for each in (last, total, at, end, positions)]
         return Attending(tuple(bindings), place, *told)

@@ -24,6 +24,8 @@ from mesh.shard.compiled import (
     graph,
     parts,
     parts_reader,
+    recurrence_graph,
+    recurrences,
 )
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import dense_span
@@ -53,7 +55,7 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 _CODE = (
     attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, parts,
-    parts_reader,
+    parts_reader, recurrence_graph, recurrences,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

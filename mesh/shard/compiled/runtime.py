@@ -1,13 +1,13 @@
 """The compiled runtime: the layers of a span in 8 or 4 bit, as graphs on the CPU.
 
 Each layer has its own and there is not one for all: a route may use a part of a span, hooks stand
-between layers, and sessions meet everywhere but in attention. Synchronous and not thread-safe, as
+between layers, and sessions meet everywhere but in the mixer. Synchronous and not thread-safe, as
 the torch runtime.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
-from mesh.shard.compiled.parts import LayerParts, NotCompilable
+from mesh.shard.compiled.parts import Attention, LayerParts, NotCompilable
 from mesh.shard.compiled.passes import (
     KEPT_ROWS,
     Attending,
@@ -27,7 +27,16 @@ from mesh.shard.compiled.passes import (
     Workspace,
     layer_sessions,
 )
-from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
+from mesh.shard.compiled.recurrence_graph import states_of
+from mesh.shard.compiled.slots import (
+    SPARE,
+    Bank,
+    CacheShape,
+    KeyShape,
+    SlotCache,
+    StateShapes,
+)
+from mesh.shard.compiled.state_slots import Banks, StateSlotCache
 from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
@@ -70,10 +79,10 @@ class CompiledRuntime:
         self._module: Any = span.loaded.module.eval()
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
-        tables = _rotary_tables(self._module, parts, positions)
-        tables_of = [tables.get(each.attention.table, {}) for each in parts]
+        attentions = [each.mixer for each in parts if isinstance(each.mixer, Attention)]
+        rotary = _rotary_tables(self._module, {each.table for each in attentions}, positions)
         self._banks = Banks(_cache_shape(parts, positions))
-        self._sessions = layer_sessions(span, threads, tables_of)
+        self._sessions = layer_sessions(span, threads, rotary)
         self._fewest_rows = fewest_rows(
             product for layer in span.layers for product in layer.products.values()
         )
@@ -82,7 +91,7 @@ class CompiledRuntime:
         at_once = SHORT_ROWS if self._is_mixed else _BATCH_ROWS
         self.batch_rows = 0 if batch_invariant else at_once
         how = "" if self.batch_rows else "+alone"
-        grouped = [each.attention.heads for each in parts if is_grouped(each.attention)]
+        grouped = [each.heads for each in attentions if is_grouped(each)]
         self._most_heads = max(grouped, default=0)
         if grouped:
             how += "+grouped"
@@ -122,7 +131,8 @@ class CompiledRuntime:
         if number:  # other experts
             row = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(number))
         workspace.state(0, rows)[:] = row
-        place = PassPlace(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
+        shape = CacheShape(self._banks.shape.layers[index : index + 1], SPARE)
+        place = PassPlace(Bank(shape), 0, 0, 1)
         attending = workspace.attending(place)
         attending.stand(0)
         _run_layer(workspace.products(rows, 1)[0], 0, [attending])
@@ -157,11 +167,25 @@ class CompiledRuntime:
         # In the order of their slots, so that the same sessions meet at the same places again.
         rest.sort(key=lambda number: _slot(steps[number]).slot)
         if rest:
-            found = self._run([steps[number] for number in rest], layers)
+            whole = [self._with_rows_again(steps[number], layers) for number in rest]
+            found = self._run(whole, layers)
             outputs.update(zip(rest, found, strict=True))
         for number in rest:
-            steps[number].cache.commit(steps[number].hidden.shape[1])
+            rows = steps[number].hidden.shape[1]
+            steps[number].cache.commit(rows)
+            outputs[number] = outputs[number][:, -rows:]
         return [outputs[number] for number in range(len(steps))]
+
+    def _with_rows_again(self, step: StepInput, layers: LayerRange) -> StepInput:
+        """What is computed for a step: its rows, where there are running states perhaps behind
+        others that their session has to compute once more."""
+        cache = step.cache
+        if not isinstance(cache, StateSlotCache):
+            return step
+        if (again := cache.again) is not None:
+            self._run([replace(step, hidden=again)], layers)
+            cache.commit_again()
+        return replace(step, hidden=cache.rows_for(step.hidden))
 
     def _run(self, steps: Sequence[StepInput], layers: LayerRange) -> list[torch.Tensor]:
         places, count = _places(steps)
@@ -174,7 +198,7 @@ class CompiledRuntime:
             workspace.state(begin, rows)[:, count:] = 0.0
         attending = []
         for step, place in zip(steps, places, strict=True):
-            before = step.cache.length
+            before = _slot(step).computed
             for piece in place.pieces(self._rows_at_once(before + place.rows)):
                 attending.append(workspace.attending(piece))
                 attending[-1].stand(before + piece.start - place.start)
@@ -228,7 +252,8 @@ def _places(steps: Sequence[StepInput]) -> tuple[list[PassPlace], int]:
     places, start = [], 0
     for step in steps:
         cache, rows = _slot(step), step.hidden.shape[1]
-        places.append(PassPlace(cache.bank, cache.slot, start, rows))
+        reads = cache.copy_read
+        places.append(PassPlace(cache.bank, cache.slot, start, rows, reads, 1 - reads))
         start += rows
     return places, start
 
@@ -241,13 +266,13 @@ def _call(hooks: Sequence[tuple[slice, Hook]], layer: int, side: str, state: tor
 
 
 def _rotary_tables(
-    module: Any, parts: Sequence[LayerParts], positions: int
+    module: Any, names: Set[str | None], positions: int
 ) -> dict[str | None, dict[str, torch.Tensor]]:
-    """``cos`` and ``sin`` (positions, half the turned width) by the tables' names."""
+    """``cos`` and ``sin`` (positions, half the turned width) by the tables' `names`."""
     if rope_types(module.config) & {"dynamic", "longrope"}:
         raise NotCompilable("its rotary embedding depends on how long a session is")
     tables: dict[str | None, dict[str, torch.Tensor]] = {}
-    for name in {each.attention.table for each in parts}:
+    for name in names:
         if name is None:
             continue
         kind = (name,) if name else ()
@@ -262,7 +287,11 @@ def _rotary_tables(
 
 
 def _cache_shape(parts: Sequence[LayerParts], positions: int) -> CacheShape:
-    shapes = {(each.attention.kv_heads, each.attention.width) for each in parts}
-    if len(shapes) != 1:
-        raise NotCompilable("its layers cache keys and values of different shapes")
-    return CacheShape(len(parts), *shapes.pop(), positions)
+    return CacheShape(tuple(map(_cached, parts)), positions)
+
+
+def _cached(parts: LayerParts) -> KeyShape | StateShapes:
+    mixer = parts.mixer
+    if isinstance(mixer, Attention):
+        return KeyShape(mixer.kv_heads, mixer.width)
+    return states_of(mixer)

@@ -2,8 +2,8 @@
 
 A bank has a few slots, each with room for the longest session. Its memory is reserved and not
 taken: pages become real as positions are written, and are given back when a session ends. What lies
-beyond a session's `length` does not exist: cutting back is one assignment. Knows no layers but
-their number.
+beyond a session's `length` does not exist: cutting back is one assignment. Layers that keep running
+states have a `StateArea` in each slot instead. Knows no layers but what each of them caches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import math
 import mmap
 import threading
 import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -27,22 +29,77 @@ SPARE = 2
 _STEP = 256
 """Positions by which a session's memory is counted."""
 
+_ALIGNED = 16
+"""Numbers to which each state is aligned: a line of the processor's cache."""
+
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+
+Tensors = Mapping[str, torch.Tensor]
+"""By the names that the graph of a layer has for them."""
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """What one position takes in each layer, and how many positions a session may have."""
+class KeyShape:
+    """What one position takes in a layer with keys and values."""
 
-    layers: int
-    kv_heads: int
+    heads: int
     width: int
-    positions: int
 
     @property
     def position_bytes(self) -> int:
+        """Of one position."""
+        return 2 * self.heads * self.width * 4
+
+
+@dataclass(frozen=True, slots=True)
+class StateShapes:
+    """The shapes of what a layer keeps instead, by the names that its graph has for them."""
+
+    of: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What each layer caches, and how many positions a session may have."""
+
+    layers: tuple[KeyShape | StateShapes, ...]
+    positions: int
+
+    @cached_property
+    def position_bytes(self) -> int:
         """Of one position in all layers."""
-        return self.layers * 2 * self.kv_heads * self.width * 4
+        return sum(each.position_bytes for each in self.layers if isinstance(each, KeyShape))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are layers that keep some."""
+        return any(isinstance(each, StateShapes) for each in self.layers)
+
+
+class StateArea:
+    """The running states of one slot, twice: a forward reads one copy and writes the other, so that
+    one that fails half-way has changed nothing."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        places, size = [], 0
+        for number, layer in enumerate(shape.layers):
+            for name, dims in layer.of if isinstance(layer, StateShapes) else ():
+                places.append((number, name, dims, size))
+                size += -(-math.prod(dims) // _ALIGNED) * _ALIGNED
+        self._memory = _reserved(2 * size * 4)
+        both = torch.frombuffer(self._memory, dtype=torch.float32).view(2, size)
+        self.copies = both.unbind()
+        """Each as one row of numbers."""
+        self.tensors: tuple[dict[int, dict[str, torch.Tensor]], ...] = ({}, {})
+        """Those of each copy, by layer and name."""
+        for copy, found in zip(self.copies, self.tensors, strict=True):
+            for number, name, dims, start in places:
+                part = copy[start : start + math.prod(dims)].view(dims)
+                found.setdefault(number, {})[name] = part
+
+    def wipe(self) -> None:
+        """Give the memory back."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 class Bank:
@@ -50,11 +107,13 @@ class Bank:
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
-        each = (SLOTS, shape.kv_heads, shape.positions + SPARE, shape.width)
-        self._areas = [_reserved(math.prod(each) * 4) for _ in range(2 * shape.layers)]
-        tensors = [torch.frombuffer(area, dtype=torch.float32).view(each) for area in self._areas]
-        self.keys, self.values = tensors[0::2], tensors[1::2]
-        """For each layer (slots, kv heads, positions, width) fp32."""
+        self._keys = {
+            number: _KeyArea(layer, shape.positions)
+            for number, layer in enumerate(shape.layers)
+            if isinstance(layer, KeyShape)
+        }
+        self.states = [StateArea(shape) for _ in range(SLOTS)] if shape.has_states else []
+        """Those of each slot."""
         self.lengths = [0] * SLOTS
         """How many positions each slot holds."""
         self._free = list(range(SLOTS))
@@ -64,6 +123,21 @@ class Bank:
     def is_full(self) -> bool:
         """Whether every slot is taken."""
         return not self._free
+
+    @property
+    def areas(self) -> Iterator[torch.Tensor]:
+        """Keys and values of each layer that has some, (slots, heads, positions, width) fp32."""
+        for area in self._keys.values():
+            yield from area.both
+
+    def tensors(self, layer: int, slot: int, copy: int) -> Tensors:
+        """What a layer caches in a slot: its ``keys`` and ``values`` (1, heads, positions, width),
+        or its states in one of their two copies."""
+        area = self._keys.get(layer)
+        if area is None:
+            return self.states[slot].tensors[copy][layer]
+        keys, values = area.both
+        return {"keys": keys[slot : slot + 1], "values": values[slot : slot + 1]}
 
     def take(self) -> int:
         """The lowest free slot, empty."""
@@ -75,23 +149,41 @@ class Bank:
 
     def give(self, slot: int, written: int) -> None:
         """The slot is free again; the memory of its first `written` positions goes back."""
-        self._wipe(slot, written)
+        for area in self._keys.values():
+            area.wipe(slot, written)
+        if self.states:
+            self.states[slot].wipe()
         with self._lock:
             self.lengths[slot] = 0
             self._free.append(slot)
 
-    def _wipe(self, slot: int, written: int) -> None:
-        shape = self.shape
-        head = (shape.positions + SPARE) * shape.width * 4
-        used = min(written + SPARE, shape.positions + SPARE) * shape.width * 4
-        for area in self._areas:
-            for number in range(shape.kv_heads):
-                start = (slot * shape.kv_heads + number) * head
+
+class _KeyArea:
+    """Keys and values of one layer, for all slots of a bank."""
+
+    def __init__(self, shape: KeyShape, positions: int) -> None:
+        self._shape = shape
+        self._rows = positions + SPARE
+        dims = (SLOTS, shape.heads, self._rows, shape.width)
+        self._memory = [_reserved(math.prod(dims) * 4) for _ in range(2)]
+        keys, values = (
+            torch.frombuffer(each, dtype=torch.float32).view(dims) for each in self._memory
+        )
+        self.both = keys, values
+
+    def wipe(self, slot: int, written: int) -> None:
+        """Give the memory of a slot's first positions back."""
+        heads, width = self._shape.heads, self._shape.width
+        head = self._rows * width * 4
+        used = min(written + SPARE, self._rows) * width * 4
+        for memory in self._memory:
+            for number in range(heads):
+                start = (slot * heads + number) * head
                 # Whole pages only: the next head may begin on the last of them.
                 first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
                 stop = (start + used) // mmap.PAGESIZE * mmap.PAGESIZE
                 if stop > first:
-                    area.madvise(mmap.MADV_DONTNEED, first, stop - first)
+                    memory.madvise(mmap.MADV_DONTNEED, first, stop - first)
 
 
 class SlotCache:
@@ -110,6 +202,16 @@ class SlotCache:
     def length(self) -> int:
         """How many positions it holds."""
         return self.bank.lengths[self.slot]
+
+    @property
+    def computed(self) -> int:
+        """Where the next forward begins to write."""
+        return self.length
+
+    @property
+    def copy_read(self) -> int:
+        """Which copy of its slot's states the next forward reads; it writes the other."""
+        return 0
 
     @property
     def capacity(self) -> int:
@@ -152,29 +254,9 @@ class SlotCache:
         """
         start, rows = self.length, stop - self.length
         self.reserve(rows)
-        for mine, theirs in zip(
-            (*self.bank.keys, *self.bank.values),
-            (*other.bank.keys, *other.bank.values),
-            strict=True,
-        ):
+        for mine, theirs in zip(self.bank.areas, other.bank.areas, strict=True):
             mine[self.slot, :, start:stop] = theirs[other.slot, :, start:stop]
-        self.commit(rows)
-
-
-class Banks:
-    """As many banks as the sessions need."""
-
-    def __init__(self, shape: CacheShape) -> None:
-        self.shape = shape
-        self._banks: list[Bank] = []
-
-    def open(self, max_tokens: int) -> SlotCache:
-        """An empty cache for one session."""
-        bank = next((each for each in self._banks if not each.is_full), None)
-        if bank is None:
-            bank = Bank(self.shape)
-            self._banks.append(bank)
-        return SlotCache(bank, max_tokens)
+        self.bank.lengths[self.slot] = stop
 
 
 def _reserved(size: int) -> mmap.mmap:

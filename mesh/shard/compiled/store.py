@@ -38,6 +38,7 @@ from mesh.shard.compiled.builder import (
     DOWN,
     OUTPUT,
     QKV,
+    RATES,
     SHARED_DOWN,
     SHARED_UP,
     UP,
@@ -163,11 +164,10 @@ def dense_span(loaded: LoadedSpan) -> GraphSpan:
 
 def _product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     """The linear layers that each product of a layer is made of."""
-    attention, feed_forward = parts.attention, parts.feed_forward
-    found: dict[str, tuple[nn.Module, ...]] = {
-        QKV: attention.projections,
-        OUTPUT: (attention.output,),
-    }
+    mixer, feed_forward = parts.mixer, parts.feed_forward
+    found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
+    if mixer.rates:
+        found[RATES] = mixer.rates
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
@@ -205,15 +205,21 @@ def stored_products(
     if kept is not None:
         return kept
     fresh = {
-        name: Product(
-            _rounded(linears, quant, stored or {}),
-            _bias(linears),
-        )
+        name: Product(_rounded(linears, _quant_of(name, quant), stored or {}), _bias(linears))
         for name, linears in modules.items()
     }
     if file is None or not _keep(file, fresh, quant):
         return fresh, []
     return _kept(file, modules, quant) or (fresh, [])
+
+
+def _quant_of(name: str, quant: Quant) -> Quant:
+    """In how few bits the product of that name is, of a span in `quant`."""
+    return "int8" if name == RATES else quant
+
+
+def _kept_parts(name: str, quant: Quant) -> tuple[str, ...]:
+    return _PARTS[_quant_of(name, quant)]
 
 
 def _rounded(
@@ -243,7 +249,7 @@ def _keep(file: Path, products: Mapping[str, Product], quant: Quant) -> bool:
     tensors = {}
     for name, product in products.items():
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - just rounded
-        parts = _PARTS[quant]
+        parts = _kept_parts(name, quant)
         tensors.update({f"{name}.{part}": getattr(product.matrix, part) for part in parts})
     metadata = {"sha256": _digest(io.BytesIO(save(tensors))), "version": str(VERSION)}
     try:
@@ -286,7 +292,7 @@ def _kept(
             digest = _digest(stream)
         if (metadata.get("version"), metadata.get("sha256")) != (str(VERSION), digest):
             return None
-        if entries.keys() != {f"{name}.{part}" for name in modules for part in _PARTS[quant]}:
+        if entries.keys() != {f"{n}.{part}" for n in modules for part in _kept_parts(n, quant)}:
             return None
         pages = Pages.of_file(file)
     except (BadCheckpoint, OSError, ValueError) as error:
@@ -295,13 +301,17 @@ def _kept(
     products = {}
     for name, linears in modules.items():
         tensors, stored = {}, {}
-        for part in _PARTS[quant]:
+        for part in _kept_parts(name, quant):
             entry = entries[f"{name}.{part}"]
             tensors[part] = pages.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
             stored[part] = Stored(file, entry.offset, entry.nbytes)
         shape = (sum(map(_rows, linears)), _columns(linears[0]))
         matrix = BlockMatrix(
-            BITS[quant], shape, tensors["codes"], tensors["scales"], tensors.get("zeros")
+            BITS[_quant_of(name, quant)],
+            shape,
+            tensors["codes"],
+            tensors["scales"],
+            tensors.get("zeros"),
         )
         products[name] = Product(matrix, _bias(linears), stored)
     return products, [pages]
@@ -354,12 +364,12 @@ def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
 
 def _without_modules(parts: LayerParts) -> LayerParts:
     """What a graph needs of it: the modules would keep the weights that were rounded."""
-    attention = replace(parts.attention, projections=(), output=nn.Identity())
+    mixer = replace(parts.mixer, projections=(), rates=(), output=nn.Identity())
     part = parts.feed_forward
     if isinstance(part, Experts):
         shared = None if part.shared is None else _bare(part.shared)
-        return replace(parts, attention=attention, feed_forward=replace(part, shared=shared))
-    return replace(parts, attention=attention, feed_forward=_bare(part))
+        return replace(parts, mixer=mixer, feed_forward=replace(part, shared=shared))
+    return replace(parts, mixer=mixer, feed_forward=_bare(part))
 
 
 def _bare(part: FeedForward) -> FeedForward:

@@ -16,8 +16,8 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("minicpm3", "gemma4", "qwen3_5", "lfm2")
-"""Families that the torch runtime keeps: keys of a latent, layers of several widths, states."""
+REFUSED = ("minicpm3", "gemma4", "granitemoehybrid", "falcon_h1", "qwen3_next")
+"""Families that the torch runtime keeps: keys of a latent, layers of several widths, Mamba."""
 
 EXPERTS = ("qwen3_moe", "gpt_oss", "glm4_moe")
 """Families whose layers are mixtures of experts, all or some."""
@@ -50,10 +50,11 @@ def compiled(
     layers: LayerRange = WHOLE,
     *,
     batch_invariant: bool = False,
+    positions: int = 256,
 ) -> CompiledRuntime:
     """A fresh runtime of some layers."""
     graphs = span(quant, family, layers)
-    return CompiledRuntime(graphs, threads=1, positions=256, batch_invariant=batch_invariant)
+    return CompiledRuntime(graphs, threads=1, positions=positions, batch_invariant=batch_invariant)
 
 
 def in_torch(runtime: CompiledRuntime) -> TorchRuntime:

@@ -11,7 +11,7 @@ from mesh.shard.compiled.attention_graph import grouped_model
 from mesh.shard.compiled.lone_rows import have_same_rows, is_grouped
 from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.passes import PassPlace
-from mesh.shard.compiled.slots import Bank, CacheShape
+from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape
 from tests.shard.compiled.spans import GROUPED, compiled
 
 SHARED = Attention(
@@ -48,7 +48,7 @@ def test_one_bit_of_a_row_that_is_alone_is_seen() -> None:
 
 
 def test_a_long_piece_is_computed_in_parts_that_see_those_before() -> None:
-    bank = Bank(CacheShape(layers=1, kv_heads=1, width=4, positions=8))
+    bank = Bank(CacheShape((KeyShape(1, 4),), positions=8))
     whole = PassPlace(bank, 2, 10, 7)
     parts = [(part.slot, part.start, part.rows) for part in whole.pieces(4)]
     assert parts == [(2, 10, 4), (2, 14, 3)]

@@ -1,8 +1,9 @@
-"""A layer of a mixture of experts in 16 bit, by transformers' modules, and in 8 and 4 bit.
+"""A layer in 16 bit, by transformers' modules, and in 8 and 4 bit: mixtures of experts, and layers
+that keep a running state.
 
 Random weights in the shapes of usual models, on one thread; the three take turns within a shape,
 and so do the rows that are asked, which go to other experts each time. By name only (`python -m
-tests.bench experts`): it takes some minutes to round the weights, and 6 GB.
+tests.bench layers`): it takes some minutes to round the weights, and 6 GB.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from transformers import AutoModel, GptOssConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModel,
+    GptOssConfig,
+    Lfm2Config,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from mesh.models.span import LoadedSpan
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -34,10 +41,25 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "gpt-oss-20b": lambda: GptOssConfig(
         num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1, vocab_size=128
     ),
+    "Qwen3.5-9B, linear attention": lambda: _qwen("linear_attention"),
+    "Qwen3.5-9B, attention": lambda: _qwen("full_attention"),
+    "LFM2-1.2B, short convolution": lambda: Lfm2Config(
+        hidden_size=2048, intermediate_size=12288, num_hidden_layers=1, vocab_size=128,
+        num_attention_heads=32, num_key_value_heads=8, layer_types=["conv"],
+    ),
 }  # fmt: skip
 WAYS = ("bf16", "int8", "int4")
 ROWS = {"a token": 1, "8 tokens": 8, "128 rows of a prompt": 128}
 BEHIND, ROUNDS = 128, 15
+
+
+def _qwen(kind: str) -> Any:
+    return Qwen3_5TextConfig(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=1, vocab_size=128,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=256, layer_types=[kind],
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )  # fmt: skip
 
 
 def measure() -> dict[str, Any]:
@@ -61,7 +83,12 @@ def _of_shape(config: Any) -> dict[str, dict[str, float]]:
 def _runtime(config: Any, way: str, folder: Path) -> Runtime:
     torch.manual_seed(0)
     module = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
-    module.norm, module.embed_tokens = torch.nn.Identity(), None
+    setattr(
+        module,
+        "embedding_norm" if hasattr(module, "embedding_norm") else "norm",
+        torch.nn.Identity(),
+    )
+    module.embed_tokens = None
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)

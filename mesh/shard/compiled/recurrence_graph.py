@@ -1,0 +1,95 @@
+"""Mixers that keep a running state, of one session, as graphs of onnxruntime.
+
+``projected`` of one session to ``attended`` (1, rows, width), with ``conv`` (1, taps - 1,
+channels), the last inputs of its convolution, and for a `DeltaNet` ``state`` (1, heads, key width,
+width). Outputs ``new_conv`` and ``new_state`` are what those become; they may be bound to the same
+memory. What differs from layer to layer is an input as well (`tables_of`), so that layers of one
+shape share a graph. Floats are fp32 throughout; a row has the same bits in whatever chunk it comes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mesh.shard.compiled.builder import FLOAT, GraphBuilder
+from mesh.shard.compiled.recurrences import DeltaNet, ShortConvolution
+from mesh.shard.compiled.slots import StateShapes
+
+_NORM_EPSILON = 1e-6
+"""Of queries and keys, which are made one long."""
+
+
+def tables_of(mixer: DeltaNet | ShortConvolution) -> dict[str, torch.Tensor]:
+    """The inputs of its graph that are always the same."""
+    taps = {"taps": mixer.convolution.taps}
+    if (bias := mixer.convolution.bias) is not None:
+        taps["bias"] = bias
+    if isinstance(mixer, ShortConvolution):
+        return taps
+    return {**taps, "steps": mixer.steps, "decay": mixer.decay}
+
+
+def states_of(mixer: DeltaNet | ShortConvolution) -> StateShapes:
+    """What it keeps, by the names of its graph."""
+    conv = ("conv", mixer.convolution.state)
+    if isinstance(mixer, ShortConvolution):
+        return StateShapes((conv,))
+    return StateShapes((conv, ("state", (1, mixer.heads, mixer.key_width, mixer.width))))
+
+
+def recurrence_model(mixer: DeltaNet | ShortConvolution) -> bytes:
+    """The serialised graph; the same bytes for layers that differ in weights only."""
+    graph = GraphBuilder({})
+    x = graph.input("projected", FLOAT, [1, "rows", mixer.projected])
+    for name, shape in states_of(mixer).of:
+        graph.input(name, FLOAT, shape)
+        graph.output(f"new_{name}", shape)
+    for name, table in tables_of(mixer).items():
+        graph.input(name, FLOAT, table.shape)
+    if isinstance(mixer, ShortConvolution):
+        _convolved(graph, mixer, x, "attended", "none")
+    else:
+        _attended(graph, mixer, x)
+    graph.output("attended", [1, "rows", mixer.attended])
+    return graph.serialised()
+
+
+def _convolved(
+    graph: GraphBuilder, mixer: DeltaNet | ShortConvolution, x: str, y: str, activation: str
+) -> str:
+    bias = "" if mixer.convolution.bias is None else "bias"
+    return graph.op(
+        "CausalConvWithState", [x, "taps", bias, "conv"], outputs=[y, "new_conv"],
+        contrib=True, activation=activation, channels_last=1,
+    )  # fmt: skip
+
+
+def _attended(graph: GraphBuilder, mixer: DeltaNet, x: str) -> None:
+    heads, key_heads, width = mixer.heads, mixer.key_heads, mixer.key_width
+    mixed, written, passed = graph.split(x, [mixer.mixed, heads, heads])
+    mixed = _convolved(graph, mixer, mixed, "convolved", "silu")
+    q, k, v = graph.split(mixed, [key_heads * width, key_heads * width, mixer.attended])
+    normed = [_unit_heads(graph, mixer, each) for each in (q, k)]
+    graph.op(
+        "LinearAttentionGate", [passed, "steps", "decay", written],
+        outputs=["decays", "rates"], contrib=True,
+    )  # fmt: skip
+    graph.op(
+        "LinearAttention", [*normed, v, "state", "decays", "rates"],
+        outputs=["attended", "new_state"], contrib=True,
+        q_num_heads=heads, kv_num_heads=heads, update_rule="gated_delta",
+    )  # fmt: skip
+
+
+def _unit_heads(graph: GraphBuilder, mixer: DeltaNet, x: str) -> str:
+    """Each head of queries or keys one long, as often as values share it."""
+    heads, key_heads, width = mixer.heads, mixer.key_heads, mixer.key_width
+    x = graph.op("Reshape", [x, graph.numbers(1, -1, key_heads, width)])
+    # x / sqrt(sum of squares + epsilon), as root mean squares of so many numbers have it.
+    scale = graph.constant(torch.full((width,), width**-0.5))
+    epsilon = _NORM_EPSILON / width
+    x = graph.op("SimplifiedLayerNormalization", [x, scale], axis=-1, epsilon=epsilon)
+    if heads != key_heads:
+        x = graph.op("Unsqueeze", [x, graph.numbers(3)])
+        x = graph.op("Expand", [x, graph.numbers(1, 1, 1, heads // key_heads, 1)])
+    return graph.op("Reshape", [x, graph.numbers(1, -1, heads * width)])

@@ -1,0 +1,137 @@
+"""Mixers that keep a running state, as graphs are built of them: of what they are made.
+
+The rates of a `DeltaNet` say how fast its states decay. They are a small part of its numbers and
+count much, so they have 8 bit where the others have 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mesh.shard.compiled.parts_reader import Gate, Norm, NotCompilable, PartsReader, rows_out
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A short one along the text, each channel by itself: `taps` (channels, 1, width)."""
+
+    taps: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The shape of the inputs that it still needs."""
+        channels, _, width = self.taps.shape
+        return 1, width - 1, channels
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated linear attention by the delta rule (https://arxiv.org/abs/2412.06464).
+
+    `projections` give queries, keys and values, which go through a `convolution`, and the gate's
+    numbers; `rates` how much of a value is written, and what `steps` and `decay` (heads,) make the
+    decay of. Queries and keys have fewer heads than values, in turns.
+    """
+
+    projections: tuple[nn.Module, ...]
+    rates: tuple[nn.Module, ...]
+    output: nn.Module
+    convolution: Convolution
+    steps: torch.Tensor
+    decay: torch.Tensor
+    heads: int
+    key_heads: int
+    width: int
+    key_width: int
+    gate: Gate
+
+    @property
+    def mixed(self) -> int:
+        """How many numbers go through the convolution."""
+        return 2 * self.key_heads * self.key_width + self.attended
+
+    @property
+    def projected(self) -> int:
+        """How wide a row is before it."""
+        return self.mixed + 2 * self.heads
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.heads * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """A convolution between two gates (LFM2): `projections` give both and what it is made of."""
+
+    projections: tuple[nn.Module, ...]
+    output: nn.Module
+    convolution: Convolution
+    width: int
+    gate: Gate
+    rates: tuple[nn.Module, ...] = ()
+
+    @property
+    def projected(self) -> int:
+        """How wide a row is before it."""
+        return self.width
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.width
+
+
+def recurrence_of(reader: PartsReader) -> DeltaNet | ShortConvolution | None:
+    """That of a layer, None where it has none that is known. Raises NotCompilable."""
+    if hasattr(reader.layer, "linear_attn"):
+        return _delta_net(reader, "linear_attn")
+    if hasattr(reader.layer, "conv"):
+        return _short_convolution(reader, "conv")
+    return None
+
+
+def _delta_net(reader: PartsReader, path: str) -> DeltaNet:
+    module: Any = reader.get(path)
+    projections = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("qkv", "z"))
+    rates = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("b", "a"))
+    output, norm = reader.get(f"{path}.out_proj"), reader.get(f"{path}.norm")
+    heads, key_heads = module.num_v_heads, module.num_k_heads
+    width, key_width = module.head_v_dim, module.head_k_dim
+    found = DeltaNet(
+        projections, rates, output, _convolution(reader, f"{path}.conv1d"),
+        module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
+        heads, key_heads, width, key_width, Gate("silu", _gated_norm(norm)),
+    )  # fmt: skip
+    if rows_out(projections[0]) != found.mixed or rows_out(projections[1]) != found.attended:
+        raise NotCompilable("its queries, keys and values have widths of their own")
+    if getattr(module, "activation", None) != "silu":
+        raise NotCompilable("its convolution has another activation than SiLU")
+    return found
+
+
+def _short_convolution(reader: PartsReader, path: str) -> ShortConvolution:
+    reader.get(path)
+    both, output = reader.get(f"{path}.in_proj"), reader.get(f"{path}.out_proj")
+    convolution = _convolution(reader, f"{path}.conv")
+    return ShortConvolution((both,), output, convolution, rows_out(output), Gate(None))
+
+
+def _convolution(reader: PartsReader, path: str) -> Convolution:
+    module: Any = reader.get(path)
+    weight, bias = module.weight.detach().float().clone(), module.bias
+    if weight.dim() != 3 or weight.shape[1] != 1:
+        raise NotCompilable("its convolution mixes channels")
+    return Convolution(weight, None if bias is None else bias.detach().float().clone())
+
+
+def _gated_norm(module: Any) -> Norm:
+    """One that takes the gate as well."""
+    return Norm(module.weight.detach().float().clone(), None, float(module.variance_epsilon))

@@ -1,0 +1,133 @@
+"""The cache of a session on compiled layers of which some keep running states, and where caches
+come from.
+
+States lie in the session's slot twice (`slots.StateArea`); which copy holds with `commit` only. How
+a session goes back is said in `mesh.shard.history`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh.shard.compiled.slots import Bank, CacheShape, SlotCache, StateArea
+from mesh.shard.history import History
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Current:
+    """The states of a slot as they are: those of one of their two copies."""
+
+    def __init__(self, area: StateArea) -> None:
+        self._copies = area.copies
+        self.copy = 0
+        self.restore(None)
+
+    def snapshot(self) -> torch.Tensor:
+        """See `mesh.shard.history.RunningStates`."""
+        return self._copies[self.copy].clone()
+
+    def restore(self, states: torch.Tensor | None) -> None:
+        """See there."""
+        mine = self._copies[self.copy]
+        if states is None:
+            mine.zero_()
+        else:
+            mine.copy_(states)
+
+    def advance(self) -> None:
+        """What was written into the other copy is real."""
+        self.copy = 1 - self.copy
+
+    @property
+    def nbytes(self) -> int:
+        """What both copies take."""
+        return sum(each.nbytes for each in self._copies)
+
+
+class StateSlotCache(SlotCache):
+    """One session's slot, as `mesh.shard.states.StateCache` for the torch runtime."""
+
+    in_pieces = False
+
+    def __init__(self, bank: Bank, max_tokens: int) -> None:
+        super().__init__(bank, max_tokens)
+        self._states = _Current(bank.states[self.slot])
+        self.history = History(self._states)
+        """What it goes back to."""
+
+    @property
+    def computed(self) -> int:
+        return self.length - self.history.again
+
+    @property
+    def copy_read(self) -> int:
+        return self._states.copy
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What keys, values, states, marks and their inputs take."""
+        marks = {
+            id(tensor): tensor.nbytes
+            for states, inputs in self.history.kept()
+            for tensor in (states, *inputs)
+        }
+        return super().allocated_bytes + self._states.nbytes + sum(marks.values())
+
+    # Where it stands
+
+    def held(self, positions: int) -> int:
+        return self.history.held(self.length, positions)
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on, and all where it cannot stand there."""
+        if position < self.length:
+            super().cut(self.history.cut(self.length, position))
+
+    def copy(self, other: SlotCache, stop: int) -> None:
+        """As of any cache, all at once."""
+        assert isinstance(other, StateSlotCache)  # noqa: S101 - of the same runtime
+        super().copy(other, stop)
+        self.history.begin_as(other.history)
+        end, self.bank.lengths[self.slot] = self.length, other.length
+        self.cut(end)
+
+    # One forward
+
+    @property
+    def again(self) -> torch.Tensor | None:
+        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves first."""
+        return self.history.rows_alone(self.length)
+
+    def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
+        behind the end: they come last."""
+        return self.history.rows_for(self.length, hidden)
+
+    def commit_again(self) -> None:
+        """What `again` had is computed."""
+        self._states.advance()
+        self.history.note_alone(self.length)
+
+    def commit(self, rows: int) -> None:
+        self.history.note(self.length, rows)
+        self._states.advance()
+        super().commit(rows)
+
+
+class Banks:
+    """As many banks as the sessions need."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self.shape = shape
+        self._banks: list[Bank] = []
+
+    def open(self, max_tokens: int) -> SlotCache:
+        """An empty cache for one session."""
+        bank = next((each for each in self._banks if not each.is_full), None)
+        if bank is None:
+            bank = Bank(self.shape)
+            self._banks.append(bank)
+        kind = StateSlotCache if self.shape.has_states else SlotCache
+        return kind(bank, max_tokens)
