@@ -16,10 +16,17 @@ STANDARD = frozenset(
         "smollm3", "granite",
     }
 )  # fmt: skip
-MIXTURES = frozenset({"qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe"})
-"""Mixtures of experts that are computed in few bits."""
-RECURRENT = frozenset({"qwen3_5_text", "lfm2"})
+RECURRENT = frozenset(
+    {
+        "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
+    }
+)  # fmt: skip
 """Models with running states that are computed in few bits."""
+MIXTURES = RECURRENT | {
+    "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
+    "granitemoe",
+}  # fmt: skip
+"""The same of models that are mixtures of experts, or may be."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
 )

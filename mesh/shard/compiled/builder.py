@@ -52,7 +52,7 @@ class Product:
 
 
 QKV, OUTPUT, UP, DOWN, RATES = "qkv", "output", "up", "down", "rates"
-SHARED_UP, SHARED_DOWN = "shared_up", "shared_down"
+SHARED_UP, SHARED_DOWN, SHARED_GATE = "shared_up", "shared_down", "shared_gate"
 """Of what rows go through beside their experts."""
 
 

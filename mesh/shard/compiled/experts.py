@@ -20,8 +20,8 @@ from mesh.shard.compiled.feed_forward import FeedForward, feed_forward_of
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
 
-EXPERTS = "mlp.experts"
-"""Where a layer has them."""
+_BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
+"""What layers call the part in which they have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Router:
 class Experts:
     """``down(g * sigmoid(slope * g) * (u + shift))`` of `count` experts, each `width` wide inside,
     where g and u are limited to `limit` if there is one; and what is `shared`, which every row goes
-    through, added to that."""
+    through, added to that, as far as the sigmoid of what its `shared_gate` gives, if it has one."""
 
     router: Router
     up: ExpertMatrices
@@ -54,6 +54,7 @@ class Experts:
     shift: float
     limit: float | None
     shared: FeedForward | None
+    shared_gate: nn.Module | None = None
 
 
 class ExpertMatrices(nn.Module):
@@ -129,12 +130,19 @@ def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
     owner.config._experts_implementation = "eager"  # noqa: SLF001 - there is no other setter
 
 
+def path_of_experts(layer: nn.Module) -> str:
+    """Where a layer has them; an empty string where it has none."""
+    blocks = (b for b in _BLOCKS if hasattr(getattr(layer, b, None), "experts"))
+    return next((f"{block}.experts" for block in blocks), "")
+
+
 def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Experts | None:
     """The mixture of a layer, None where it has none; `fill` puts its weights there. Raises
     NotCompilable."""
-    module: Any = reader.find(EXPERTS)
-    if module is None:
+    path = path_of_experts(reader.layer)
+    if not path:
         return None
+    module: Any = reader.get(path)
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         raise NotCompilable(f"its experts are {type(module).__name__}")
 
@@ -145,16 +153,19 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
     slope, shift = (1.0, 0.0) if alpha is None else (float(alpha), 1.0)
     if alpha is None:
         _require_silu(module)
-    router = _router(reader)
+    block = path.removesuffix(".experts")
+    router = _router(reader, block)
     return Experts(
         router, up, down, up.shape[0], down.shape[2], slope, shift,
-        None if limit is None else float(limit), _shared(reader, config),
+        None if limit is None else float(limit), _shared(reader, config, block),
+        reader.find(f"{block}.shared_expert_gate"),
     )  # fmt: skip
 
 
-def _shared(reader: PartsReader, config: Any) -> FeedForward | None:
-    path = "mlp.shared_experts"
-    return None if reader.find(path) is None else feed_forward_of(reader, config, path)
+def _shared(reader: PartsReader, config: Any, block: str) -> FeedForward | None:
+    paths = f"{block}.shared_experts", f"{block}.shared_expert", "shared_mlp"
+    path = next((each for each in paths if reader.find(each) is not None), None)
+    return None if path is None else feed_forward_of(reader, config, path)
 
 
 def _require_silu(module: Any) -> None:
@@ -163,22 +174,23 @@ def _require_silu(module: Any) -> None:
         raise NotCompilable("its experts have another activation than SiLU")
 
 
-def _router(reader: PartsReader) -> Router:
-    found: Any = reader.get("mlp.gate", "mlp.router")
+def _router(reader: PartsReader, block: str) -> Router:
+    owner: Any = reader.get(block)
+    found: Any = reader.get(f"{block}.gate", f"{block}.router")
     weight = getattr(found, "weight", None)
     if weight is None or weight.dim() != 2:
         raise NotCompilable(f"its experts are chosen by {type(found).__name__}")
     groups = getattr(found, "num_group", None) or getattr(found, "n_group", None) or 1
     if groups != 1:
         raise NotCompilable(f"its experts are chosen from {groups} groups")
-    correction = getattr(found, "e_score_correction_bias", None)
+    correction = getattr(found, "e_score_correction_bias", getattr(owner, "expert_bias", None))
     bias = getattr(found, "bias", None)
     return Router(
         weight.detach().float().clone(),
         None if bias is None else bias.detach().float().clone(),
         None if correction is None else correction.detach().float().clone(),
         int(found.top_k),
-        is_sigmoid=correction is not None,
+        is_sigmoid=correction is not None or hasattr(owner, "use_expert_bias"),
         normalises=bool(getattr(found, "norm_topk_prob", True)),
         scale=float(getattr(found, "routed_scaling_factor", 1.0)),
     )

@@ -16,6 +16,10 @@ ACTIVATION_NAMES = {
 }  # fmt: skip
 
 
+_PATHS = ("mlp", "feed_forward", "shared_mlp")
+"""What layers call it."""
+
+
 @dataclass(frozen=True, slots=True)
 class FeedForward:
     """`up` gives the gate and what it is multiplied with: one module for both, or one for each;
@@ -30,13 +34,13 @@ class FeedForward:
 
 def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
     """What stands at `path` in the layer. Raises NotCompilable."""
-    path = path or ("mlp" if hasattr(reader.layer, "mlp") else "feed_forward")
+    path = path or next((each for each in _PATHS if hasattr(reader.layer, each)), _PATHS[0])
     names = ("hidden_act", "hidden_activation", "activation_function")
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     activation = ACTIVATION_NAMES.get(str(named or "silu"))
     if activation is None:
         raise NotCompilable(f"its activation is {named}")
-    both = reader.find(f"{path}.gate_up_proj")
+    both = reader.find(f"{path}.gate_up_proj", f"{path}.input_linear")
     gate = reader.find(f"{path}.gate_proj", f"{path}.w1")
     up: tuple[nn.Module, ...]
     if both is not None:
@@ -47,5 +51,7 @@ def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -
         up = (reader.get(f"{path}.c_fc"),)
     is_gated = both is not None or gate is not None
     width = sum(rows_out(each) for each in up) // (2 if is_gated else 1)
-    down = reader.get(*(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2")))
+    down = reader.get(
+        *(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2", "output_linear"))
+    )
     return FeedForward(up, down, activation, is_gated, width)

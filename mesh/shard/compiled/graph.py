@@ -14,7 +14,7 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mesh.shard.compiled import experts_graph
 from mesh.shard.compiled.builder import (
@@ -24,6 +24,7 @@ from mesh.shard.compiled.builder import (
     QKV,
     RATES,
     SHARED_DOWN,
+    SHARED_GATE,
     SHARED_UP,
     UP,
     GraphBuilder,
@@ -36,7 +37,7 @@ from mesh.shard.compiled.parts import (
     FeedForward,
     LayerParts,
     Mixer,
-    ShortConvolution,
+    StateSpace,
 )
 
 
@@ -51,8 +52,9 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     if isinstance(mixer, Attention):
         projected, gate = _before_attention(graph, mixer, found)
     elif isinstance(mixer, DeltaNet):
-        mixed, gate = graph.split(found, [mixer.mixed, mixer.attended])
-        projected = graph.op("Concat", [mixed, graph.product(x, RATES)], axis=-1)
+        projected, gate = _before_delta(graph, mixer, found, graph.product(x, RATES))
+    elif isinstance(mixer, StateSpace):
+        gate, projected = graph.split(found, [mixer.attended, mixer.projected])
     else:
         first, gate, second = graph.split(found, [mixer.width] * 3)
         projected = graph.op("Mul", [first, second])
@@ -76,8 +78,11 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     if isinstance(part, Experts):
         y = experts_graph.mixed(graph, part, normed, parts.hidden)
         if part.shared is not None:
-            both = SHARED_UP, SHARED_DOWN
-            y = graph.op("Add", [y, _feed_forward(graph, part.shared, normed, *both)])
+            shared = _feed_forward(graph, part.shared, normed, SHARED_UP, SHARED_DOWN)
+            if part.shared_gate is not None:
+                share = graph.op("Sigmoid", [graph.product(normed, SHARED_GATE)])
+                shared = graph.op("Mul", [shared, share])
+            y = graph.op("Add", [y, shared])
     else:
         y = _feed_forward(graph, part, normed)
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
@@ -97,31 +102,56 @@ def product_model(product: Product, rows: int, columns: int) -> bytes:
 
 def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> tuple[str, str]:
     """What attention takes, and the gate's numbers, if there are some."""
-    keys, width = attention.kv_heads * attention.width, attention.width
+    keys = attention.kv_heads * attention.width
     norms, gate = (attention.query_norm, attention.key_norm), ""
     if norms == (None, None) and attention.gate is None:
         return found, gate
     wide = attention.attended * (1 if attention.gate is None else 2)
     q, k, v = graph.split(found, [wide, keys, keys])
     if attention.gate is not None:
-        q = graph.op("Reshape", [q, graph.numbers(0, 0, attention.heads, 2 * width)])
-        flat = graph.numbers(0, 0, attention.attended)
-        q, gate = (graph.op("Reshape", [each, flat]) for each in graph.split(q, [width, width]))
+        q, gate = _apart(graph, q, attention.heads, [attention.attended] * 2)
     return graph.op("Concat", [*_normed(graph, attention, q, k), v], axis=-1), gate
+
+
+def _before_delta(graph: GraphBuilder, mixer: DeltaNet, found: str, rates: str) -> tuple[str, str]:
+    """What a `DeltaNet` takes, and the gate's numbers."""
+    keys, values = mixer.key_heads * mixer.key_width, mixer.attended
+    if not mixer.is_interleaved:
+        mixed, gate = graph.split(found, [mixer.mixed, values])
+        return graph.op("Concat", [mixed, rates], axis=-1), gate
+    q, k, v, gate = _apart(graph, found, mixer.key_heads, [keys, keys, values, values])
+    return graph.op(
+        "Concat", [q, k, v, *_apart(graph, rates, mixer.key_heads, [mixer.heads] * 2)], axis=-1
+    ), gate
+
+
+def _apart(graph: GraphBuilder, x: str, heads: int, widths: Sequence[int]) -> list[str]:
+    """`x` cut into parts of these widths, of which each head has its share beside the others'."""
+    each = graph.op("Reshape", [x, graph.numbers(0, 0, heads, sum(widths) // heads)])
+    parts = graph.split(each, [width // heads for width in widths])
+    return [
+        graph.op("Reshape", [part, graph.numbers(0, 0, width)])
+        for part, width in zip(parts, widths, strict=True)
+    ]
 
 
 def _gated(graph: GraphBuilder, mixer: Mixer) -> str:
     """What the mixer gave, times its gate."""
     shape: list[int | str] = [1, "rows", mixer.attended]
-    attended = graph.input("attended", FLOAT, shape)
-    if mixer.gate is None:
+    attended, gate = graph.input("attended", FLOAT, shape), mixer.gate
+    if gate is None:
         return attended
     numbers = graph.input("gate", FLOAT, shape)
-    if not isinstance(mixer, ShortConvolution):
-        attended = graph.norm_heads(attended, mixer.gate.norm, mixer.heads, mixer.width)
-    if mixer.gate.activation is not None:
-        numbers = _activated(graph, numbers, mixer.gate.activation)
-    return graph.op("Mul", [attended, numbers])
+    if gate.activation is not None:
+        numbers = _activated(graph, numbers, gate.activation)
+    if gate.norm is None:
+        return graph.op("Mul", [attended, numbers])
+    width = len(gate.norm.gamma)
+    heads = mixer.attended // width
+    if not gate.is_first:
+        attended = graph.norm_heads(attended, gate.norm, heads, width)
+        return graph.op("Mul", [attended, numbers])
+    return graph.norm_heads(graph.op("Mul", [attended, numbers]), gate.norm, heads, width)
 
 
 def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:

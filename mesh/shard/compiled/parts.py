@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
 from mesh.shard.compiled.parts_reader import Gate, Norm, NotCompilable, PartsReader, rows_out
-from mesh.shard.compiled.recurrences import DeltaNet, ShortConvolution, recurrence_of
+from mesh.shard.compiled.recurrences import (
+    DeltaNet,
+    Recurrence,
+    ShortConvolution,
+    StateSpace,
+    recurrence_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACTIVATION_NAMES", "Attention", "DeltaNet", "Experts", "FeedForward", "LayerParts", "Mixer",
-    "Norm", "NotCompilable", "ShortConvolution", "layer_parts",
+    "Norm", "NotCompilable", "ShortConvolution", "StateSpace", "layer_parts",
 ]  # fmt: skip
 
 
@@ -60,7 +66,7 @@ class Attention:
         return self.heads * self.width
 
 
-Mixer = Attention | DeltaNet | ShortConvolution
+Mixer = Attention | Recurrence
 """Where rows see those before them: the only part of a layer that is computed for each session by
 itself."""
 
@@ -84,6 +90,8 @@ class LayerParts:
         mixer, feed_forward = self.mixer, self.feed_forward
         own = (*mixer.projections, mixer.output, *mixer.rates)
         if isinstance(feed_forward, Experts):
+            gate = feed_forward.shared_gate
+            own = own if gate is None else (*own, gate)
             if feed_forward.shared is None:
                 return own
             feed_forward = feed_forward.shared
@@ -156,7 +164,7 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after the mixer, before and after feed-forward."""
-    before_ff = reader.norm("pre_feedforward_layernorm")
+    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm")
     after_ff = reader.norm("post_feedforward_layernorm")
     if before_ff is not None or after_ff is not None:  # norms on the way out, as Gemma and OLMo2
         before = reader.norm("input_layernorm")
@@ -185,6 +193,8 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
     if getattr(config, "rope_parameters", None) is None:
         return None
     if not getattr(module, "use_rope", True):
+        return None
+    if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
     nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
     kinds = getattr(config, "layer_types", None)

@@ -27,10 +27,12 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Gate:
     """What rows are multiplied by behind a mixer: numbers of the same row that went around it,
-    through an `activation` (None: as they are). A `norm` of each head comes before that."""
+    through an `activation` (None: as they are). A `norm` of each head comes before that, or behind
+    it where the gate `is_first`."""
 
     activation: str | None
     norm: Norm | None = None
+    is_first: bool = False
 
 
 @dataclass(slots=True)

@@ -36,7 +36,9 @@ class DeltaNet:
 
     `projections` give queries, keys and values, which go through a `convolution`, and the gate's
     numbers; `rates` how much of a value is written, and what `steps` and `decay` (heads,) make the
-    decay of. Queries and keys have fewer heads than values, in turns.
+    decay of. Queries and keys have fewer heads than values, in turns. Where they are
+    `is_interleaved`, each of those heads has what belongs to it beside the others', in one module
+    for all and one for the rates.
     """
 
     projections: tuple[nn.Module, ...]
@@ -50,6 +52,7 @@ class DeltaNet:
     width: int
     key_width: int
     gate: Gate
+    is_interleaved: bool
 
     @property
     def mixed(self) -> int:
@@ -89,32 +92,102 @@ class ShortConvolution:
         return self.width
 
 
-def recurrence_of(reader: PartsReader) -> DeltaNet | ShortConvolution | None:
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """A selective state space model (Mamba 2, https://arxiv.org/abs/2405.21060).
+
+    `projections` give the gate's numbers, values with what is written and read of the states, all
+    of which go through a `convolution`, and the time steps of each head, of which `steps` and
+    `decay` (heads,) make the decay. Values pass by their states as far as `passed` (heads,) says.
+    What is written and read is the same in each of `groups`.
+    """
+
+    projections: tuple[nn.Module, ...]
+    output: nn.Module
+    convolution: Convolution
+    steps: torch.Tensor
+    decay: torch.Tensor
+    passed: torch.Tensor
+    heads: int
+    width: int
+    groups: int
+    key_width: int
+    gate: Gate
+    rates: tuple[nn.Module, ...] = ()
+
+    @property
+    def mixed(self) -> int:
+        """How many numbers go through the convolution."""
+        return self.attended + 2 * self.groups * self.key_width
+
+    @property
+    def projected(self) -> int:
+        """How wide a row is before it."""
+        return self.mixed + self.heads
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.heads * self.width
+
+
+Recurrence = DeltaNet | ShortConvolution | StateSpace
+
+
+def recurrence_of(reader: PartsReader) -> Recurrence | None:
     """That of a layer, None where it has none that is known. Raises NotCompilable."""
-    if hasattr(reader.layer, "linear_attn"):
+    layer: Any = reader.layer
+    if hasattr(layer, "linear_attn"):
         return _delta_net(reader, "linear_attn")
-    if hasattr(reader.layer, "conv"):
+    if hasattr(layer, "conv"):
         return _short_convolution(reader, "conv")
+    if getattr(layer, "mamba", None) is not None:
+        return _state_space(reader, "mamba")
     return None
 
 
 def _delta_net(reader: PartsReader, path: str) -> DeltaNet:
     module: Any = reader.get(path)
-    projections = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("qkv", "z"))
-    rates = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("b", "a"))
+    whole = reader.find(f"{path}.in_proj_qkvz")
+    if whole is None:
+        projections = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("qkv", "z"))
+        rates = tuple(reader.get(f"{path}.in_proj_{name}") for name in ("b", "a"))
+    else:
+        projections, rates = (whole,), (reader.get(f"{path}.in_proj_ba"),)
     output, norm = reader.get(f"{path}.out_proj"), reader.get(f"{path}.norm")
-    heads, key_heads = module.num_v_heads, module.num_k_heads
-    width, key_width = module.head_v_dim, module.head_k_dim
     found = DeltaNet(
         projections, rates, output, _convolution(reader, f"{path}.conv1d"),
         module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
-        heads, key_heads, width, key_width, Gate("silu", _gated_norm(norm)),
+        module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim,
+        Gate("silu", _gated_norm(norm)), is_interleaved=whole is not None,
     )  # fmt: skip
-    if rows_out(projections[0]) != found.mixed or rows_out(projections[1]) != found.attended:
+    if sum(map(rows_out, projections)) != found.mixed + found.attended:
         raise NotCompilable("its queries, keys and values have widths of their own")
-    if getattr(module, "activation", None) != "silu":
-        raise NotCompilable("its convolution has another activation than SiLU")
+    _require_silu(module)
     return found
+
+
+def _state_space(reader: PartsReader, path: str) -> StateSpace:
+    module: Any = reader.get(path)
+    both, output = reader.get(f"{path}.in_proj"), reader.get(f"{path}.out_proj")
+    norm = reader.get(f"{path}.norm")
+    found = StateSpace(
+        (both,), output, _convolution(reader, f"{path}.conv1d"),
+        module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
+        module.D.detach().float().clone(), module.num_heads, module.head_dim, module.n_groups,
+        module.ssm_state_size, Gate("silu", _gated_norm(norm), is_first=True),
+    )  # fmt: skip
+    if rows_out(both) != found.attended + found.projected:
+        raise NotCompilable("its projections have widths of their own")
+    if tuple(module.time_step_limit) != (0.0, float("inf")):
+        raise NotCompilable("its time steps are limited")
+    _require_silu(module)
+    return found
+
+
+def _require_silu(module: Any) -> None:
+    if module.activation != "silu":
+        raise NotCompilable("its convolution has another activation than SiLU")
 
 
 def _short_convolution(reader: PartsReader, path: str) -> ShortConvolution:
@@ -133,5 +206,7 @@ def _convolution(reader: PartsReader, path: str) -> Convolution:
 
 
 def _gated_norm(module: Any) -> Norm:
-    """One that takes the gate as well."""
+    """One that takes the gate as well. Raises NotCompilable for what is none."""
+    if not hasattr(module, "variance_epsilon"):
+        raise NotCompilable(f"it normalises by {type(module).__name__}")
     return Norm(module.weight.detach().float().clone(), None, float(module.variance_epsilon))

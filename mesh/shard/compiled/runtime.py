@@ -272,12 +272,14 @@ def _rotary_tables(
     if rope_types(module.config) & {"dynamic", "longrope"}:
         raise NotCompilable("its rotary embedding depends on how long a session is")
     tables: dict[str | None, dict[str, torch.Tensor]] = {}
+    rotary = getattr(module, "rotary_emb" if hasattr(module, "rotary_emb") else "pos_emb", None)
     for name in names:
         if name is None:
             continue
         kind = (name,) if name else ()
         # A float tells it in which dtype to answer, its value nothing.
-        both = module.rotary_emb(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
+        assert rotary is not None  # noqa: S101 - names are of its tables
+        both = rotary(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
         half = both[0].shape[-1] // 2
         if not torch.equal(both[0][..., :half], both[0][..., half:]):  # most say all twice
             half *= 2

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from safetensors.torch import save
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
 from mesh.models.header import TensorEntry, read_header, read_metadata
@@ -36,29 +35,35 @@ from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.paths import quantised_dir
 from mesh.shard.compiled.builder import (
     DOWN,
-    OUTPUT,
-    QKV,
-    RATES,
-    SHARED_DOWN,
-    SHARED_UP,
     UP,
     Product,
     Stored,
 )
-from mesh.shard.compiled.experts import EXPERTS, ExpertMatrices, Experts, put_blocks
+from mesh.shard.compiled.experts import (
+    ExpertMatrices,
+    Experts,
+    path_of_experts,
+)
 from mesh.shard.compiled.formats import (
     BITS,
     MIXED_SIZE,
     VERSION,
-    BlockLinear,
     BlockMatrix,
     Quant,
     dense_weight,
     joined,
     quantise,
-    rows_of,
 )
-from mesh.shard.compiled.parts import FeedForward, LayerParts, layer_parts
+from mesh.shard.compiled.parts import LayerParts, layer_parts
+from mesh.shard.compiled.products import (
+    bias_of,
+    count_columns,
+    count_rows,
+    product_modules,
+    put_products,
+    quant_of,
+    without_modules,
+)
 from mesh.shard.compiled.stored_matrices import matrix_of, matrix_of_experts, stored_experts
 from mesh.shard.views import layer_list_name
 
@@ -123,7 +128,7 @@ def quantised_span(
     module: Any = loaded.module
     name_of_list = layer_list_name(module)
     layers = module.get_submodule(name_of_list)
-    experts = [f"{name_of_list}.{number}.{EXPERTS}" for number in range(len(layers))]
+    experts = [f"{name_of_list}.{i}.{path_of_experts(each)}" for i, each in enumerate(layers)]
     all_parts = [
         layer_parts(layer, loaded.config, number, partial(fill_late, loaded, experts[number]))
         for number, layer in enumerate(layers)
@@ -141,13 +146,11 @@ def quantised_span(
     done = []
     for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
         file = None if folder is None else folder / f"{loaded.layers.start + number}.safetensors"
-        products, pages = stored_products(_product_modules(parts), quant, file, stored)
+        products, pages = stored_products(product_modules(parts), quant, file, stored)
         loaded.pages.update(pages)
-        linears = dict(zip(map(id, parts.linears), _linears(parts, products), strict=True))
-        _replace(layer, linears)
-        _put_experts(parts, products)
+        put_products(layer, parts, products)
         progress.add(loaded.bytes_read // len(all_parts))
-        done.append(GraphLayer(_without_modules(parts), products, folder))
+        done.append(GraphLayer(without_modules(parts), products, folder))
     module.float()
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
@@ -162,25 +165,11 @@ def dense_span(loaded: LoadedSpan) -> GraphSpan:
     return GraphSpan(loaded, None, tuple(GraphLayer(p, _dense_products(p), None) for p in parts))
 
 
-def _product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
-    """The linear layers that each product of a layer is made of."""
-    mixer, feed_forward = parts.mixer, parts.feed_forward
-    found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
-    if mixer.rates:
-        found[RATES] = mixer.rates
-    if not isinstance(feed_forward, Experts):
-        return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
-    found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
-    if (shared := feed_forward.shared) is not None:
-        found |= {SHARED_UP: shared.up, SHARED_DOWN: (shared.down,)}
-    return found
-
-
 def _dense_products(parts: LayerParts) -> dict[str, Product]:
     """The products of a layer as they are, in fp32."""
     return {
-        name: Product(torch.cat([dense_weight(each).float() for each in linears]), _bias(linears))
-        for name, linears in _product_modules(parts).items()
+        name: Product(torch.cat([dense_weight(each).float() for each in linears]), bias_of(linears))
+        for name, linears in product_modules(parts).items()
     }
 
 
@@ -205,7 +194,7 @@ def stored_products(
     if kept is not None:
         return kept
     fresh = {
-        name: Product(_rounded(linears, _quant_of(name, quant), stored or {}), _bias(linears))
+        name: Product(_rounded(linears, quant_of(name, quant), stored or {}), bias_of(linears))
         for name, linears in modules.items()
     }
     if file is None or not _keep(file, fresh, quant):
@@ -213,13 +202,8 @@ def stored_products(
     return _kept(file, modules, quant) or (fresh, [])
 
 
-def _quant_of(name: str, quant: Quant) -> Quant:
-    """In how few bits the product of that name is, of a span in `quant`."""
-    return "int8" if name == RATES else quant
-
-
 def _kept_parts(name: str, quant: Quant) -> tuple[str, ...]:
-    return _PARTS[_quant_of(name, quant)]
+    return _PARTS[quant_of(name, quant)]
 
 
 def _rounded(
@@ -305,15 +289,15 @@ def _kept(
             entry = entries[f"{name}.{part}"]
             tensors[part] = pages.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
             stored[part] = Stored(file, entry.offset, entry.nbytes)
-        shape = (sum(map(_rows, linears)), _columns(linears[0]))
+        shape = (sum(map(count_rows, linears)), count_columns(linears[0]))
         matrix = BlockMatrix(
-            BITS[_quant_of(name, quant)],
+            BITS[quant_of(name, quant)],
             shape,
             tensors["codes"],
             tensors["scales"],
             tensors.get("zeros"),
         )
-        products[name] = Product(matrix, _bias(linears), stored)
+        products[name] = Product(matrix, bias_of(linears), stored)
     return products, [pages]
 
 
@@ -325,76 +309,3 @@ def _digest(stream: BinaryIO) -> str:
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
-
-
-def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLinear]:
-    """In the order of `LayerParts.linears`, as rows of the products."""
-    found = []
-    for name, linears in _product_modules(parts).items():
-        if any(isinstance(each, ExpertMatrices) for each in linears):
-            continue
-        product, first = products[name], 0
-        assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - of a quantised span
-        for linear in linears:
-            rows = slice(first, first + _rows(linear))
-            bias = None if product.bias is None else product.bias[rows]
-            transposed = isinstance(linear, Conv1D)
-            found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
-            first = rows.stop
-    return found
-
-
-def _put_experts(parts: LayerParts, products: Mapping[str, Product]) -> None:
-    """Have the module of the experts, if there is one, compute with these."""
-    experts = parts.feed_forward
-    if not isinstance(experts, Experts):
-        return
-    for matrices, name in ((experts.up, UP), (experts.down, DOWN)):
-        matrix = products[name].matrix
-        assert isinstance(matrix, BlockMatrix)  # noqa: S101 - of a quantised span
-        put_blocks(matrices, matrix)
-
-
-def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
-    for parent in list(layer.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in linears:
-                setattr(parent, name, linears[id(child)])
-
-
-def _without_modules(parts: LayerParts) -> LayerParts:
-    """What a graph needs of it: the modules would keep the weights that were rounded."""
-    mixer = replace(parts.mixer, projections=(), rates=(), output=nn.Identity())
-    part = parts.feed_forward
-    if isinstance(part, Experts):
-        shared = None if part.shared is None else _bare(part.shared)
-        return replace(parts, mixer=mixer, feed_forward=replace(part, shared=shared))
-    return replace(parts, mixer=mixer, feed_forward=_bare(part))
-
-
-def _bare(part: FeedForward) -> FeedForward:
-    return replace(part, up=(), down=nn.Identity())
-
-
-def _bias(linears: Sequence[nn.Module]) -> torch.Tensor | None:
-    biases: list[Any] = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(_rows(linear)) if bias is None else bias.detach().float()
-            for linear, bias in zip(linears, biases, strict=True)
-        ]
-    )
-
-
-def _rows(linear: nn.Module) -> int:
-    if isinstance(linear, ExpertMatrices):
-        return linear.shape[0] * linear.shape[1]
-    return int(dense_weight(linear).shape[0])
-
-
-def _columns(linear: nn.Module) -> int:
-    if isinstance(linear, ExpertMatrices):
-        return linear.shape[2]
-    return int(dense_weight(linear).shape[1])

@@ -16,10 +16,13 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("minicpm3", "gemma4", "granitemoehybrid", "falcon_h1", "qwen3_next")
-"""Families that the torch runtime keeps: keys of a latent, layers of several widths, Mamba."""
+REFUSED = ("minicpm3", "gemma4", "falcon_h1", "kimi_linear")
+"""Families that the torch runtime keeps: keys of a latent, layers of several widths, states
+of other kinds."""
 
-EXPERTS = ("qwen3_moe", "gpt_oss", "glm4_moe")
+EXPERTS = (
+    "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+)  # fmt: skip
 """Families whose layers are mixtures of experts, all or some."""
 
 GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1")

@@ -9,6 +9,7 @@ import torch
 
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.families import family_of
+from mesh.models.standard import has_other_layers
 from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.proof import require_compilable
@@ -68,9 +69,21 @@ def test_few_bits_are_as_far_from_the_same_weights_in_torch_as_rounding_rows_exp
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_no_graph_is_built_for_is_refused_with_its_reason(family: str) -> None:
-    reasons = r"it has no|shared_experts|widths of their own|attention is hybrid"
+    reasons = r"it has no|widths of their own|normalises by Identity|is linear_attention"
     with pytest.raises(NotCompilable, match=reasons):
         require_compilable(family_of(checkpoint(family)), None)
+
+
+@pytest.mark.parametrize("family", ["dots1", "granitemoe", "qwen2_moe"])
+def test_what_plans_take_to_be_computed_in_few_bits_is(family: str) -> None:
+    manifest = checkpoint(family)
+    require_compilable(family_of(manifest), None)
+    assert not has_other_layers(manifest.config)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_plans_know_the_same_of_every_mixture(family: str) -> None:
+    assert not has_other_layers(checkpoint(family).config)
 
 
 def test_what_only_long_sessions_come_to_is_looked_at_for_those() -> None:

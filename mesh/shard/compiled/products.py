@@ -1,0 +1,132 @@
+"""Which linear layers of a decoder layer make one product, and how its rows replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from mesh.shard.compiled.builder import (
+    DOWN,
+    OUTPUT,
+    QKV,
+    RATES,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
+    UP,
+    Product,
+)
+from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
+from mesh.shard.compiled.feed_forward import FeedForward
+from mesh.shard.compiled.formats import BlockLinear, BlockMatrix, Quant, dense_weight, rows_of
+from mesh.shard.compiled.parts import LayerParts
+
+
+def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
+    """The linear layers that each product of a layer is made of."""
+    mixer, feed_forward = parts.mixer, parts.feed_forward
+    found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
+    if mixer.rates:
+        found[RATES] = mixer.rates
+    if not isinstance(feed_forward, Experts):
+        return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
+    found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
+    if (gate := feed_forward.shared_gate) is not None:
+        found[SHARED_GATE] = (gate,)
+    if (shared := feed_forward.shared) is not None:
+        found |= {SHARED_UP: shared.up, SHARED_DOWN: (shared.down,)}
+    return found
+
+
+def quant_of(name: str, quant: Quant) -> Quant:
+    """In how few bits the product of that name is, of a span in `quant`."""
+    return "int8" if name in (RATES, SHARED_GATE) else quant
+
+
+def put_products(layer: nn.Module, parts: LayerParts, products: Mapping[str, Product]) -> None:
+    """Have the modules of a layer compute with these products, which were made of them."""
+    _replace(layer, dict(zip(map(id, parts.linears), _linears(parts, products), strict=True)))
+    _put_experts(parts, products)
+
+
+def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLinear]:
+    """In the order of `LayerParts.linears`, as rows of the products."""
+    found = []
+    for name, linears in product_modules(parts).items():
+        if any(isinstance(each, ExpertMatrices) for each in linears):
+            continue
+        product, first = products[name], 0
+        assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - of a quantised span
+        for linear in linears:
+            rows = slice(first, first + count_rows(linear))
+            bias = None if product.bias is None else product.bias[rows]
+            transposed = isinstance(linear, Conv1D)
+            found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
+            first = rows.stop
+    return found
+
+
+def _put_experts(parts: LayerParts, products: Mapping[str, Product]) -> None:
+    """Have the module of the experts, if there is one, compute with these."""
+    experts = parts.feed_forward
+    if not isinstance(experts, Experts):
+        return
+    for matrices, name in ((experts.up, UP), (experts.down, DOWN)):
+        matrix = products[name].matrix
+        assert isinstance(matrix, BlockMatrix)  # noqa: S101 - of a quantised span
+        put_blocks(matrices, matrix)
+
+
+def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in linears:
+                setattr(parent, name, linears[id(child)])
+
+
+def without_modules(parts: LayerParts) -> LayerParts:
+    """What a graph needs of it: the modules would keep the weights that were rounded."""
+    mixer = replace(parts.mixer, projections=(), rates=(), output=nn.Identity())
+    part = parts.feed_forward
+    if isinstance(part, Experts):
+        shared = None if part.shared is None else _bare(part.shared)
+        gate = None if part.shared_gate is None else nn.Identity()
+        part = replace(part, shared=shared, shared_gate=gate)
+        return replace(parts, mixer=mixer, feed_forward=part)
+    return replace(parts, mixer=mixer, feed_forward=_bare(part))
+
+
+def _bare(part: FeedForward) -> FeedForward:
+    return replace(part, up=(), down=nn.Identity())
+
+
+def bias_of(linears: Sequence[nn.Module]) -> torch.Tensor | None:
+    """That of their product."""
+    biases: list[Any] = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(count_rows(linear)) if bias is None else bias.detach().float()
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
+    )
+
+
+def count_rows(linear: nn.Module) -> int:
+    """Of its matrix, or of those of all experts."""
+    if isinstance(linear, ExpertMatrices):
+        return linear.shape[0] * linear.shape[1]
+    return int(dense_weight(linear).shape[0])
+
+
+def count_columns(linear: nn.Module) -> int:
+    """Of its matrix."""
+    if isinstance(linear, ExpertMatrices):
+        return linear.shape[2]
+    return int(dense_weight(linear).shape[1])
