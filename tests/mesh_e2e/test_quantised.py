@@ -26,11 +26,13 @@ PROMPT = [40 + i for i in range(48)]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize("quant", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "quant"), [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_5", "int4")]
+)
 async def test_the_answer_does_not_depend_on_how_many_hops_say_it(
-    quant: str, tmp_path: Path
+    family: str, quant: str, tmp_path: Path
 ) -> None:
-    directory = make_checkpoint(tmp_path / "qwen3", "qwen3", layers=LAYERS)
+    directory = make_checkpoint(tmp_path / family, family, layers=LAYERS)
     splits = [split(LAYERS, hops) for hops in (1, 2, 3)]
     overlapping = [LayerRange(0, 4), LayerRange(2, 6)]  # the second is entered in its middle
     held = [span for spans in (*splits, overlapping) for span in spans]

@@ -139,6 +139,6 @@ def test_a_clients_generation_gives_the_tokens_of_one_machine(
 
 
 def test_the_answer_is_the_same_when_the_node_in_its_middle_is_killed(house: House) -> None:
-    prompt = PROMPT[7:]
+    prompt = PROMPT[13:]
     facts, _, ids, _ = stream(house.asker, COUNT // 2, house.kill_the_middle, **house.order(prompt))
     assert (ids, facts["failovers"]) == (house.said(prompt), 1)

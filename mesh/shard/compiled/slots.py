@@ -12,7 +12,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,8 +87,7 @@ class StateArea:
                 places.append((number, name, dims, size))
                 size += -(-math.prod(dims) // _ALIGNED) * _ALIGNED
         self._memory = _reserved(2 * size * 4)
-        both = torch.frombuffer(self._memory, dtype=torch.float32).view(2, size)
-        self.copies = both.unbind()
+        self.copies = _numbers(self._memory, (2, size)).unbind()
         """Each as one row of numbers."""
         self.tensors: tuple[dict[int, dict[str, torch.Tensor]], ...] = ({}, {})
         """Those of each copy, by layer and name."""
@@ -166,9 +165,7 @@ class _KeyArea:
         self._rows = positions + SPARE
         dims = (SLOTS, shape.heads, self._rows, shape.width)
         self._memory = [_reserved(math.prod(dims) * 4) for _ in range(2)]
-        keys, values = (
-            torch.frombuffer(each, dtype=torch.float32).view(dims) for each in self._memory
-        )
+        keys, values = (_numbers(each, dims) for each in self._memory)
         self.both = keys, values
 
     def wipe(self, slot: int, written: int) -> None:
@@ -262,6 +259,12 @@ class SlotCache:
 def _reserved(size: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     return mmap.mmap(-1, size, flags=flags)
+
+
+def _numbers(memory: mmap.mmap, dims: Sequence[int]) -> torch.Tensor:
+    """As fp32. Whoever asks for it may compute without gradients, and who writes to it not."""
+    with torch.inference_mode(mode=False):
+        return torch.frombuffer(memory, dtype=torch.float32).view(*dims)
 
 
 def _free(bank: Bank, slot: int, written: list[int]) -> None:
