@@ -284,7 +284,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "seed_oss": head,
         "hunyuan_v1_dense": head,
         "hunyuan_v1_moe": head | {"num_experts": 4, "moe_topk": 2},
-        "glm4": head,
+        "glm4": wide,
         "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": 4},
         "exaone_moe": experts | {"sliding_window": WINDOW, "sliding_window_pattern": 4},
         "ministral": {"sliding_window": WINDOW} | head,

@@ -24,9 +24,11 @@ RECURRENT = frozenset(
 """Models with running states that are computed in few bits."""
 MIXTURES = RECURRENT | {
     "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
-    "granitemoe",
+    "granitemoe", "exaone_moe",
 }  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
+UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
+"""Models whose layers differ in width that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
 )
@@ -52,7 +54,8 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
 def has_other_layers(config: Mapping[str, Any]) -> bool:
     """Whether nothing but transformers' modules computes its layers, as is certain."""
     text = _text(config)
-    if text.get("global_head_dim") or text.get("per_layer_config"):  # widths of their own
+    are_unequal = text.get("global_head_dim") or text.get("per_layer_config")
+    if are_unequal and text.get("model_type") not in UNEQUAL:
         return True
     is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
     keeps_states = any(text.get(name) for name in _STATES)

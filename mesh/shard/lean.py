@@ -352,10 +352,8 @@ def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
 def _attention_of(parts: LayerParts) -> Attention:
     if not isinstance(parts.mixer, Attention):
         raise NotCompilable("some of its layers keep a running state")
-    if parts.mixer.gate is not None:
-        raise NotCompilable("its attention has a gate")
-    if parts.mixer.sinks is not None:
-        raise NotCompilable("its attention has sinks")
+    if not parts.mixer.is_standard or parts.scale != 1.0:
+        raise NotCompilable("its attention is not a standard one")
     return parts.mixer
 
 

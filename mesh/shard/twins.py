@@ -130,6 +130,10 @@ def _random_span(twin: Any) -> LoadedSpan:
                 nn.init.normal_(parameter, std=0.1)
             else:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+        stored = module.state_dict().keys()
+        for name, buffer in module.named_buffers():
+            if name in stored:
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
     anatomy = Anatomy.of(module, family)
     setattr(module, anatomy.norm, nn.Identity())
     if anatomy.positions:  # the ends have added them

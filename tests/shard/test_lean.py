@@ -41,7 +41,7 @@ SINGULAR = {
     "minicpm3": "no self_attn.q_proj",
     "gpt_oss": MIXED,
     "glm4_moe": MIXED,
-    "gemma4": "widths of their own",
+    "gemma4": "called router",
     "qwen3_5": STATES,
     "lfm2": STATES,
 }

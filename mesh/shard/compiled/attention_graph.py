@@ -86,6 +86,7 @@ def attention_model(attention: Attention) -> bytes:
         softcap=attention.softcap,
         local_window_size=attention.window or -1,
         do_rotary=int(turns),
+        rotary_interleaved=int(attention.turns_pairs),
     )
     stop = graph.input("rows", TensorProto.INT64, [1])
     graph.op("Slice", [y, graph.numbers(0), stop, graph.numbers(1)], outputs=["attended"])
@@ -119,7 +120,13 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
         turning.append(graph.input("positions", TensorProto.INT64, [1, "given"]))
         whole = 0 if turned == width else turned
         q, k = (
-            graph.op("RotaryEmbedding", [x, *turning], num_heads=n, rotary_embedding_dim=whole)
+            graph.op(
+                "RotaryEmbedding",
+                [x, *turning],
+                num_heads=n,
+                rotary_embedding_dim=whole,
+                interleaved=int(attention.turns_pairs),
+            )
             for x, n in ((q, heads), (k, kv_heads))
         )
     at, end = (graph.input(name, TensorProto.INT64, [1]) for name in ("at", "end"))

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from mesh.shard.compiled import experts_graph
 from mesh.shard.compiled.builder import (
     DOWN,
@@ -86,6 +88,8 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     else:
         y = _feed_forward(graph, part, normed)
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
+    if parts.scale != 1.0:
+        y = graph.op("Mul", [y, graph.constant(np.array(parts.scale, np.float32))])
     graph.op("Identity", [y], outputs=["y"])
     graph.output("y", [1, "rows", parts.hidden])
     return graph.serialised()
@@ -103,11 +107,15 @@ def product_model(product: Product, rows: int, columns: int) -> bytes:
 def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> tuple[str, str]:
     """What attention takes, and the gate's numbers, if there are some."""
     keys = attention.kv_heads * attention.width
-    norms, gate = (attention.query_norm, attention.key_norm), ""
-    if norms == (None, None) and attention.gate is None:
+    norms = attention.query_norm, attention.key_norm, attention.value_norm
+    gate = ""
+    if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
         return found, gate
     wide = attention.attended * (1 if attention.gate is None else 2)
-    q, k, v = graph.split(found, [wide, keys, keys])
+    q, k, *rest = graph.split(found, [wide, keys, *([] if attention.shares_values else [keys])])
+    v = graph.norm_heads(
+        rest[0] if rest else k, attention.value_norm, attention.kv_heads, attention.width
+    )
     if attention.gate is not None:
         q, gate = _apart(graph, q, attention.heads, [attention.attended] * 2)
     return graph.op("Concat", [*_normed(graph, attention, q, k), v], axis=-1), gate

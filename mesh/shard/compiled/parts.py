@@ -6,9 +6,12 @@ understood a layer is not believed but shown: `proof` runs the graph against the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
@@ -22,7 +25,6 @@ from mesh.shard.compiled.recurrences import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 __all__ = [
@@ -53,7 +55,18 @@ class Attention:
     sinks: torch.Tensor | None = None
     gate: Gate | None = None
     """Its numbers come with the queries, behind those of each head."""
+    value_norm: Norm | None = None
+    shares_values: bool = False
+    """Whether values are what keys are made of, and there is no projection to them."""
+    turns_pairs: bool = False
+    """Whether neighbours turn by position and not halves of a head."""
     rates: tuple[nn.Module, ...] = ()
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether it has none of what only some families have."""
+        others = self.sinks, self.gate, self.value_norm
+        return all(each is None for each in others) and not (self.shares_values or self.turns_pairs)
 
     @property
     def projected(self) -> int:
@@ -83,6 +96,8 @@ class LayerParts:
     after_feed_forward: Norm | None
     multiplier: float
     hidden: int
+    scale: float = 1.0
+    """What comes out of the layer is multiplied by that."""
 
     @property
     def linears(self) -> tuple[nn.Module, ...]:
@@ -107,8 +122,6 @@ def layer_parts(
 ) -> LayerParts:
     """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of its
     experts there, where they are not yet. Raises NotCompilable."""
-    if getattr(config, "is_heterogeneous", False):
-        raise NotCompilable("its layers have widths of their own")
     reader = PartsReader(layer)
     mixer = recurrence_of(reader) or _attention(reader, config, index)
     feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)
@@ -122,6 +135,7 @@ def layer_parts(
         after_ff,
         float(getattr(layer, "residual_multiplier", 1.0)),
         config.hidden_size,
+        _scale_of(reader),
     )
     reader.require_all_read()
     return parts
@@ -130,16 +144,11 @@ def layer_parts(
 def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     module = reader.find("self_attn") or reader.get("attn")
     path = "self_attn" if hasattr(reader.layer, "self_attn") else "attn"
-    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
-    single = [f"{path}.{name}_proj" for name in ("q", "k", "v")]
-    projections = (whole,) if whole is not None else tuple(reader.get(each) for each in single)
     heads = config.num_attention_heads
-    # A config that spells it n_head knows nothing of groups, whatever else it carries.
-    groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
-    kv_heads = groups or heads
     width = getattr(module, "head_dim", None) or config.hidden_size // heads
+    projections, kv_heads, kinds = _projections(reader, config, path, width)
     rows = sum(rows_out(each) for each in projections)
-    plain = (heads + 2 * kv_heads) * width
+    plain = (heads + kinds * kv_heads) * width
     if rows not in (plain, plain + heads * width):
         raise NotCompilable("its queries, keys and values have widths of their own")
     sinks = getattr(module, "sinks", None)
@@ -159,18 +168,63 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
         gate=None if rows == plain else Gate("sigmoid"),
+        value_norm=_value_norm(module, width),
+        shares_values=kinds == 1,
+        turns_pairs=_turns_pairs(module),
     )
+
+
+def _projections(
+    reader: PartsReader, config: Any, path: str, width: int
+) -> tuple[tuple[nn.Module, ...], int, int]:
+    """Those of attention, how many heads keys have, and whether there are keys only (1) or values
+    as well (2)."""
+    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
+    if whole is None:
+        queries, keys = (reader.get(f"{path}.{name}_proj") for name in ("q", "k"))
+        values = reader.find(f"{path}.v_proj")
+        kv_heads = rows_out(keys) // width
+        return (
+            ((queries, keys), kv_heads, 1)
+            if values is None
+            else ((queries, keys, values), kv_heads, 2)
+        )
+    # A config that spells it n_head knows nothing of groups, whatever else it carries.
+    groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
+    return (whole,), groups or config.num_attention_heads, 2
+
+
+def _value_norm(module: Any, width: int) -> Norm | None:
+    norm = getattr(module, "v_norm", None)
+    if norm is None or not norm.with_scale:
+        return None if norm is None else Norm(torch.ones(width), None, norm.eps)
+    raise NotCompilable("it normalises values by weights")
+
+
+def _turns_pairs(module: nn.Module) -> bool:
+    rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
+    return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
+
+
+def _scale_of(reader: PartsReader) -> float:
+    scale = getattr(reader.layer, "layer_scalar", None)
+    if scale is None:
+        return 1.0
+    reader.read.add(id(reader.layer))
+    return float(scale)
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after the mixer, before and after feed-forward."""
-    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm")
-    after_ff = reader.norm("post_feedforward_layernorm")
-    if before_ff is not None or after_ff is not None:  # norms on the way out, as Gemma and OLMo2
-        before = reader.norm("input_layernorm")
-        return before, reader.norm("post_attention_layernorm"), before_ff, after_ff
     before = reader.norm("input_layernorm", "ln_1", "operator_norm")
-    return before, None, reader.norm("post_attention_layernorm", "ln_2", "ffn_norm"), None
+    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm")
+    after_ff = reader.norm("post_feedforward_layernorm", "post_mlp_layernorm")
+    after = reader.norm("post_self_attn_layernorm")
+    second = reader.norm("post_attention_layernorm", "ln_2", "ffn_norm")
+    if after is None and (before_ff is not None or after_ff is not None):
+        return before, second, before_ff, after_ff  # norms on the way out, as Gemma and OLMo2
+    return before, after, second if before_ff is None else before_ff, after_ff
 
 
 def _scale(module: nn.Module, width: int) -> float:
@@ -196,6 +250,12 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
         return None
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
+    if (
+        hasattr(module, "sliding_window_pattern")
+        and module.sliding_window
+        and not module.is_sliding
+    ):
+        return None  # of EXAONE 4 what sees everything knows no places
     nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
     kinds = getattr(config, "layer_types", None)
     return str(kinds[index]) if nested and kinds is not None else ""
