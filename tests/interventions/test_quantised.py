@@ -45,11 +45,13 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
         parts = layer_parts(layer, module.config, number)
-        linears = {*map(id, parts.linears)}
+        linears, rates = {*map(id, parts.linears)}, {*map(id, parts.mixer.rates)}
+        rates = {*map(id, parts.mixer.rates)}
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
                 if id(child) in linears:
-                    matrix = quantise(dense_weight(child), quant)
+                    few = "int8" if id(child) in rates else quant
+                    matrix = quantise(dense_weight(child), few)
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
                     setattr(parent, name, linear)
@@ -85,6 +87,11 @@ def test_values_are_those_of_one_machine(name: str, family: str, quant: Quant) -
         expected = run(reference(family, quant))
         found = run(spread(family, quant))
     equal(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("name", ["every_layer", "at_boundaries"])
+def test_states_are_those_of_one_machine(name: str) -> None:
+    test_values_are_those_of_one_machine(name, "qwen3_5", "int4")
 
 
 def test_the_weights_of_all_experts_are_not_made_dense_for_who_asks() -> None:

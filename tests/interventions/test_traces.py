@@ -34,14 +34,25 @@ OTHER_NUMBERS_OF_HOPS = (
 )  # fmt: skip
 
 
+WITH_STATES = (
+    "edit_in_place", "skip_batched", "generate_iter", "session", "of_the_residual", "batched",
+    "through_replacements", "attribution_patching",
+)  # fmt: skip
+
+
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Every case and family over three hops; some also over one, two and four, and in Gemma 4."""
+    """Every case and family over three hops; some also over one, two and four, in Gemma 4, and
+    where layers have running states."""
     few = [("llama", 1), ("gpt2", 2), ("qwen3", 4), ("gemma4", 3)]
     three = [(family, 3) for family in FAMILIES]
     return [
         (name, family, hops)
         for name in cases
-        for family, hops in three + (few if name in OTHER_NUMBERS_OF_HOPS else [])
+        for family, hops in (
+            *three,
+            *(few if name in OTHER_NUMBERS_OF_HOPS else []),
+            *([("qwen3_5", 2)] if name in WITH_STATES else []),
+        )
     ]
 
 

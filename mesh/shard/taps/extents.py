@@ -59,6 +59,15 @@ def _given_size(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return max(map(_product, _int_lists(args, kwargs)), default=1) * _item(args, kwargs)
 
 
+def _strided(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """From the first element to the last, by the steps between them."""
+    shape, steps = [*_int_lists(args, kwargs)][:2]
+    if not all(shape):
+        return 0
+    last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    return int((1 + last) * _item(args, kwargs))
+
+
 def _range(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     numbers = [abs(value) for value in args if isinstance(value, int | float)]
     step = numbers[2] if len(numbers) > 2 else 1
@@ -155,11 +164,11 @@ _FORMULAS: dict[str, Extent] = {
     **dict.fromkeys(
         (
             "empty", "zeros", "ones", "full", "rand", "randn", "new_empty", "new_zeros",
-            "new_ones", "new_full", "empty_strided", "new_empty_strided", "scalar_tensor",
-            "slice_backward", "select_backward",
+            "new_ones", "new_full", "scalar_tensor", "slice_backward", "select_backward",
         ),
         _given_size,
     ),
+    **dict.fromkeys(("empty_strided", "new_empty_strided"), _strided),
     **dict.fromkeys(("bincount", "repeat_interleave"), _counted),
     "arange": _range,
     "index": _indexed,
