@@ -19,6 +19,8 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 
+from tests.gguf_later import AS_STORED, SAYS_MORE
+
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
@@ -27,7 +29,7 @@ _ARCHITECTURES = {
     "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2, "olmo3": gguf.MODEL_ARCH.OLMO2,
     "olmoe": gguf.MODEL_ARCH.OLMOE, "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
-    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3, "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
 }  # fmt: skip
 _TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""
@@ -46,14 +48,18 @@ def write_gguf(
     edit: Edit = lambda writer: None,
     ends: str | None = None,
     tokenizer: bool = True,
+    decoded: bool = False,
 ) -> Path:
     """Write the checkpoint in `directory` to `file`, matrices as `kind`, and return the first file.
 
     `ends` is the type of embedding and head, that of the others unless given. `edit` may say more.
+    With `decoded`, what blocks of the kind stand for is stored in F32.
     """
     config = json.loads((directory / "config.json").read_text())
     arch = _ARCHITECTURES[config["model_type"]]
     tensors = _apart(_stacked(load_file(directory / "model.safetensors")), config["model_type"])
+    if (later := AS_STORED.get(config["model_type"])) is not None:
+        tensors = later(tensors, config)
     side = _side_tensors(config)
     per_file = -(-(len(tensors) + len(side)) // parts) if parts > 1 else 0
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=per_file)
@@ -63,10 +69,10 @@ def write_gguf(
         _describe_tokenizer(writer, directory)
     names = gguf.get_tensor_name_map(arch, _number(config, "num_hidden_layers", "n_layer"))
     for name, tensor in tensors.items():
-        stem, _, suffix = name.rpartition(".")
-        stored = f"{names.get_name(stem)}.{suffix}"
+        stored = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
         is_end = not stored.startswith("blk.")
-        _add(writer, stored, _as_stored(name, tensor, config), ends if ends and is_end else kind)
+        as_stored = _as_stored(name, tensor, config)
+        _add(writer, stored, as_stored, ends if ends and is_end else kind, decoded=decoded)
     for name, numbers in side.items():
         _add(writer, name, torch.tensor(numbers), "F32")
     edit(writer)
@@ -135,12 +141,16 @@ def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch
     return tensor
 
 
-def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:
+def _add(
+    writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str, *, decoded: bool = False
+) -> None:
     numbers = tensor.float().contiguous().numpy()
-    if numbers.ndim < 2:
+    if numbers.ndim < 2 or "conv1d" in name:
         kind = "F32"
     stored = GGMLQuantizationType[kind]
-    if kind.endswith("_K"):
+    if decoded:
+        writer.add_tensor(name, gguf.dequantize(gguf.quantize(numbers, stored), stored))
+    elif kind.endswith("_K"):
         writer.add_tensor(name, k_blocks(numbers, stored), raw_dtype=stored)
     else:
         writer.add_tensor(name, gguf.quantize(numbers, stored), raw_dtype=stored)
@@ -230,7 +240,7 @@ def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
     )
 
 
-_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
+_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
     "granite": _of_granite,
     "ministral3": _of_ministral3,
     "olmo3": _of_olmo3,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from mesh.codec import Fault, Int63, convert, parse_json
 from mesh.errors import BadCheckpoint
@@ -45,17 +45,33 @@ class _Stored:
     data_offsets: tuple[Int63, Int63]
 
 
+Kind: TypeAlias = Literal[
+    "transposed", "less_one", "rotary_rows", "value_rows", "value_columns", "decay"
+]
+"""Of a `Difference`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """What is between stored numbers and those that a model computes with.
 
     ``transposed``, each matrix where there are several; ``less_one``, of which one is taken away;
-    or ``rotary_rows``, whose rows within each of `heads` heads lie in pairs that a model has in
-    halves.
+    ``rotary_rows``, whose rows within each of `heads` heads lie in pairs that a model has in
+    halves; ``value_rows`` and ``value_columns``, which from the `first` on are of heads for values,
+    `shared` of them to each of `heads` heads for keys: the first of each key, then the second of
+    each, where a model has all of a key side by side; or ``decay``, in the order of ``value_rows``,
+    of which a model has the logarithm without the sign.
     """
 
-    kind: Literal["transposed", "less_one", "rotary_rows"]
+    kind: Kind
     heads: int = 0
+    shared: int = 1
+    first: int = 0
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether it is in the order of rows alone, in which a bias has it, too."""
+        return self.kind in ("rotary_rows", "value_rows")
 
     def changed(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A stored tensor's shape in the model, or the other way round."""

@@ -1,4 +1,7 @@
-"""A model whose layers keep a running state, over three nodes: as on one machine, whoever dies."""
+"""A model whose layers keep a running state, over three nodes: as on one machine, whoever dies.
+
+The nodes serve it from a GGUF file, and Hugging Face runs the checkpoint that it was made of.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from nnsight.modeling.transformers import TransformersModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.mesh_e2e.conftest import StartNode, starter
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_losing_nodes import serving, stream, wait_for
@@ -27,10 +31,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 class House:
     """Who asks, and who holds which layers: the middle ones two."""
 
-    def __init__(self, start: StartNode, directory: Path) -> None:
+    def __init__(self, start: StartNode, directory: Path, file: Path) -> None:
         self.directory = directory
         held = {"attic": "0-1", "barn": "2-3", "cellar": "2-3", "study": "4-5"}
-        model = f"{directory}=qwen"
+        model = f"{file}=qwen"
         self.nodes = {
             name: start(name, "--model", model, "--layers", layers, "--dtype", "fp32")
             for name, layers in held.items()
@@ -66,9 +70,11 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    directory = make_checkpoint(tmp_path_factory.mktemp("made") / "qwen", "qwen3_5", layers=6)
+    made = tmp_path_factory.mktemp("made")
+    directory = make_checkpoint(made / "qwen", "qwen3_5", layers=6, linear_num_value_heads=6)
+    file = write_gguf(directory, made / "qwen.gguf")
     with starter(tmp_path_factory.mktemp("nodes")) as start:
-        yield House(start, directory)
+        yield House(start, directory, file)
 
 
 def test_a_chat_goes_on_where_it_was_and_where_its_last_answer_is_left_out(house: House) -> None:

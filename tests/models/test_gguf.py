@@ -30,7 +30,9 @@ READ_BY_BOTH = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2",
 )  # fmt: skip
 """What transformers reads from GGUF as well."""
-FAMILIES = (*READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3")
+FAMILIES = (
+    *READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3", "qwen3_5",
+)  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
@@ -181,7 +183,7 @@ def _read_by_hugging_face(file: Path, directory: Path) -> Path:
 def test_the_tokenizer_is_that_of_the_checkpoint(
     family: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    directory = checkpoint(family, layers=2, **_settings(family))
+    directory = checkpoint(family, layers=3, **_settings(family))
     file = write_gguf(directory, tmp_path / "model.gguf")
     expected = AutoTokenizer.from_pretrained(directory)
     cache = tmp_path / "cache"

@@ -38,10 +38,16 @@ _YARN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe"])
+_FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe", "qwen3_5")
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
 def test_nonsense_in_any_setting(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    more = {"qwen2": _YARN, "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []}}
-    directory = checkpoint(family, layers=2, **more.get(family, {}))
+    more: dict[str, Any] = {
+        "qwen2": _YARN,
+        "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    }
+    directory = checkpoint(family, layers=3, **more.get(family, {}))
     names: list[str] = []
     write_gguf(directory, tmp_path / "good.gguf", edit=lambda writer: names.extend(_said(writer)))
     assert len(names) > 5

@@ -37,9 +37,11 @@ class Architecture:
     """One kind of GGUF file.
 
     `ends` and `layer` map names of GGUF to those of transformers, without ``.weight`` or ``.bias``
-    unless there is one that has either by another name; tensors of layer i are ``blk.{i}.…`` there
-    and ``{layers}{i}.…`` here. `experts` are stacked in one tensor there and apart here. `config`
-    gives what config.json would say, but for ids.
+    unless there is one that has either by another name; of one that ends in neither, the dot alone
+    is at its end. Tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts`
+    are stacked in one tensor there and apart here. `config` gives what config.json would say, but
+    for ids. `dimensions` says of tensors how many a model's has; where the file's has one less, the
+    model's has a 1 before the last.
     """
 
     config: Callable[[GgufSettings], dict[str, Any]]
@@ -47,6 +49,7 @@ class Architecture:
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     layers: str = "model.layers."
     experts: Mapping[str, str] = field(default_factory=dict)
+    dimensions: Mapping[str, int] = field(default_factory=dict)
     unlike: Callable[[str, Mapping[str, Any]], Difference | None] = lambda name, config: None
     """How the tensor of this GGUF name, without its layer, differs from what the model computes
     with."""
@@ -54,6 +57,13 @@ class Architecture:
 
 def decoder(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
     """What the config of every decoder with rotary embeddings says, but for these."""
+    return attentive(said, model_type, class_name) | {
+        "intermediate_size": said.whole("feed_forward_length")
+    }
+
+
+def attentive(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+    """The same without its feed forward network, which may be experts in each layer."""
     hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
     return {
         "model_type": model_type,
@@ -62,7 +72,6 @@ def decoder(said: GgufSettings, model_type: str, class_name: str) -> dict[str, A
         "max_position_embeddings": said.whole("context_length"),
         "num_hidden_layers": said.layers(),
         "hidden_size": hidden,
-        "intermediate_size": said.whole("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": said.whole("attention.head_count_kv", heads),
         "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),

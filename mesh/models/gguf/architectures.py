@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mesh.models.gguf import gemmas, llamas, others, qwens
+from mesh.models.gguf import gemmas, hybrids, llamas, others, qwens
 from mesh.models.gguf.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -24,6 +24,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2": qwens.QWEN2,
         "qwen3": qwens.QWEN3,
         "qwen3moe": qwens.QWEN3_MOE,
+        "qwen35": hybrids.QWEN35,
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
         "phi3": others.PHI3,

@@ -21,8 +21,9 @@ from mesh.models.gguf.settings import GgufSettings, unreadable
 from mesh.models.header import CheckpointContents, Difference, TensorEntry
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)(\.(?P<kind>weight|bias|scale))?")
 _OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
+_NUMBERED = re.compile(r"blk\.(\d{1,5})\.")
 _PROJECTOR = "mmproj"
 """What the names of files begin with that hold the part of a model that looks at pictures."""
 
@@ -94,7 +95,10 @@ def read_gguf(file: Path) -> CheckpointContents:
     said.require_all_read()
     _require_embedded(first, int(config["vocab_size"]))
     tensors: dict[str, TensorEntry] = {}
+    guessing = range(said.layers(), said.blocks())
     for entry in stored.values():
+        if (number := _NUMBERED.match(entry.name)) and int(number[1]) in guessing:
+            continue
         for named in _named(entry, architecture, config, kind):
             if named.name in tensors:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
@@ -157,7 +161,7 @@ def _named(
     of_layer = found is not None and found.re is _OF_LAYER
     names = architecture.layer if of_layer else architecture.ends
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
-    if found and of_layer and part in architecture.experts:
+    if found and of_layer and part in architecture.experts and found["kind"] != "scale":
         name = before + architecture.experts[part] + f".{found['kind']}"
         yield from _experts(entry, name, config["num_experts"])
         return
@@ -165,18 +169,20 @@ def _named(
     if found is None or own is None:
         raise unreadable(entry.file, kind, f"it holds a tensor {entry.name}, which is unknown")
     unlike = architecture.unlike(part, config)
-    if found["kind"] == "bias" and unlike is not None and unlike.kind != "rotary_rows":
+    if found["kind"] == "bias" and unlike is not None and not unlike.moves_rows:
         unlike = None
     _require_fits(entry, unlike)
     shape = unlike.changed(entry.shape) if unlike else entry.shape
+    if len(shape) + 1 == architecture.dimensions.get(part):
+        shape = (*shape[:-1], 1, shape[-1])
     yield replace(entry, name=before + own, shape=shape, unlike=unlike)
 
 
-def _name(names: Mapping[str, str], part: str, kind: str) -> str | None:
+def _name(names: Mapping[str, str], part: str, kind: str | None) -> str | None:
     """What a part's weight or bias is called; where either is called otherwise, that is there."""
-    if (whole := names.get(f"{part}.{kind}")) is not None:
+    if (whole := names.get(f"{part}.{kind or ''}")) is not None:
         return whole
-    return f"{names[part]}.{kind}" if part in names else None
+    return f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else None
 
 
 def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:
@@ -198,9 +204,11 @@ def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEnt
 
 
 def _require_fits(entry: TensorEntry, unlike: Difference | None) -> None:
-    if unlike is None or unlike.kind != "rotary_rows":
+    if unlike is None or unlike.kind in ("transposed", "less_one"):
         return
-    if unlike.heads < 1 or entry.shape[0] % (2 * unlike.heads):
+    count = entry.shape[-1 if unlike.kind == "value_columns" else 0] - unlike.first
+    each = unlike.heads * (2 if unlike.kind == "rotary_rows" else unlike.shared)
+    if each < 1 or count < 1 or count % each:
         raise BadCheckpoint(
             f"{entry.file} cannot be used: tensor {entry.name} of {list(entry.shape)} is not made"
             f" of {unlike.heads} heads.",

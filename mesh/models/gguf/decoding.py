@@ -44,6 +44,13 @@ def model_rows(count: int, heads: int) -> torch.Tensor:
     return torch.arange(count).view(heads, count // heads // 2, 2).transpose(1, 2).reshape(-1)
 
 
+def value_order(count: int, unlike: Difference) -> torch.Tensor:
+    """(count,): from which stored row or column each of a model's comes, where those of values for
+    one key lie apart."""
+    values = torch.arange(unlike.first, count).view(unlike.shared, unlike.heads, -1)
+    return torch.cat((torch.arange(unlike.first), values.transpose(0, 1).reshape(-1)))
+
+
 def _from_blocks(
     area: Pages, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -90,3 +97,9 @@ def _as_the_model_has_it(numbers: torch.Tensor, unlike: Difference) -> torch.Ten
             return numbers.float() - 1
         case "rotary_rows":
             return numbers[model_rows(len(numbers), unlike.heads)]
+        case "value_rows":
+            return numbers[value_order(len(numbers), unlike)]
+        case "value_columns":
+            return numbers[..., value_order(numbers.shape[-1], unlike)]
+        case "decay":
+            return numbers.float()[value_order(len(numbers), unlike)].neg().log()

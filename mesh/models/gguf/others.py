@@ -102,7 +102,7 @@ def _olmo2(said: GgufSettings) -> dict[str, Any]:
         "model_type": "olmo3",
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": window,
-        "layer_types": said.windows(config["num_hidden_layers"]),
+        "layer_types": said.windows(),
         "rope_parameters": {
             "sliding_attention": near
             | {"rope_theta": said.real("rope.freq_base_swa", near["rope_theta"])},

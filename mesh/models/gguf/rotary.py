@@ -53,6 +53,14 @@ def full_rotary(said: GgufSettings, width: int, theta: float = 10000.0) -> dict[
     return plain
 
 
+def partial_rotary(said: GgufSettings, width: int) -> dict[str, Any]:
+    """As `full_rotary`, for heads of `width` of which the first part may be turned alone."""
+    turned = said.whole("rope.dimension_count", width)
+    if turned > width or turned % 2:
+        said.refuse(f"it turns {turned} numbers of each head of {width}")
+    return full_rotary(said, turned) | {"partial_rotary_factor": turned / width}
+
+
 def _yarn(said: GgufSettings, factor: float) -> dict[str, Any]:
     # llama.cpp multiplies by what it calls the attention factor, transformers puts it in the place.
     for name in ("yarn_attn_factor", "attn_factor", "yarn_ext_factor"):

@@ -45,21 +45,32 @@ class GgufSettings:
             raise self._damaged(f"{name} is {_shown(value)}, and no count")
         return value
 
-    def layers(self) -> int:
-        """How many there are; no more than there are tensors."""
+    def blocks(self) -> int:
+        """How many layers the file may have; no more than there are tensors."""
         count = self.whole("block_count")
         if count > len(self.tensors):
             raise self._damaged(f"it says {count} layers, and holds {len(self.tensors)} tensors")
         return count
 
-    def windows(self, layers: int) -> list[str]:
-        """Of each layer, whether it looks at a window, as transformers names the two kinds. Raises
-        BadCheckpoint where that is not said of each."""
-        name = "attention.sliding_window_pattern"
+    def layers(self) -> int:
+        """How many of those are the model's: the last may be there to guess further tokens."""
+        count = self.blocks() - self.whole("nextn_predict_layers", 0, least=0)
+        if count < 1:
+            raise self._damaged(f"it says that {self.blocks()} layers are there for guesses alone")
+        return count
+
+    def kinds(self, name: str, said_so: str, otherwise: str) -> list[str]:
+        """Of each layer one of the two, by what `name` says of it. Raises BadCheckpoint where that
+        is not said of each."""
         said = self._value(name, None)
-        if not isinstance(said, list) or len(said) != layers:
-            raise self._damaged(f"{name} does not say of {layers} layers what they look at")
-        return ["sliding_attention" if each else "full_attention" for each in said]
+        if not isinstance(said, list) or len(said) != self.blocks():
+            raise self._damaged(f"{name} does not say of {self.blocks()} layers what they are")
+        return [said_so if each else otherwise for each in said[: self.layers()]]
+
+    def windows(self) -> list[str]:
+        """Of each layer, whether it looks at a window, as transformers names the two kinds. Raises
+        as `kinds` does."""
+        return self.kinds("attention.sliding_window_pattern", "sliding_attention", "full_attention")
 
     def real(self, name: str, default: float | None = None) -> float:
         """A number, in the fewest decimals that fp32 keeps: what was written down as 1e-6 is 1e-6.
@@ -81,6 +92,10 @@ class GgufSettings:
     def pass_over(self, *names: str) -> None:
         """Settings that mean nothing here."""
         self._read.update(names)
+
+    def says(self, name: str) -> bool:
+        """Whether the file has this setting."""
+        return f"{self.architecture}.{name}" in self.metadata
 
     def has(self, tensor: str) -> bool:
         """Whether the file has this tensor."""

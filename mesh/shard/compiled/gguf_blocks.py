@@ -53,7 +53,8 @@ def matrix_of_blocks(entry: TensorEntry, quant: Quant) -> BlockMatrix:
         matrix = joined([quantise(decode_rows(part, entry), quant) for part in parts])
     if unlike is None or transposed:
         return matrix
-    assert unlike.kind == "rotary_rows"  # noqa: S101 - of matrices there are no others
+    # Others are those of layers with running states, for which there are no graphs.
+    assert unlike.kind == "rotary_rows"  # noqa: S101
     return rows_of(matrix, model_rows(rows, unlike.heads))
 
 

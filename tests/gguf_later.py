@@ -1,0 +1,85 @@
+"""What llama.cpp's converter makes of later families, beyond the names of their tensors.
+
+Written after the converter, and nothing from what reads the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gguf import GGUFWriter
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _states(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Of Qwen 3.5 and 3 Next: decays as they are used, norms with one added."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".A_log"):
+            made[name] = -torch.exp(tensor)
+        elif name.endswith(".dt_bias"):
+            made[name.removesuffix("dt_bias") + "dt_proj.bias"] = tensor
+        elif name.endswith(".conv1d.weight"):
+            made[name] = tensor.squeeze(1)
+        elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            made[name] = tensor + 1
+        else:
+            made[name] = tensor
+    return made
+
+
+def _qwen35(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Heads for values of one key apart, as if they were repeated one key after the other."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    wide, each = config["linear_value_head_dim"], values // keys
+    before = 2 * keys * config["linear_key_head_dim"]
+
+    def tiled(tensor: torch.Tensor, width: int, axis: int = 0) -> torch.Tensor:
+        by_key = tensor.unflatten(axis, (keys, each, width))
+        return by_key.transpose(axis, axis + 1).flatten(axis, axis + 2)
+
+    made = {}
+    for name, tensor in _states(tensors, config).items():
+        part = name.rpartition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            made[name] = torch.cat((tensor[:before], tiled(tensor[before:], wide)))
+        elif part == "in_proj_z.weight":
+            made[name] = tiled(tensor, wide)
+        elif part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_proj.bias"):
+            made[name] = tiled(tensor, 1)
+        elif part == "out_proj.weight":
+            made[name] = tiled(tensor, wide, axis=1)
+        else:
+            made[name] = tensor
+    return made
+
+
+AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {"qwen3_5_text": _qwen35}
+"""By model type, what its file holds, under the names that those are made of."""
+
+
+def _of_states(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    arch = writer.arch
+    values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+    is_recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    writer.add_array(f"{arch}.attention.recurrent_layers", is_recurrent)
+    writer.add_full_attention_interval(4)
+    turned = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * turned))
+
+
+def _of_qwen35(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_states(writer, config)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {"qwen3_5_text": _of_qwen35}
+"""By model type, what its file says beside what all do."""

@@ -1,0 +1,209 @@
+"""GGUF files of families that the converter changes in more than their names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
+from transformers import Qwen3_5Tokenizer
+
+from mesh.errors import BadCheckpoint, UnsupportedFamily
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.tokenizer import Tokenizer
+from mesh.shard.footprint import cached_numbers, keeps_states, state_bytes
+from mesh.types import LayerRange
+from tests.gguf_files import write_gguf
+from tests.models.chain import prompt_chunks, run_parts, run_whole
+from tests.models.conftest import Checkpoint
+
+_CHUNKS = (13, 70, 1)
+_TURNED = {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
+_VARIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "three heads for values to one for keys": (
+        "qwen3_5",
+        {
+            "linear_num_value_heads": 6, "linear_value_head_dim": 8, "rope_parameters": _TURNED,
+        },
+    ),
+    "one head for values to one for keys": (
+        "qwen3_5", {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+
+
+def _require_same(manifest: Manifest, expected: tuple[Sequence[torch.Tensor], list[int]]) -> None:
+    chunks, layers = prompt_chunks(_CHUNKS), manifest.total_layers
+    found, ids = run_parts(manifest, (0, 2, layers), chunks, decode=6)
+    assert ids == expected[1]
+    for step, other in zip(found, expected[0], strict=True):
+        torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("what", _VARIED)
+def test_a_file_gives_the_tokens_of_its_checkpoint(
+    what: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    family, settings = _VARIED[what]
+    directory = checkpoint(family, layers=6, **settings)
+    expected = run_whole(directory, prompt_chunks(_CHUNKS), decode=6)
+    _require_same(read_manifest(write_gguf(directory, tmp_path / "model.gguf")), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_blocks_are_what_they_stand_for(
+    family: str, kind: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    more = {"linear_num_value_heads": 6} if family.startswith("qwen") else {}
+    directory = checkpoint(family, layers=3, **more)
+    chunks = prompt_chunks(_CHUNKS)
+    plain = write_gguf(directory, tmp_path / "plain.gguf", kind, decoded=True)
+    expected = run_parts(read_manifest(plain), (0, 3), chunks, decode=6)
+    manifest = read_manifest(write_gguf(directory, tmp_path / "model.gguf", kind))
+    assert manifest.dtype == kind.lower()
+    _require_same(manifest, expected)
+
+
+def test_layers_that_guess_further_tokens_are_left_out(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = checkpoint("qwen3_5", layers=6)
+
+    def edit(writer: GGUFWriter) -> None:
+        said = writer.kv_data[0]
+        said["qwen35.block_count"] = replace(said["qwen35.block_count"], value=7)
+        kinds = said["qwen35.attention.recurrent_layers"]
+        kinds.value = [*kinds.value, False]
+        writer.add_nextn_predict_layers(1)
+        for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.shared_head_norm"):
+            writer.add_tensor(f"blk.6.{name}.weight", torch.ones(64).numpy())
+
+    plain = read_manifest(write_gguf(directory, tmp_path / "plain.gguf"))
+    guessing = read_manifest(write_gguf(directory, tmp_path / "model.gguf", edit=edit))
+    assert guessing.config == plain.config
+    assert guessing.tensors.keys() == plain.tensors.keys()
+    assert guessing.weights_sha256 == plain.weights_sha256
+
+
+def test_memory_is_planned_as_for_the_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("qwen3_5", layers=6)
+    every = LayerRange(0, 6)
+    stored, made = (
+        read_manifest(path) for path in (write_gguf(directory, tmp_path / "m.gguf"), directory)
+    )
+    assert keeps_states(stored)
+    assert state_bytes(stored, every) == state_bytes(made, every) > 0
+    assert cached_numbers(stored, every) == cached_numbers(made, every) == [0, 0, 64, 0, 0, 64]
+
+
+def _no_kinds(writer: GGUFWriter) -> None:
+    del writer.kv_data[0]["qwen35.attention.recurrent_layers"]
+
+
+def test_files_of_before_say_of_how_many_layers_one_attends(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = checkpoint("qwen3_5", layers=8, layer_types=None)
+    manifest = read_manifest(write_gguf(directory, tmp_path / "model.gguf", edit=_no_kinds))
+    assert manifest.config["layer_types"] == read_manifest(directory).config["layer_types"]
+
+
+_Edit = Callable[[GGUFWriter], object]
+
+
+def _other(name: str, value: Any) -> _Edit:
+    def edit(writer: GGUFWriter) -> None:
+        said = writer.kv_data[0]
+        said[f"{writer.arch}.{name}"] = replace(said[f"{writer.arch}.{name}"], value=value)
+
+    return edit
+
+
+_REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
+    "heads that share unevenly": (
+        "qwen3_5", UnsupportedFamily, "share 3 for keys", _other("ssm.group_count", 3),
+    ),
+    "heads that are not there": (
+        "qwen3_5", BadCheckpoint, "not made of 8 heads",
+        lambda w: (_other("ssm.group_count", 8)(w), _other("ssm.time_step_rank", 64)(w)),
+    ),
+    "kinds of fewer layers": (
+        "qwen3_5", BadCheckpoint, "of 3 layers what they are",
+        _other("attention.recurrent_layers", [True, True]),
+    ),
+    "guesses alone": (
+        "qwen3_5", BadCheckpoint, "for guesses alone", lambda w: w.add_nextn_predict_layers(3),
+    ),
+    "decays by another name": (
+        "qwen3_5", UnsupportedFamily, "blk.0.ssm_a.weight, which is unknown",
+        lambda w: w.add_tensor("blk.0.ssm_a.weight", torch.ones(4).numpy()),
+    ),
+    "a tensor that is neither weight nor bias": (
+        "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",
+        lambda w: w.add_tensor("blk.0.ffn_up.scale", torch.ones(4).numpy()),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_what_is_not_understood_is_refused(
+    what: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    family, error, said, edit = _REFUSED[what]
+    file = write_gguf(checkpoint(family, layers=3), tmp_path / "model.gguf", edit=edit)
+    with pytest.raises(error, match=said):
+        read_manifest(file)
+
+
+_SPLIT = (
+    "I'M you'll 12345, 3.14 and\n\n  x = [1,22]; नमस्ते किताब e\u0301te\u0301 Café ... --\r\n",
+    "\tcan't  I'LL  2026年11月 \u0927\u094d\u092f  ~~~\n \n",
+)
+
+
+def _trained() -> dict[str, Any]:
+    """A BPE model whose merges go across whatever a split cuts, so that each cut counts."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([text * 3 for text in _SPLIT], trainer)
+    made: dict[str, Any] = json.loads(backend.to_str())["model"]
+    return made
+
+
+def test_texts_are_split_as_the_tokenizer_of_qwen35_does(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("qwen3_5", layers=3), tmp_path / "made")
+    model = _trained()
+    merges = [tuple(each) for each in model["merges"]]
+    vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
+    expected = Qwen3_5Tokenizer(vocab=vocab, merges=merges)
+    expected.save_pretrained(directory)
+    file = write_gguf(directory, tmp_path / "model.gguf", edit=_split("qwen35"))
+    tokenizer = Tokenizer.load(read_manifest(file))
+    other = write_gguf(directory, tmp_path / "other.gguf", edit=_split("qwen2"))
+    for text in _SPLIT:
+        ids = expected(text)["input_ids"]
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == expected.decode(ids)
+        assert Tokenizer.load(read_manifest(other)).encode(text) != ids
+
+
+def _split(name: str) -> _Edit:
+    def edit(writer: GGUFWriter) -> None:
+        del writer.kv_data[0]["tokenizer.ggml.pre"]
+        writer.add_tokenizer_pre(name)
+
+    return edit
