@@ -57,7 +57,27 @@ def _qwen35(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
-AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {"qwen3_5_text": _qwen35}
+def _qwen3_next(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What each head for keys has in one matrix, apart."""
+    keys, wide = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    each = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    made = {}
+    for name, tensor in _states(tensors, config).items():
+        if not name.endswith("in_proj_qkvz.weight"):
+            made[name] = tensor
+            continue
+        by_key = tensor.unflatten(0, (keys, -1)).split([wide, wide, each, each], dim=1)
+        *parts, gate = (part.flatten(0, 1) for part in by_key)
+        stem = name.removesuffix("qkvz.weight")
+        made |= {f"{stem}qkv.weight": torch.cat(parts), f"{stem}z.weight": gate}
+    return made
+
+
+AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
+    "qwen3_5_text": _qwen35,
+    "qwen3_5_moe_text": _qwen35,
+    "qwen3_next": _qwen3_next,
+}
 """By model type, what its file holds, under the names that those are made of."""
 
 
@@ -81,5 +101,28 @@ def _of_qwen35(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
-SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {"qwen3_5_text": _of_qwen35}
+def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _of_qwen35_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_qwen35(writer, config)
+    _of_experts(writer, config)
+    # No checkpoint says it; what the tests have in their configs is one.
+    del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
+
+
+def _of_qwen3_next(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_states(writer, config)
+    _of_experts(writer, config)
+
+
+SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
+    "qwen3_5_text": _of_qwen35,
+    "qwen3_5_moe_text": _of_qwen35_moe,
+    "qwen3_next": _of_qwen3_next,
+}
 """By model type, what its file says beside what all do."""

@@ -24,11 +24,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from mesh.errors import BadCheckpoint
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 _TWO, _ONE = ("experts.gate_proj", "experts.up_proj"), "experts.gate_up_proj"
 """Matrices of all experts that GGUF files store apart and some models take from one tensor."""
+
+_QUERIES, _GATE = "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"
+_BY_KEY = "linear_attn.in_proj_qkvz.weight"
+"""Matrices that GGUF files store apart and Qwen3-Next has as one, head after head."""
 
 Unread: TypeAlias = Callable[[], torch.Tensor]
 """Gives a tensor when it is called, and keeps none."""
@@ -46,7 +52,7 @@ def convert_tensors(
     is kept, so that loading can complain about it. What is unread is read when its turn comes.
     """
     expected = module.state_dict().keys()
-    stored = _in_turns(stored, expected)
+    stored = _by_key(_in_turns(stored, expected), expected, module.config)
     whole = _WHOLES.get(module.config.model_type)
     if whole is not None:
         table = get_checkpoint_conversion_mapping(whole)
@@ -89,6 +95,32 @@ def _in_turns(
         if one != name and one in expected and name not in expected and other in stored:
             pair = _read(made.pop(name)), _read(made.pop(other))
             made[one] = torch.stack(pair, dim=-1).flatten(-2)
+    return made
+
+
+def _by_key(
+    stored: Mapping[str, torch.Tensor | Unread], expected: Collection[str], config: Any
+) -> Mapping[str, torch.Tensor | Unread]:
+    """With queries, keys, values and gates of one head for keys side by side, then those of the
+    next, where a model has them so. Raises BadCheckpoint where they are not of so many heads."""
+    made = dict(stored)
+    for name in stored:
+        stem = name.removesuffix(_QUERIES)
+        whole, gate = stem + _BY_KEY, stem + _GATE
+        if stem == name or whole not in expected or gate not in stored:
+            continue
+        first, second = _read(made.pop(name)), _read(made.pop(gate))
+        heads = config.linear_num_key_heads
+        keys = heads * config.linear_key_head_dim
+        if len(first) - 2 * keys != len(second) or len(second) % heads:
+            raise BadCheckpoint(
+                f"Weights do not fit the config: {name} and {gate} are not of {heads} heads.",
+                fix="Download the file again.",
+            )
+        parts = (first[:keys], first[keys : 2 * keys], first[2 * keys :], second)
+        made[whole] = torch.cat(
+            [each.reshape(heads, -1, each.shape[-1]) for each in parts], 1
+        ).flatten(0, 1)
     return made
 
 

@@ -32,6 +32,7 @@ READ_BY_BOTH = (
 """What transformers reads from GGUF as well."""
 FAMILIES = (
     *READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_next",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -45,10 +46,10 @@ _TEXTS = (
 
 def _settings(family: str) -> dict[str, Any]:
     """What a GGUF file cannot say otherwise."""
+    mixed = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
-        "mistral": {"sliding_window": None},
-        "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
-    }.get(family, {})
+        "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
+    }.get(family, {})  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -38,15 +38,13 @@ _YARN = {
 }  # fmt: skip
 
 
-_FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe", "qwen3_5")
+_FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe", "qwen3_5", "qwen3_next")
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_nonsense_in_any_setting(family: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    more: dict[str, Any] = {
-        "qwen2": _YARN,
-        "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    }
+    mixed = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    more: dict[str, Any] = {"qwen2": _YARN, "qwen3_moe": mixed, "qwen3_next": mixed}
     directory = checkpoint(family, layers=3, **more.get(family, {}))
     names: list[str] = []
     write_gguf(directory, tmp_path / "good.gguf", edit=lambda writer: names.extend(_said(writer)))

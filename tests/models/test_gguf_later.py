@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from safetensors.torch import load_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers import Qwen3_5Tokenizer
@@ -27,13 +29,12 @@ from tests.models.conftest import Checkpoint
 
 _CHUNKS = (13, 70, 1)
 _TURNED = {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
+_MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_THREE = {"linear_num_value_heads": 6, "linear_value_head_dim": 8}
 _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
-    "three heads for values to one for keys": (
-        "qwen3_5",
-        {
-            "linear_num_value_heads": 6, "linear_value_head_dim": 8, "rope_parameters": _TURNED,
-        },
-    ),
+    "three heads for values to one for keys": ("qwen3_5", _THREE | {"rope_parameters": _TURNED}),
+    "three of a mixture": ("qwen3_5_moe", _THREE),
+    "three of Qwen3-Next": ("qwen3_next", _THREE | _MIXED),
     "one head for values to one for keys": (
         "qwen3_5", {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
@@ -58,13 +59,13 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
     _require_same(read_manifest(write_gguf(directory, tmp_path / "model.gguf")), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(
     family: str, kind: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    more = {"linear_num_value_heads": 6} if family.startswith("qwen") else {}
-    directory = checkpoint(family, layers=3, **more)
+    more = _MIXED if family == "qwen3_next" else {}
+    directory = checkpoint(family, layers=3, linear_num_value_heads=6, **more)
     chunks = prompt_chunks(_CHUNKS)
     plain = write_gguf(directory, tmp_path / "plain.gguf", kind, decoded=True)
     expected = run_parts(read_manifest(plain), (0, 3), chunks, decode=6)
@@ -92,6 +93,31 @@ def test_layers_that_guess_further_tokens_are_left_out(
     assert guessing.config == plain.config
     assert guessing.tensors.keys() == plain.tensors.keys()
     assert guessing.weights_sha256 == plain.weights_sha256
+
+
+def test_matrices_that_are_together_in_files_of_before_or_by_choice(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Queries with gates, as the converter had them once; experts' gates, as it has them if it is
+    told to. A matrix of one row is a vector where llama.cpp has quantised the file."""
+    directory = checkpoint("qwen3_next", layers=3, **_THREE, **_MIXED)
+    weights = load_file(directory / "model.safetensors")
+
+    def edit(writer: GGUFWriter) -> None:
+        stored = writer.tensors[0]
+        for layer in range(3):
+            parts = [stored.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+            together = np.concatenate([part.tensor for part in parts], axis=1)
+            writer.add_tensor(f"blk.{layer}.ffn_gate_up_exps.weight", together)
+            name = f"blk.{layer}.ffn_gate_inp_shexp.weight"
+            writer.add_tensor(name, stored.pop(name).tensor[0])
+            if f"blk.{layer}.attn_gate.weight" in stored:
+                del stored[f"blk.{layer}.attn_gate.weight"], stored[f"blk.{layer}.attn_qkv.weight"]
+                both = weights[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"]
+                writer.add_tensor(f"blk.{layer}.ssm_in.weight", both.numpy())
+
+    expected = run_whole(directory, prompt_chunks(_CHUNKS), decode=6)
+    _require_same(read_manifest(write_gguf(directory, tmp_path / "m.gguf", edit=edit)), expected)
 
 
 def test_memory_is_planned_as_for_the_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -146,6 +172,9 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "decays by another name": (
         "qwen3_5", UnsupportedFamily, "blk.0.ssm_a.weight, which is unknown",
         lambda w: w.add_tensor("blk.0.ssm_a.weight", torch.ones(4).numpy()),
+    ),
+    "heads of a mixture that are not there": (
+        "qwen3_5_moe", BadCheckpoint, "no stack of 5 matrices", _other("expert_count", 5),
     ),
     "a tensor that is neither weight nor bias": (
         "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",

@@ -25,6 +25,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3": qwens.QWEN3,
         "qwen3moe": qwens.QWEN3_MOE,
         "qwen35": hybrids.QWEN35,
+        "qwen35moe": hybrids.QWEN35_MOE,
+        "qwen3next": hybrids.QWEN3_NEXT,
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
         "phi3": others.PHI3,

@@ -13,9 +13,11 @@ from mesh.models.gguf.architecture import (
     DECODER,
     HEAD_NORMS,
     Architecture,
+    attentive,
     decoder,
     head_width,
 )
+from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference, Kind
@@ -36,7 +38,19 @@ _LAYER = (
         "ssm_out": "linear_attn.out_proj",
     }
 )
-_DIMENSIONS = {"ssm_conv1d": 3}
+_NEXT = _LAYER | {
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+_MIXTURE = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_DIMENSIONS = {"ssm_conv1d": 3, "ffn_gate_inp_shexp": 2}
 _LESS_ONE = Difference("less_one")
 
 
@@ -76,6 +90,28 @@ def _qwen35(said: GgufSettings) -> dict[str, Any]:
     return config | _states(said, config)
 
 
+def _qwen35_moe(said: GgufSettings) -> dict[str, Any]:
+    said.pass_over("feed_forward_length")
+    config = attentive(said, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
+    return config | _states(said, config) | _experts(said)
+
+
+def _qwen3_next(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "qwen3_next", "Qwen3NextForCausalLM")
+    # No file says these; llama.cpp computes so.
+    alike = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config | _states(said, config) | _experts(said) | alike
+
+
+def _experts(said: GgufSettings) -> dict[str, Any]:
+    return {
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": said.whole("expert_shared_feed_forward_length"),
+    }
+
+
 _OF_VALUES: Mapping[str, Kind] = {
     "attn_gate": "value_rows",
     "ssm_alpha": "value_rows",
@@ -105,3 +141,17 @@ def _unlike_qwen35(name: str, config: Mapping[str, Any]) -> Difference | None:
 
 
 QWEN35 = Architecture(_qwen35, _LAYER, dimensions=_DIMENSIONS, unlike=_unlike_qwen35)
+QWEN35_MOE = Architecture(
+    _qwen35_moe,
+    _LAYER | _MIXTURE,
+    experts=EXPERTS,
+    dimensions=_DIMENSIONS,
+    unlike=_unlike_qwen35,
+)
+QWEN3_NEXT = Architecture(
+    _qwen3_next,
+    _NEXT | _MIXTURE,
+    experts=EXPERTS,
+    dimensions=_DIMENSIONS,
+    unlike=_unlike_next,
+)

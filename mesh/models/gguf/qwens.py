@@ -8,7 +8,7 @@ from mesh.models.gguf.architecture import DECODER, HEAD_NORMS, Architecture, dec
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 
-_EXPERTS = {
+EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
@@ -46,5 +46,5 @@ def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
 QWEN2 = Architecture(_qwen2, DECODER)
 QWEN3 = Architecture(_qwen3, DECODER | HEAD_NORMS)
 QWEN3_MOE = Architecture(
-    _qwen3_moe, DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, experts=_EXPERTS
+    _qwen3_moe, DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, experts=EXPERTS
 )
