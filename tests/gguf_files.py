@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "granite": gguf.MODEL_ARCH.GRANITE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3, "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
 }  # fmt: skip
 _TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""

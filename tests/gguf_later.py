@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gguf import GGUFWriter
+from gguf import ExpertGatingFuncType, GGUFWriter
 
 Tensors = dict[str, torch.Tensor]
 
@@ -73,10 +73,19 @@ def _qwen3_next(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _glm4_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What corrects the choice of experts is called a bias."""
+    return {
+        name.replace("e_score_correction_bias", "e_score_correction.bias"): tensor
+        for name, tensor in tensors.items()
+    }
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
     "qwen3_next": _qwen3_next,
+    "glm4_moe": _glm4_moe,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -120,9 +129,25 @@ def _of_qwen3_next(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_experts(writer, config)
 
 
+def _of_glm4_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    turned = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * turned))
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_uint32(f"{writer.arch}.expert_group_count", config["n_group"])
+    writer.add_uint32(f"{writer.arch}.expert_group_used_count", config["topk_group"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
 SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "qwen3_5_text": _of_qwen35,
     "qwen3_5_moe_text": _of_qwen35_moe,
     "qwen3_next": _of_qwen3_next,
+    "glm4_moe": _of_glm4_moe,
 }
 """By model type, what its file says beside what all do."""

@@ -38,7 +38,17 @@ _YARN = {
 }  # fmt: skip
 
 
-_FAMILIES = ("llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe", "qwen3_5", "qwen3_next")
+_FAMILIES = (
+    "llama",
+    "qwen2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_next",
+    "glm4_moe",
+)
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
-from transformers import Qwen3_5Tokenizer
+from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.manifest import Manifest, read_manifest
@@ -35,6 +35,14 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     "three heads for values to one for keys": ("qwen3_5", _THREE | {"rope_parameters": _TURNED}),
     "three of a mixture": ("qwen3_5_moe", _THREE),
     "three of Qwen3-Next": ("qwen3_next", _THREE | _MIXED),
+    "GLM with all that some have": (
+        "glm4_moe",
+        {
+            "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5,
+            "n_group": 2, "n_routed_experts": 8, "n_shared_experts": 2, "norm_topk_prob": False,
+            "rope_parameters": _TURNED | {"partial_rotary_factor": 0.25},
+        },
+    ),
     "one head for values to one for keys": (
         "qwen3_5", {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
@@ -176,6 +184,9 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "heads of a mixture that are not there": (
         "qwen3_5_moe", BadCheckpoint, "no stack of 5 matrices", _other("expert_count", 5),
     ),
+    "experts of GLM that are chosen otherwise": (
+        "glm4_moe", UnsupportedFamily, "not chosen by a sigmoid", _other("expert_gating_func", 1),
+    ),
     "a tensor that is neither weight nor bias": (
         "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",
         lambda w: w.add_tensor("blk.0.ffn_up.scale", torch.ones(4).numpy()),
@@ -194,7 +205,7 @@ def test_what_is_not_understood_is_refused(
 
 
 _SPLIT = (
-    "I'M you'll 12345, 3.14 and\n\n  x = [1,22]; नमस्ते किताब e\u0301te\u0301 Café ... --\r\n",
+    "I'M unmerged you'll 12345, 3.1 and\n\n x = [1,22]; नमस्ते किताब e\u0301te\u0301 Café ... --\r\n",
     "\tcan't  I'LL  2026年11月 \u0927\u094d\u092f  ~~~\n \n",
 )
 
@@ -211,28 +222,62 @@ def _trained() -> dict[str, Any]:
     return made
 
 
-def test_texts_are_split_as_the_tokenizer_of_qwen35_does(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    directory = shutil.copytree(checkpoint("qwen3_5", layers=3), tmp_path / "made")
-    model = _trained()
+def _of_qwen35(model: dict[str, Any]) -> Any:
     merges = [tuple(each) for each in model["merges"]]
     vocab = model["vocab"] | {"<|endoftext|>": len(model["vocab"])}
-    expected = Qwen3_5Tokenizer(vocab=vocab, merges=merges)
+    return Qwen3_5Tokenizer(vocab=vocab, merges=merges)
+
+
+_GLM = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _of_glm(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of GLM 4.5; a word of the vocabulary that no merges lead to is one."""
+    model |= {"vocab": model["vocab"] | {"Ġunmerged": len(model["vocab"])}, "ignore_merges": True}
+    backend = Backend.from_str(json.dumps({"model": model, "added_tokens": []}))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_GLM), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    first = "[gMASK]"
+    backend.add_special_tokens([first])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=first)
+
+
+_TOKENIZERS = {"qwen35": ("qwen3_5", _of_qwen35, "qwen2"), "glm4": ("glm4_moe", _of_glm, "qwen2")}
+
+
+@pytest.mark.parametrize("name", _TOKENIZERS)
+def test_texts_are_split_as_the_file_says(
+    name: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    family, make, other = _TOKENIZERS[name]
+    directory = shutil.copytree(checkpoint(family, layers=3), tmp_path / "made")
+    expected = make(_trained())
     expected.save_pretrained(directory)
-    file = write_gguf(directory, tmp_path / "model.gguf", edit=_split("qwen35"))
-    tokenizer = Tokenizer.load(read_manifest(file))
-    other = write_gguf(directory, tmp_path / "other.gguf", edit=_split("qwen2"))
+    tokenizer, wrong = (
+        Tokenizer.load(
+            read_manifest(write_gguf(directory, tmp_path / f"{split}.gguf", edit=_split(split)))
+        )
+        for split in (name, other)
+    )
     for text in _SPLIT:
         ids = expected(text)["input_ids"]
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == expected.decode(ids)
-        assert Tokenizer.load(read_manifest(other)).encode(text) != ids
+        assert wrong.encode(text) != ids
 
 
 def _split(name: str) -> _Edit:
     def edit(writer: GGUFWriter) -> None:
         del writer.kv_data[0]["tokenizer.ggml.pre"]
+        del writer.kv_data[0]["tokenizer.ggml.add_bos_token"]  # these files do not say it
         writer.add_tokenizer_pre(name)
 
     return edit

@@ -30,6 +30,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
         "phi3": others.PHI3,
+        "glm4moe": others.GLM4_MOE,
         "olmo2": others.OLMO2,
         "gpt-oss": others.GPT_OSS,
         "gpt2": others.GPT2,

@@ -28,6 +28,7 @@ _PROJECTOR = "mmproj"
 """What the names of files begin with that hold the part of a model that looks at pictures."""
 
 _MAX_EXPERTS = 4096
+_COUNTS = ("num_experts", "n_routed_experts")
 _MAX_SETTING_BYTES = 1 << 20
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."
@@ -163,7 +164,8 @@ def _named(
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
     if found and of_layer and part in architecture.experts and found["kind"] != "scale":
         name = before + architecture.experts[part] + f".{found['kind']}"
-        yield from _experts(entry, name, config["num_experts"])
+        count = next(config[key] for key in _COUNTS if key in config)
+        yield from _experts(entry, name, count)
         return
     own = None if found is None else _name(names, part, found["kind"])
     if found is None or own is None:

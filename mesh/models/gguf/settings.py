@@ -89,6 +89,13 @@ class GgufSettings:
             raise self._damaged(f"{name} is {_shown(value)}, and no text")
         return value or None
 
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Whether it is so. Raises BadCheckpoint as `whole` does."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._damaged(f"{name} is {_shown(value)}, and neither true nor false")
+        return value
+
     def pass_over(self, *names: str) -> None:
         """Settings that mean nothing here."""
         self._read.update(names)

@@ -34,10 +34,15 @@ _COMPOSED = frozenset({"qwen2", "qwen35"})
 _WORDS_FIRST = frozenset(
     {
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-        "jina-v5-nano", "tekken",
+        "jina-v5-nano", "tekken", "glm4",
     }
 )  # fmt: skip
 """A word of the vocabulary is taken whole, whatever its merges; texts begin with a token."""
+
+_ALIKE = {"glm4": "llama-bpe"}
+"""Splits that transformers knows by another name."""
+_BARE = frozenset({"glm4"})
+"""Of those with words first, the ones whose texts begin with no token."""
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -104,11 +109,12 @@ def _built(file: Path, metadata: Any) -> Any:
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "")
     if kind not in ("gpt2", "llama"):
         raise _refused(file, f"it is of the kind {str(kind)[:40]!r}")
-    known = made_by.GGUF_PRE_TOKENIZER_SPLITS.keys() | _AS_GPT2 | _DIGIT_BY_DIGIT
+    known = made_by.GGUF_PRE_TOKENIZER_SPLITS.keys() | _AS_GPT2 | _DIGIT_BY_DIGIT | _ALIKE.keys()
     if kind == "gpt2" and split not in known:
         raise _refused(file, f"how it splits text, {str(split)[:40]!r}, is not known")
     try:
         architecture, described, _ = made_by.get_gguf_tokenizer(str(file))
+        described["pre_tokenizer_type"] = _ALIKE.get(split, split)
         backend, _ = made_by.convert_gguf_tokenizer(architecture, described)
     except Exception as error:  # whatever foreign code raises over foreign data
         raise _refused(file, f"{type(error).__name__}: {str(error)[:200].rstrip('.')}") from error
@@ -117,7 +123,7 @@ def _built(file: Path, metadata: Any) -> Any:
         _set_spaces(backend, before=metadata.get("tokenizer.ggml.add_space_prefix", True))
     else:
         _set_splits(backend, split)
-    _set_ends(file, backend, metadata, begins=kind == "llama" or split in _WORDS_FIRST)
+    _set_ends(file, backend, metadata, begins=kind == "llama" or split in _WORDS_FIRST - _BARE)
     return backend
 
 

@@ -100,13 +100,18 @@ def test_a_span_of_a_file_is_compiled(family: str, kind: str, quant: Quant, tmp_
         assert same == is_exact(entry.dtype, quant)
 
 
-@pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
+@pytest.mark.parametrize(
+    ("family", "kind", "quant"),
+    [
+        ("qwen3_moe", "Q8_0", "int8"), ("qwen3_moe", "Q4_0", "int4"), ("qwen3_moe", "Q4_1", "int4"),
+        ("glm4_moe", "Q8_0", "int8"),
+    ],
+)  # fmt: skip
 def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
-    kind: str, quant: Quant, tmp_path: Path
+    family: str, kind: str, quant: Quant, tmp_path: Path
 ) -> None:
-    made = make_checkpoint(
-        tmp_path / "made", "qwen3_moe", layers=2, decoder_sparse_step=1, mlp_only_layers=[]
-    )
+    sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "first_k_dense_replace": 1}
+    made = make_checkpoint(tmp_path / "made", family, layers=2, **sparse)
     manifest = read_manifest(write_gguf(made, tmp_path / "model.gguf", kind))
     every = LayerRange(0, 2)
     plain = load_span(manifest, every, dtype=torch.float32, device=CPU).module.layers[1].mlp
