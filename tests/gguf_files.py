@@ -19,7 +19,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 
-from tests.gguf_later import AS_STORED, SAYS_MORE
+from tests.gguf_later import AS_STORED, SAYS_MORE, divisors
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
@@ -31,7 +31,8 @@ _ARCHITECTURES = {
     "granite": gguf.MODEL_ARCH.GRANITE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "ministral3": gguf.MODEL_ARCH.MISTRAL3, "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
-    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4,
 }  # fmt: skip
 _TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""
@@ -71,7 +72,7 @@ def write_gguf(
         _describe_tokenizer(writer, directory)
     names = gguf.get_tensor_name_map(arch, _number(config, "num_hidden_layers", "n_layer"))
     for name, tensor in tensors.items():
-        stored = str(names.get_name(name, try_suffixes=(".weight", ".bias")))
+        stored = str(names.get_name(name, try_suffixes=(".weight", ".bias", ".scale")))
         is_end = not stored.startswith("blk.")
         as_stored = _as_stored(name, tensor, config)
         _add(writer, stored, as_stored, ends if ends and is_end else kind, decoded=decoded)
@@ -136,7 +137,7 @@ def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch
             count = config[heads[part]]
             apart = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
             return apart.swapaxes(1, 2).reshape(tensor.shape)
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if kind in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.t()
@@ -290,6 +291,8 @@ def _side_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
             "rope_factors_long.weight": said["long_factor"],
             "rope_factors_short.weight": said["short_factor"],
         }
+    if said.get("rope_type") == "proportional":
+        return {"rope_freqs.weight": divisors(config)}
     if said.get("rope_type") != "llama3":
         return {}
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

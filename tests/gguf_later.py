@@ -81,11 +81,28 @@ def _glm4_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     }
 
 
+def _gemma4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What is neither called weight nor bias is called weight, or is the scale of another."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("layer_scalar", "experts.gate_up_proj", "experts.down_proj")):
+            made[f"{name}.weight"] = tensor
+        elif name.endswith("router.scale"):
+            made[name.replace("router.scale", "router.proj.scale")] = tensor
+        elif name.endswith("router.per_expert_scale"):
+            made[name.replace("router.per_expert_scale", "experts.down_proj.scale")] = tensor
+        else:
+            made[name] = tensor
+    return made
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
     "qwen3_next": _qwen3_next,
     "glm4_moe": _glm4_moe,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": _gemma4,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -144,10 +161,43 @@ def _of_glm4_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
+def _of_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    said = writer.kv_data[0]
+    for name in ("head_count_kv", "key_length", "value_length"):
+        del said[f"{writer.arch}.attention.{name}"]  # of layers that look at a window
+    windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+    far = next(iter(config["per_layer_config"].values()))
+    groups = config["num_key_value_heads"]
+    others = far.get("num_key_value_heads", groups)
+    writer.add_head_count_kv([groups if each else others for each in windows])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input") or 0)
+    writer.add_sliding_window_pattern(windows)
+    writer.add_key_length(far["head_dim"])
+    writer.add_value_length(far["head_dim"])
+    writer.add_key_length_swa(config["head_dim"])
+    writer.add_value_length_swa(config["head_dim"])
+    writer.add_rope_dimension_count(far["head_dim"])
+    writer.add_rope_dimension_count_swa(config["head_dim"])
+    if config.get("enable_moe_block"):
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def divisors(config: dict[str, Any]) -> list[float]:
+    """What Gemma 4's frequencies of layers that look at everything are divided by."""
+    far = next(iter(config["per_layer_config"].values()))["head_dim"]
+    turned = int(far * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    return [1.0] * turned + [1e30] * (far // 2 - turned)
+
+
 SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "qwen3_5_text": _of_qwen35,
     "qwen3_5_moe_text": _of_qwen35_moe,
     "qwen3_next": _of_qwen3_next,
     "glm4_moe": _of_glm4_moe,
+    "gemma4_text": _of_gemma4,
+    "gemma4_unified_text": _of_gemma4,
 }
 """By model type, what its file says beside what all do."""

@@ -32,7 +32,7 @@ READ_BY_BOTH = (
 """What transformers reads from GGUF as well."""
 FAMILIES = (
     *READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_next", "glm4_moe",
+    "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6

@@ -39,16 +39,9 @@ _YARN = {
 
 
 _FAMILIES = (
-    "llama",
-    "qwen2",
-    "gemma3",
-    "phi3",
-    "gpt2",
-    "qwen3_moe",
-    "qwen3_5",
-    "qwen3_next",
-    "glm4_moe",
-)
+    "llama", "qwen2", "gemma3", "phi3", "gpt2", "qwen3_moe", "qwen3_5", "qwen3_next", "glm4_moe",
+    "gemma4",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

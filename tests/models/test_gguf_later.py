@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast, Qwen3_5Tokenizer
+from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.tokenizer import Tokenizer
 from mesh.shard.footprint import cached_numbers, keeps_states, state_bytes
 from mesh.types import LayerRange
+from tests.checkpoints import make_tokenizer
 from tests.gguf_files import write_gguf
 from tests.models.chain import prompt_chunks, run_parts, run_whole
 from tests.models.conftest import Checkpoint
@@ -43,6 +44,11 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _TURNED | {"partial_rotary_factor": 0.25},
         },
     ),
+    "Gemma 4 with values of their own": (
+        "gemma4", {"attention_k_eq_v": False, "final_logit_softcapping": None},
+    ),
+    "Gemma 4 without experts": ("gemma4_dense", {}),
+    "Gemma 4 of 12 billion": ("gemma4_unified_text", {}),
     "one head for values to one for keys": (
         "qwen3_5", {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
@@ -67,13 +73,14 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
     _require_same(read_manifest(write_gguf(directory, tmp_path / "model.gguf")), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "gemma4"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(
     family: str, kind: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    more = _MIXED if family == "qwen3_next" else {}
-    directory = checkpoint(family, layers=3, linear_num_value_heads=6, **more)
+    more: dict[str, Any] = dict(_MIXED) if family == "qwen3_next" else {}
+    more |= {"linear_num_value_heads": 6} if family != "gemma4" else {}
+    directory = checkpoint(family, layers=3, **more)
     chunks = prompt_chunks(_CHUNKS)
     plain = write_gguf(directory, tmp_path / "plain.gguf", kind, decoded=True)
     expected = run_parts(read_manifest(plain), (0, 3), chunks, decode=6)
@@ -162,6 +169,11 @@ def _other(name: str, value: Any) -> _Edit:
     return edit
 
 
+def _half(writer: GGUFWriter) -> None:
+    del writer.tensors[0]["rope_freqs.weight"]
+    writer.add_tensor("rope_freqs.weight", torch.tensor([0.5] * 16).numpy())
+
+
 _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "heads that share unevenly": (
         "qwen3_5", UnsupportedFamily, "share 3 for keys", _other("ssm.group_count", 3),
@@ -186,6 +198,34 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     ),
     "experts of GLM that are chosen otherwise": (
         "glm4_moe", UnsupportedFamily, "not chosen by a sigmoid", _other("expert_gating_func", 1),
+    ),
+    "Gemma 4 that shares keys": (
+        "gemma4", UnsupportedFamily, "share the keys", _other("attention.shared_kv_layers", 1),
+    ),
+    "Gemma 4 whose layers read ids": (
+        "gemma4", UnsupportedFamily, "reads the token ids",
+        _other("embedding_length_per_layer_input", 256),
+    ),
+    "Gemma 4 that differs layer by layer": (
+        "gemma4", UnsupportedFamily, "differ in other ways",
+        _other("attention.head_count_kv", [2, 1, 1]),
+    ),
+    "Gemma 4 that ends in a window": (
+        "gemma4", UnsupportedFamily, "differ in other ways",
+        _other("attention.sliding_window_pattern", [True, False, True]),
+    ),
+    "Gemma 4 of counts for fewer layers": (
+        "gemma4", BadCheckpoint, "no count for each layer", _other("attention.head_count_kv", [2]),
+    ),
+    "Gemma 4 that turns less of a window's heads": (
+        "gemma4", UnsupportedFamily, "dimension_count_swa", _other("rope.dimension_count_swa", 8),
+    ),
+    "Gemma 4 whose frequencies are gone": (
+        "gemma4", UnsupportedFamily, "it has no rope_freqs",
+        lambda w: w.tensors[0].pop("rope_freqs.weight"),
+    ),
+    "Gemma 4 whose frequencies are others": (
+        "gemma4", UnsupportedFamily, "of which a part is turned", _half,
     ),
     "a tensor that is neither weight nor bias": (
         "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",
@@ -250,14 +290,14 @@ def _of_glm(model: dict[str, Any]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=first)
 
 
-_TOKENIZERS = {"qwen35": ("qwen3_5", _of_qwen35, "qwen2"), "glm4": ("glm4_moe", _of_glm, "qwen2")}
+_TOKENIZERS = {"qwen35": ("qwen3_5", _of_qwen35), "glm4": ("glm4_moe", _of_glm)}
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
 def test_texts_are_split_as_the_file_says(
     name: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    family, make, other = _TOKENIZERS[name]
+    family, make = _TOKENIZERS[name]
     directory = shutil.copytree(checkpoint(family, layers=3), tmp_path / "made")
     expected = make(_trained())
     expected.save_pretrained(directory)
@@ -265,7 +305,7 @@ def test_texts_are_split_as_the_file_says(
         Tokenizer.load(
             read_manifest(write_gguf(directory, tmp_path / f"{split}.gguf", edit=_split(split)))
         )
-        for split in (name, other)
+        for split in (name, "qwen2")
     )
     for text in _SPLIT:
         ids = expected(text)["input_ids"]
@@ -281,3 +321,46 @@ def _split(name: str) -> _Edit:
         writer.add_tokenizer_pre(name)
 
     return edit
+
+
+_MARKS = ("<|channel>", "<channel|>", "<|tool_call>", '<|"|>')
+"""Of Gemma 4: special, which files do not say for llama.cpp to show them."""
+
+
+def test_the_tokenizer_of_gemma4(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("gemma4", layers=3), tmp_path / "made")
+    model = json.loads(make_tokenizer(370, sentencepiece=True).backend_tokenizer.to_str())["model"]
+    names = {"<s>": "<bos>", "</s>": "<eos>"}
+    vocab = {names.get(word, word): number for word, number in model["vocab"].items()}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(("<unk>", "<mask>", *_MARKS))}
+    expected = GemmaTokenizer(
+        vocab=vocab,
+        merges=[tuple(each) for each in model["merges"]],
+        additional_special_tokens=["<|turn|>", *_MARKS],
+    )
+    expected.save_pretrained(directory)
+
+    def edit(writer: GGUFWriter) -> None:
+        said = writer.kv_data[0]
+        for name in ("model", "pre", "scores", "add_bos_token"):
+            del said[f"tokenizer.ggml.{name}"]
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_merges([" ".join(each) for each in model["merges"]])
+        writer.add_token_scores([-1000.0] * len(vocab))
+        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(True)
+        kinds = said["tokenizer.ggml.token_type"].value
+        for mark in _MARKS:
+            kinds[vocab[mark]] = TokenType.USER_DEFINED
+
+    tokenizer = Tokenizer.load(read_manifest(write_gguf(directory, tmp_path / "m.gguf", edit=edit)))
+    begun = [vocab["<bos>"]]
+    for text in (
+        "The kettle sings, 42 times  a day.\n\n\n Grüße <|turn|>user: hi<eos>",
+        " où dort le chat?  ",
+        '<|channel>thought\nhm<channel|>x<|tool_call>a:<|"|>',
+        "",
+    ):
+        ids = expected(text)["input_ids"]
+        assert tokenizer.encode(text) == begun + ids
+        assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)

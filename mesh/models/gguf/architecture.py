@@ -55,14 +55,19 @@ class Architecture:
     with."""
 
 
-def decoder(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
-    """What the config of every decoder with rotary embeddings says, but for these."""
-    return attentive(said, model_type, class_name) | {
+def decoder(
+    said: GgufSettings, model_type: str, class_name: str, groups: int | None = None
+) -> dict[str, Any]:
+    """What the config of every decoder with rotary embeddings says, but for these. `groups` are its
+    heads for keys where its layers may differ in them."""
+    return attentive(said, model_type, class_name, groups) | {
         "intermediate_size": said.whole("feed_forward_length")
     }
 
 
-def attentive(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+def attentive(
+    said: GgufSettings, model_type: str, class_name: str, groups: int | None = None
+) -> dict[str, Any]:
     """The same without its feed forward network, which may be experts in each layer."""
     hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
     return {
@@ -73,7 +78,7 @@ def attentive(said: GgufSettings, model_type: str, class_name: str) -> dict[str,
         "num_hidden_layers": said.layers(),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": said.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": groups or said.whole("attention.head_count_kv", heads),
         "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not said.has("output.weight"),
     }

@@ -29,6 +29,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3next": hybrids.QWEN3_NEXT,
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
+        "gemma4": gemmas.GEMMA4,
         "phi3": others.PHI3,
         "glm4moe": others.GLM4_MOE,
         "olmo2": others.OLMO2,

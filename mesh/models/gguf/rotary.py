@@ -17,6 +17,8 @@ SIDE_TENSORS = frozenset({_FREQUENCIES, _LONG, _SHORT})
 """Tensors of whole files that are settings."""
 
 _NEAR = 1e-5
+_STILL = 1e30
+"""What frequencies are divided by that turn nothing."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -59,6 +61,21 @@ def partial_rotary(said: GgufSettings, width: int) -> dict[str, Any]:
     if turned > width or turned % 2:
         said.refuse(f"it turns {turned} numbers of each head of {width}")
     return full_rotary(said, turned) | {"partial_rotary_factor": turned / width}
+
+
+def proportional(said: GgufSettings, width: int) -> dict[str, Any]:
+    """For heads of `width` of whose frequencies only the first turn anything: the file divides the
+    others by so much that nothing is left of them."""
+    if not said.has(_FREQUENCIES):
+        said.refuse(f"it has no {_FREQUENCIES}")
+    stored = said.numbers(_FREQUENCIES, below=2 * _STILL)
+    turned = stored.count(1.0)
+    if stored != [1.0] * turned + [_STILL] * (width // 2 - turned) or not turned:
+        said.refuse(f"{_FREQUENCIES} is not for heads of {width} of which a part is turned")
+    return plain_rotary(said, width, 1_000_000.0) | {
+        "rope_type": "proportional",
+        "partial_rotary_factor": turned / len(stored),
+    }
 
 
 def _yarn(said: GgufSettings, factor: float) -> dict[str, Any]:

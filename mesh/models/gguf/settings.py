@@ -45,6 +45,16 @@ class GgufSettings:
             raise self._damaged(f"{name} is {_shown(value)}, and no count")
         return value
 
+    def counts(self, name: str) -> list[int]:
+        """A count for each layer, which may be said once for all. Raises BadCheckpoint."""
+        said, layers = self._value(name, None), self.layers()
+        counts = said[:layers] if isinstance(said, list) else [said] * layers
+        if len(counts) != layers or not all(
+            type(each) is int and 1 <= each < _MOST for each in counts
+        ):
+            raise self._damaged(f"{name} is {_shown(said)}, and no count for each layer")
+        return counts
+
     def blocks(self) -> int:
         """How many layers the file may have; no more than there are tensors."""
         count = self.whole("block_count")
@@ -122,10 +132,10 @@ class GgufSettings:
             raise self._damaged(f"it says that {count} heads are {width} wide")
         return count
 
-    def numbers(self, tensor: str) -> list[float]:
+    def numbers(self, tensor: str, *, below: float = _LARGEST) -> list[float]:
         """The few numbers of a tensor, all above 0, in the fewest decimals that fp32 keeps.
 
-        Raises BadCheckpoint when they are not few, not in fp32 or not above 0.
+        Raises BadCheckpoint when they are not few, not in fp32 or not between 0 and `below`.
         """
         entry = self.tensors[tensor]
         count = entry.nbytes // 4
@@ -134,7 +144,7 @@ class GgufSettings:
         with entry.file.open("rb") as stream:
             stream.seek(entry.offset)
             found = struct.unpack(f"<{count}f", stream.read(4 * count))
-        if not all(0 < each < _LARGEST for each in found):
+        if not all(0 < each < below for each in found):
             raise self._damaged(f"{tensor} holds numbers that are not above 0")
         return [shortest(each) for each in found]
 

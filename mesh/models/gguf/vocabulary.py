@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ _ALIKE = {"glm4": "llama-bpe"}
 """Splits that transformers knows by another name."""
 _BARE = frozenset({"glm4"})
 """Of those with words first, the ones whose texts begin with no token."""
+
+_SHOWN = frozenset(
+    {
+        "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+        "<tool_response|>", '<|"|>',
+    }
+)  # fmt: skip
+"""Special tokens of Gemma 4 that its files do not say are, for llama.cpp to show them:
+https://github.com/ggml-org/llama.cpp/blob/master/conversion/gemma.py"""
 
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -107,7 +117,7 @@ def _built(file: Path, metadata: Any) -> Any:
             file, f"transformers {transformers.__version__} is too old for it"
         ) from error
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise _refused(file, f"it is of the kind {str(kind)[:40]!r}")
     known = made_by.GGUF_PRE_TOKENIZER_SPLITS.keys() | _AS_GPT2 | _DIGIT_BY_DIGIT | _ALIKE.keys()
     if kind == "gpt2" and split not in known:
@@ -118,22 +128,25 @@ def _built(file: Path, metadata: Any) -> Any:
         backend, _ = made_by.convert_gguf_tokenizer(architecture, described)
     except Exception as error:  # whatever foreign code raises over foreign data
         raise _refused(file, f"{type(error).__name__}: {str(error)[:200].rstrip('.')}") from error
-    backend = _without_others(backend, len(described["tokens"]))
-    if kind == "llama":
-        _set_spaces(backend, before=metadata.get("tokenizer.ggml.add_space_prefix", True))
-    else:
+    backend = _as_said(backend, len(described["tokens"]), _SHOWN if kind == "gemma4" else ())
+    if kind == "gpt2":
         _set_splits(backend, split)
-    _set_ends(file, backend, metadata, begins=kind == "llama" or split in _WORDS_FIRST - _BARE)
+    else:
+        before = metadata.get("tokenizer.ggml.add_space_prefix", kind == "llama")
+        _set_spaces(backend, before=before)
+    _set_ends(file, backend, metadata, begins=kind != "gpt2" or split in _WORDS_FIRST - _BARE)
     return backend
 
 
-def _without_others(backend: Any, count: int) -> Any:
+def _as_said(backend: Any, count: int, special: Collection[str]) -> Any:
     """Without the special tokens that its class has and the file has not: a model that has no
-    embedding for one cannot be given it."""
-    if backend.get_vocab_size(with_added_tokens=True) <= count:
+    embedding for one cannot be given it. With those that are `special` besides."""
+    if backend.get_vocab_size(with_added_tokens=True) <= count and not special:
         return backend
     said = json.loads(backend.to_str())
     said["added_tokens"] = [each for each in said["added_tokens"] if each["id"] < count]
+    for each in said["added_tokens"]:
+        each["special"] |= each["content"] in special
     model = said["model"]
     model["vocab"] = {word: number for word, number in model["vocab"].items() if number < count}
     if model.get("unk_token") not in model["vocab"]:
