@@ -121,6 +121,15 @@ def rows_of(matrix: BlockMatrix, rows: torch.Tensor | slice) -> BlockMatrix:
     )
 
 
+def blocks_of(matrix: BlockMatrix, order: torch.Tensor) -> BlockMatrix:
+    """All of its blocks of columns, which fill them, in this order."""
+    zeros, count = matrix.zeros, matrix.scales.shape[1]
+    if zeros is not None:
+        zeros = _packed(F.pad(unpacked(zeros)[:, :count][:, order], (0, count % 2)))
+    codes, scales = matrix.codes[:, order], matrix.scales[:, order]
+    return BlockMatrix(matrix.bits, matrix.shape, codes, scales, zeros)
+
+
 def of_codes(
     codes: torch.Tensor, scales: torch.Tensor, bits: int, zeros: torch.Tensor | None = None
 ) -> BlockMatrix:

@@ -13,13 +13,14 @@ from types import MappingProxyType
 import torch
 
 from mesh.models.filling import mapped_file
-from mesh.models.gguf.decoding import decode_rows, model_rows, stored_rows
-from mesh.models.header import TensorEntry
+from mesh.models.gguf.decoding import decode_rows, model_rows, stored_rows, value_order
+from mesh.models.header import Difference, TensorEntry
 from mesh.shard.compiled.formats import (
     BITS,
     BLOCK,
     BlockMatrix,
     Quant,
+    blocks_of,
     joined,
     of_codes,
     quantise,
@@ -37,25 +38,46 @@ _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 def matrix_of_blocks(entry: TensorEntry, quant: Quant) -> BlockMatrix:
-    """The matrix (out, in) of a linear layer; exactly what is stored where `is_exact`.
+    """The matrix (out, in) of a linear layer; exactly what is stored where `is_exact`, unless a
+    model has columns of one block apart.
 
     Raises BadCheckpoint when the file cannot be read or decoded.
     """
     unlike = entry.unlike
-    transposed = unlike is not None and unlike.kind == "transposed"
-    rows, columns = entry.shape[::-1] if transposed else entry.shape
+    kind = None if unlike is None else unlike.kind
+    columns = entry.shape[0 if kind == "transposed" else 1]
     stored = stored_rows(mapped_file(entry.file, [entry]), entry, columns)
-    if is_exact(entry.dtype, quant):
+    order = None
+    if unlike is not None and kind == "value_columns":
+        order = value_order(columns, unlike)
+    blocks = None if order is None else _whole_blocks(order)
+    if is_exact(entry.dtype, quant) and (order is None or blocks is not None):
         matrix = _as_stored(stored, entry.dtype, quant)
-    else:
-        at_once = max(1, _WEIGHTS_AT_ONCE // columns)
-        parts = torch.split(stored, at_once)
-        matrix = joined([quantise(decode_rows(part, entry), quant) for part in parts])
-    if unlike is None or transposed:
+        return _in_order(matrix if blocks is None else blocks_of(matrix, blocks), unlike)
+    at_once = max(1, _WEIGHTS_AT_ONCE // columns)
+    parts = (decode_rows(part, entry) for part in torch.split(stored, at_once))
+    found = [quantise(part if order is None else part[:, order], quant) for part in parts]
+    return _in_order(joined(found), unlike)
+
+
+def _whole_blocks(order: torch.Tensor) -> torch.Tensor | None:
+    """The order of blocks that this one of columns is; None where it parts some."""
+    if len(order) % BLOCK:
+        return None
+    blocks = order.view(-1, BLOCK)
+    first = blocks[:, :1]
+    are_whole = torch.equal(blocks, first + torch.arange(BLOCK)) and not (first % BLOCK).any()
+    return first[:, 0] // BLOCK if are_whole else None
+
+
+def _in_order(matrix: BlockMatrix, unlike: Difference | None) -> BlockMatrix:
+    if unlike is None or not unlike.moves_rows:
         return matrix
-    # Others are those of layers with running states, for which there are no graphs.
-    assert unlike.kind == "rotary_rows"  # noqa: S101
-    return rows_of(matrix, model_rows(rows, unlike.heads))
+    rows = matrix.shape[0]
+    by_value = unlike.kind == "value_rows"
+    return rows_of(
+        matrix, value_order(rows, unlike) if by_value else model_rows(rows, unlike.heads)
+    )
 
 
 def _as_stored(stored: torch.Tensor, dtype: str, quant: Quant) -> BlockMatrix:
