@@ -148,7 +148,7 @@ def _add(
     writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str, *, decoded: bool = False
 ) -> None:
     numbers = tensor.float().contiguous().numpy()
-    if numbers.ndim < 2 or "conv1d" in name:
+    if numbers.ndim < 2 or "conv1d" in name or "ffn_gate_inp" in name:
         kind = "F32"
     stored = GGMLQuantizationType[kind]
     if decoded:
