@@ -243,6 +243,7 @@ class ShardDescriptor:
     layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
     next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
     have, 0 where its host does not say. `halved`: `dtype` is fp32, and its weights have 16 bits.
+    `quant` is the format that was asked for, '' where its host does not say.
     """
 
     shard_id: Annotated[ShardId, _TEXT, printable]
@@ -262,6 +263,7 @@ class ShardDescriptor:
     head: bool = False
     kv_tokens: Count = 0
     halved: bool = False
+    quant: Text = ""
 
     @property
     def format(self) -> str:

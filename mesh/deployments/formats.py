@@ -12,8 +12,8 @@ from mesh.routing.cover import QUANTISED
 class LoadedFormat:
     """How a shard is loaded, as far as one knows: '' and 0 where one does not.
 
-    `dtype` is what it computes with, `quant` how that was asked for, which only its own node knows,
-    and `kv_tokens` how many positions its caches have.
+    `dtype` is what it computes with, `quant` how that was asked for, which earlier versions say of
+    their own shards only, and `kv_tokens` how many positions its caches have.
     """
 
     dtype: str = ""

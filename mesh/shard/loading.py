@@ -253,4 +253,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         head=manifest.has_ends and plan.request.layers.stop == manifest.total_layers,
         kv_tokens=settings.kv_tokens,
         halved=runtime.kernels.startswith(HALVED),
+        quant=plan.request.quant,
     )

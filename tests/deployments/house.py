@@ -255,7 +255,7 @@ class SimulatedHouse:
                 held.model_id,
                 held.weights_sha256,
                 held.layers,
-                replace(held.loaded, quant=""),
+                held.loaded,
             )
             for other in self.up
             if other is not node

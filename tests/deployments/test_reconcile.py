@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from mesh.deployments.formats import LoadedFormat, is_as_wished
@@ -173,6 +173,15 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
     st.lists(st.integers(1, 12).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=4),
     st.booleans(),
     OPERATIONS,
+)
+@example(
+    [2 * LAYER_MB] * 2,
+    False,
+    [
+        *[("deploy", 0, 2), ("change", 0, 0), ("step", 0, 0), ("step", 0, 0)],
+        *[("deploy", 0, 0)] * 4,
+        ("change", 0, 2),  # from what is served to another format, and `auto` may be either
+    ],
 )
 def test_without_room_it_comes_to_rest_and_says_what_waits(
     memories: list[int], is_measured: bool, operations: list[tuple[str, int, int]]

@@ -64,6 +64,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         advertised_at=draw(moments),
         kv_tokens=draw(counts),
         halved=draw(st.booleans()),
+        quant=draw(st.sampled_from(["", "none", "int8", "auto"])),
     )
     health = ShardHealth(
         draw(st.booleans()), draw(moments), draw(durations), draw(durations),

@@ -16,6 +16,7 @@ from mesh.models.header import TensorEntry
 from mesh.models.late_experts import STACKS
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.rounded import sweep_rounded
+from mesh.node.shards_as_seen import served_shard
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -66,6 +67,7 @@ def test_auto_serves_unquantised_what_cannot_be_compiled(name: str) -> None:
     family, why = family_of(checkpoint(name)).model_type, UNCOMPILED[name]
     assert isinstance(loaded.load(), TorchRuntime)
     assert loaded.descriptor.dtype == "fp32"
+    assert served_shard(loaded.descriptor).loaded.quant == "auto"  # which is not none's fp32
     assert any(f"{family} is not compiled, {why}" in reason for reason in loaded.reasons)
     for quant in ("int8", "int4"):
         with pytest.raises(UnsupportedFamily, match=f"{family} cannot be served in {quant}: {why}"):
