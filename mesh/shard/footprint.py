@@ -21,8 +21,9 @@ _CHOSEN_EXPERTS = (
 )  # fmt: skip
 """What configs call the experts that a row goes to."""
 
-_STATES = 5
-"""Of a session: as they are, and as they were where two chunks and two drafts began."""
+_STATES = 6
+"""Of a session: as they are, as a step makes them, and as they were where two chunks and two drafts
+began."""
 
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 

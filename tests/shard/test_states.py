@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from mesh.errors import SessionGone
-from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.slots import SlotCache
 from mesh.shard.footprint import keeps_states, state_bytes
 from mesh.shard.history import MARKS, REACH
 from mesh.shard.kv import SessionCache
@@ -18,13 +18,17 @@ from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
 from tests.shard.compiled.spans import COMPILED, compiled, step
 from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime
 
+RECURRENT = [family for family in STATEFUL if family in COMPILED]
+"""Those that are computed by graphs as well."""
+BOTH = [*(("modules", each) for each in STATEFUL), *(("graphs", each) for each in RECURRENT)]
 
-@pytest.fixture(params=["modules", "graphs"], name="made")
-def runtime_of(request: pytest.FixtureRequest) -> Callable[[str], Runtime]:
-    """A fresh runtime of a family, of either kind."""
-    if request.param == "modules":
-        return runtime
-    return lambda family: compiled(None, family, positions=1024)
+
+def made(by: str, family: str = "qwen3_5") -> Runtime:
+    """A fresh runtime of a family, by transformers' modules or by graphs."""
+    return runtime(family) if by == "modules" else compiled(None, family, positions=1024)
+
+
+either = pytest.mark.parametrize("by", ["modules", "graphs"])
 
 
 def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
@@ -35,15 +39,14 @@ def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
     return cache
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1"])
+GOING_BACK = ("qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1")
+
+
+@pytest.mark.parametrize(("by", "family"), [each for each in BOTH if each[1] in GOING_BACK])
 def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(
-    family: str, made: Callable[[str], Runtime]
+    by: str, family: str
 ) -> None:
-    if made is not runtime and family not in COMPILED:
-        with pytest.raises(NotCompilable):
-            made(family)
-        return
-    span = made(family)
+    span = made(by, family)
     hidden, other = rows(400), rows(40, seed=1)
     # To before the last chunk's end, into the chunk before it, and to where one began.
     for back in (399, 380, 300, 256, 140):
@@ -57,10 +60,9 @@ def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(
         assert relative_error(again, step(span, plain, back + 40, rows(1, seed=2))) < 1e-4
 
 
-def test_drafts_are_taken_back_however_often_also_two_at_a_time(
-    made: Callable[[str], Runtime],
-) -> None:
-    span = made("qwen3_5")
+@either
+def test_drafts_are_taken_back_however_often_also_two_at_a_time(by: str) -> None:
+    span = made(by)
     hidden = rows(120)
     cache, expected = fed(span, hidden[:, :20]), fed(span, hidden)
     position = 20
@@ -77,24 +79,22 @@ def test_drafts_are_taken_back_however_often_also_two_at_a_time(
     assert relative_error(last, whole[:, position:]) < 1e-4
 
 
-def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(
-    made: Callable[[str], Runtime],
-) -> None:
-    span = made("qwen3_5")
+@either
+def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(by: str) -> None:
+    span = made(by)
     cache = fed(span, rows(1000))
     assert cache.held(900) == 900
     assert cache.held(500) < 500
     with pytest.raises(SessionGone, match="position 500"):
         span.forward([StepInput(cache, 500, rows(1))])
     # From the beginning it may be replayed.
-    plain = made("qwen3_5").forward([StepInput(span.new_cache(64), 0, rows(9, seed=3))])[0]
+    plain = made(by).forward([StepInput(span.new_cache(64), 0, rows(9, seed=3))])[0]
     assert relative_error(step(span, cache, 0, rows(9, seed=3)), plain) < 1e-4
 
 
-def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was(
-    made: Callable[[str], Runtime],
-) -> None:
-    span = made("qwen3_5")
+@either
+def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was(by: str) -> None:
+    span = made(by)
     hidden = rows(60)
     cache, plain = fed(span, hidden), fed(span, hidden)
     for position, count in ((60, 1), (60, 30), (50, 4)):
@@ -115,10 +115,9 @@ class Failing:
         raise RuntimeError("it failed half-way")
 
 
-def test_a_session_begins_as_another_where_that_has_states(
-    made: Callable[[str], Runtime],
-) -> None:
-    span = made("qwen3_5")
+@either
+def test_a_session_begins_as_another_where_that_has_states(by: str) -> None:
+    span = made(by)
     hidden = rows(500)
     source = fed(span, hidden)
     step(span, source, 500, rows(1, seed=5))
@@ -134,18 +133,22 @@ def test_a_session_begins_as_another_where_that_has_states(
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
-def test_states_take_no_more_than_was_said(family: str) -> None:
+def test_models_with_states_are_known_by_what_they_store(family: str) -> None:
     manifest = checkpoint(family)
-    said = state_bytes(manifest, WHOLE)
-    assert (said > 0) is keeps_states(manifest) is (family in STATEFUL)
-    if not said:
-        return
-    span = runtime(family)
+    has_some = family in STATEFUL
+    assert (state_bytes(manifest, WHOLE) > 0) is keeps_states(manifest) is has_some
+
+
+@pytest.mark.parametrize(("by", "family"), BOTH)
+def test_states_take_no_more_than_was_said(by: str, family: str) -> None:
+    span = made(by, family)
     cache = fed(span, rows(700))
     position = 700
     for count in (4, 1, 1, 4, 1):
         step(span, cache, position, rows(count))
         position += count
-    by_length = SessionCache.allocated_bytes.__get__(cache)
+    plain: Any = SessionCache if isinstance(cache, SessionCache) else SlotCache
+    by_length = plain.allocated_bytes.__get__(cache)
     inputs = 2 * MARKS * REACH * rows(1).nbytes
+    said = state_bytes(checkpoint(family), WHOLE)
     assert 0 < cache.allocated_bytes - by_length <= said + inputs
