@@ -40,6 +40,12 @@ STATEFUL = (
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
 
 WINDOW = 64
+GROWING = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+"""From the 64th position on queries are multiplied by something."""
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|turn|>")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}: {{ m['content'] }}\n"
@@ -288,7 +294,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": 4},
         "exaone_moe": experts | {"sliding_window": WINDOW, "sliding_window_pattern": 4},
         "ministral": {"sliding_window": WINDOW} | head,
-        "ministral3": {"sliding_window": None} | head,
+        "ministral3": {"sliding_window": None, "rope_parameters": GROWING} | head,
         "dots1": experts | head | {"sliding_window": WINDOW, "max_window_layers": 2},
         "ernie4_5_moe": {
             "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": hidden,

@@ -22,6 +22,7 @@ from mesh.shard.attention import Attend, CausalRule, row_exact_attention_of, rul
 from mesh.shard.compiled.parts import (
     Attention,
     FeedForward,
+    Growth,
     LayerParts,
     Norm,
     NotCompilable,
@@ -37,8 +38,9 @@ from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-Turn = tuple[torch.Tensor, torch.Tensor]
-"""Cosines, and sines with those of the first half negated, (rows, 1, turned width) each."""
+Turn = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Cosines, and sines with those of the first half negated, (rows, 1, turned width) each; and what
+queries are multiplied by, if they are, (rows, 1, 1)."""
 
 _ACTIVATIONS: dict[str, Product] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -126,8 +128,8 @@ class LeanLayers(nn.Module):
         sessions, rows, width = hidden.shape
         running = self._layers[layers.start : layers.stop]
         turns = {
-            kind: self._turn(hidden, positions, kind)
-            for kind in {layer.attention.table for layer in running}
+            kind: self._turn(hidden, positions, kind, growth)
+            for kind, growth in {(of.attention.table, of.attention.growth) for of in running}
             if kind is not None
         }
         x = hidden.reshape(sessions * rows, width)
@@ -141,12 +143,15 @@ class LeanLayers(nn.Module):
         """The attention of each layer."""
         return [layer.place for layer in self._layers]
 
-    def _turn(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Turn:
+    def _turn(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kind: str, growth: Growth | None
+    ) -> Turn:
         cos, sin = self._rotary(hidden, positions, *((kind,) if kind else ()))
         half = cos.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         rows = cos.shape[0] * cos.shape[1]
-        return cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1)
+        grown = None if growth is None else growth.factors(positions).reshape(rows, 1, 1)
+        return cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1), grown
 
 
 class _InCaches:
@@ -278,7 +283,10 @@ class _Attention(nn.Module):
             both = self._normed(both)
         if turn is not None:
             both = _turned(both, turn).to(x.dtype)  # some families turn in fp32
-        y = past(self.place, both[:, : self._heads], both[:, self._heads :], values)
+        queries = both[:, : self._heads]
+        if turn is not None and (grown := turn[2]) is not None:
+            queries = queries * grown.to(x.dtype)
+        y = past(self.place, queries, both[:, self._heads :], values)
         return self._output(y.reshape(rows, -1))
 
     def _normed(self, both: torch.Tensor) -> torch.Tensor:
@@ -295,7 +303,7 @@ class _Attention(nn.Module):
 
 def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     """(rows, heads, width) turned by its position, as far as the tables are wide."""
-    cos, sin = turn
+    cos, sin, _ = turn
     wide = cos.shape[-1]
     if wide == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(wide // 2, -1), sin)

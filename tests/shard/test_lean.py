@@ -104,13 +104,18 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     assert relative_error(outputs(span), outputs(by_modules(family))) < 1e-5
 
 
-def test_what_only_long_sessions_come_to_is_looked_at_for_those() -> None:
+def test_what_only_long_sessions_come_to_is_computed_and_looked_at() -> None:
     family = family_of(checkpoint("ministral3"))
+    require_lean(family, None)
     first = family.config.rope_parameters["original_max_position_embeddings"]
-    require_lean(family, None, first)
-    for positions in (first + 1, None):  # from there on its queries are scaled by their position
-        with pytest.raises(NotCompilable, match="differ"):
-            require_lean(family, None, positions)
+    assert first < 200
+    hidden, found = rows(200), []
+    for span in (runtime("ministral3"), by_modules("ministral3")):
+        cache = span.new_cache(256)
+        step(span, cache, 0, hidden[:, :150])
+        found.append(step(span, cache, 150, hidden[:, 150:]))
+        assert span.is_lean is (len(found) == 1)
+    assert relative_error(*found) < 1e-5
 
 
 @pytest.mark.parametrize("family", sorted(SINGULAR))

@@ -5,7 +5,7 @@
   more than that, ``queries`` (1,) int32, how many rows attention takes, ``keys`` and ``values``
   (1, kv heads, capacity, width), ``padding`` (6,) int64 and ``rows`` (1,) int64 (see `padding`),
   and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width), and
-  ``sinks`` (heads,) for those that have some. Its
+  ``sinks`` (heads,) and ``growth`` (positions,) for those that have some. Its
   outputs ``new_keys`` and ``new_values`` are to be bound to the memory of ``keys`` and ``values``:
   the rows are written into them in place.
 - `grouped_model`: the same where several queries share a key: ``at`` (1,) int64 is how many
@@ -58,9 +58,12 @@ def attention_model(attention: Attention) -> bytes:
     """The serialised graph of attention; the same bytes for layers that differ in weights only."""
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
     graph = GraphBuilder({})
-    packed = (heads + 2 * kv_heads) * width
-    projected = graph.input("projected", FLOAT, [1, "rows", packed])
+    projected = graph.input("projected", FLOAT, [1, "rows", attention.projected])
     projected = graph.op("Pad", [projected, graph.input("padding", TensorProto.INT64, [6])])
+    if attention.growth is not None:
+        q, rest = graph.split(projected, [heads * width, 2 * kv_heads * width])
+        graph.input("positions", TensorProto.INT64, [1, "given"])
+        projected = graph.op("Concat", [_grown(graph, q), rest], axis=-1)
     shape: list[int | str] = [1, kv_heads, "capacity", width]
     for name in ("keys", "values"):
         graph.input(name, FLOAT, shape)
@@ -115,9 +118,13 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
     if not alone:
         x = graph.op("Pad", [x, graph.input("padding", TensorProto.INT64, [6])])
     q, k, v = graph.split(x, [heads * width, kv_heads * width, kv_heads * width])
+    if attention.growth is not None or attention.table is not None:
+        graph.input("positions", TensorProto.INT64, [1, "given"])
+    if attention.growth is not None:
+        q = _grown(graph, q)
     if attention.table is not None:
         turning = [graph.input(name, FLOAT, ["table", "half"]) for name in ("cos", "sin")]
-        turning.append(graph.input("positions", TensorProto.INT64, [1, "given"]))
+        turning.append("positions")
         whole = 0 if turned == width else turned
         q, k = (
             graph.op(
@@ -143,6 +150,12 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
         _attend_several(graph, attention, q, seen, end)
     graph.output("attended", [1, "rows", heads * width])
     return graph.serialised()
+
+
+def _grown(graph: GraphBuilder, q: str) -> str:
+    """Queries times what ``growth`` (positions,) has for where they stand."""
+    factors = graph.op("Gather", [graph.input("growth", FLOAT, ["table"]), "positions"])
+    return graph.op("Mul", [q, graph.op("Unsqueeze", [factors, graph.numbers(2)])])
 
 
 def _attend_alone(graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str]) -> None:

@@ -28,9 +28,32 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "ACTIVATION_NAMES", "Attention", "DeltaNet", "Experts", "FeedForward", "LayerParts", "Mixer",
-    "Norm", "NotCompilable", "ShortConvolution", "StateSpace", "layer_parts",
+    "ACTIVATION_NAMES",
+    "Attention",
+    "DeltaNet",
+    "Experts",
+    "FeedForward",
+    "Growth",
+    "LayerParts",
+    "Mixer",
+    "Norm",
+    "NotCompilable",
+    "ShortConvolution",
+    "StateSpace",
+    "layer_parts",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Queries are multiplied by ``1 + rate * log(1 + floor(position / first))`` (Llama 4)."""
+
+    rate: float
+    first: int
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """Of the queries at these `positions`, fp32, in their shape."""
+        return 1 + self.rate * torch.log(1 + torch.floor(positions.float() / self.first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +83,7 @@ class Attention:
     """Whether values are what keys are made of, and there is no projection to them."""
     turns_pairs: bool = False
     """Whether neighbours turn by position and not halves of a head."""
+    growth: Growth | None = None
     rates: tuple[nn.Module, ...] = ()
 
     @property
@@ -171,6 +195,7 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         value_norm=_value_norm(module, width),
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),
+        growth=_growth(config),
     )
 
 
@@ -205,6 +230,12 @@ def _turns_pairs(module: nn.Module) -> bool:
     rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
     pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
     return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
+
+
+def _growth(config: Any) -> Growth | None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rate = rope.get("llama_4_scaling_beta")
+    return Growth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
 
 
 def _scale_of(reader: PartsReader) -> float:

@@ -29,7 +29,7 @@ GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1")
 """So many queries share a key that it is read once for all of them: an odd number of them, one of
 two key heads, in every other layer."""
 
-SINGULAR = ("gemma4_dense", "glm4", "ernie4_5", "exaone4")
+SINGULAR = ("gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3")
 """Families whose layers differ in width, or whose attention is one of their own."""
 
 COMPILED = (*dict.fromkeys((*FAMILIES, *EXPERTS, *SINGULAR)), *GROUPED)

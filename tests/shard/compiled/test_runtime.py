@@ -11,15 +11,26 @@ from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.families import family_of
 from mesh.models.standard import has_other_layers
 from mesh.shard.compiled.formats import Quant
-from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.parts import Attention, NotCompilable
 from mesh.shard.compiled.proof import require_compilable
+from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.slots import SLOTS
+from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import run
 from mesh.types import LayerRange, Site
 from tests.checkpoints import WINDOW
-from tests.shard.compiled.spans import COMPILED, EXPERTS, REFUSED, added, compiled, in_torch, step
+from tests.shard.compiled.spans import (
+    COMPILED,
+    EXPERTS,
+    REFUSED,
+    added,
+    compiled,
+    in_torch,
+    span,
+    step,
+)
 from tests.shard.spans import HIDDEN, WHOLE, checkpoint, relative_error, rows
 from tests.shard.test_runtime import whole_model
 
@@ -40,8 +51,8 @@ def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(
     # A chunk, a chunk behind a past that crosses the window, a rejected draft, single rows.
     for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
         part = hidden[:, start:stop]
-        for span, cache in zip(spans, caches, strict=True):
-            part = step(span, cache, start, part)
+        for runtime, cache in zip(spans, caches, strict=True):
+            part = step(runtime, cache, start, part)
         found[:, start:stop] = part
     assert relative_error(found, expected) < 1e-4
 
@@ -88,12 +99,27 @@ def test_plans_know_the_same_of_every_mixture(family: str) -> None:
     assert not has_other_layers(checkpoint(family).config)
 
 
-def test_what_only_long_sessions_come_to_is_looked_at_for_those() -> None:
-    family = family_of(checkpoint("ministral3"))
-    first = family.config.rope_parameters["original_max_position_embeddings"]
-    require_compilable(family, None, first)
-    with pytest.raises(NotCompilable, match="differ"):
-        require_compilable(family, None, first + 1)
+def test_what_only_long_sessions_come_to_is_computed_and_looked_at() -> None:
+    require_compilable(family_of(checkpoint("ministral3")), None)
+    graphs, hidden = span(None, "ministral3"), rows(200)
+    attention = graphs.layers[0].parts.mixer
+    assert isinstance(attention, Attention)
+    assert attention.growth is not None
+    assert attention.growth.first < 200  # from there on its queries are scaled by their position
+    expected = whole_model("ministral3", hidden)
+
+    def off(graphs: GraphSpan) -> float:
+        runtime = CompiledRuntime(graphs, threads=1, positions=256)
+        cache = runtime.new_cache(256)
+        found = [step(runtime, cache, at, hidden[:, at : at + 100]) for at in (0, 100)]
+        return relative_error(torch.cat(found, 1), expected)
+
+    assert off(graphs) < 1e-4
+    layers = tuple(
+        replace(each, parts=replace(each.parts, mixer=replace(each.parts.mixer, growth=None)))
+        for each in graphs.layers
+    )
+    assert off(replace(graphs, layers=layers)) > 1e-4
 
 
 @pytest.mark.parametrize("family", COMPILED)
