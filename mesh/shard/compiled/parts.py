@@ -41,7 +41,7 @@ __all__ = [
     "ShortConvolution",
     "StateSpace",
     "layer_parts",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +221,11 @@ def _projections(
 
 def _value_norm(module: Any, width: int) -> Norm | None:
     norm = getattr(module, "v_norm", None)
-    if norm is None or not norm.with_scale:
-        return None if norm is None else Norm(torch.ones(width), None, norm.eps)
-    raise NotCompilable("it normalises values by weights")
+    if norm is None:
+        return None
+    if getattr(norm, "with_scale", True):
+        raise NotCompilable("it normalises values by weights")
+    return Norm(torch.ones(width), None, norm.eps)
 
 
 def _turns_pairs(module: nn.Module) -> bool:
