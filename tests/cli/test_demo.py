@@ -6,7 +6,7 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +17,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+COMMAND = Path(sysconfig.get_path("scripts"), "hearthnet")
+"""As people start it. With ``python -m`` CPython ends by the signal itself, though it was caught, where
+Ctrl-C came while an import ran text with `exec`, as that of a dataclass does."""
 MARK = "TESTED_DEMO"
 OTHERS = {
     "HEARTHNET_MODEL": "/nowhere",
@@ -30,7 +33,7 @@ def demo(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running demo, and the mark by which everything that it starts is known."""
     mark = secrets.token_hex(8)
     process = subprocess.Popen(
-        [sys.executable, "-m", "mesh.cli.main", "demo"],
+        [COMMAND, "demo"],
         env={**os.environ, **OTHERS, MARK: mark, "TMPDIR": str(directory)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
