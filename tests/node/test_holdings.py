@@ -40,6 +40,7 @@ from tests import secure
 from tests.deployments.test_waking import WISH
 from tests.pipeline.test_entrance import as_it_is, no_steps
 from tests.pipeline.test_supervisor import Owner
+from tests.simulation.virtual_loop import run_virtually
 
 if TYPE_CHECKING:
     from mesh.hearth.network import Network
@@ -139,22 +140,26 @@ async def test_a_model_is_in_use_while_somebody_waits_at_the_entrance_to_ask_it(
     assert not house.use(deployment).is_busy
 
 
-async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
-    config = await asyncio.to_thread(Config)
-    held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
-    held.host = SlowHost()
-    phases, told = Phases(lambda *_: None), list[PhaseProgress | None]()
-    phases.put(SHARD, Phase.DEPLOYING)
+def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
+    config = Config()
 
-    def on_progress(done: int, total: int, bytes_per_s: float, note: str) -> None:
-        phases.bytes(SHARD, done, total, bytes_per_s)
-        told.append(phases.get(SHARD))
+    async def main() -> None:
+        held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
+        held.host = SlowHost()
+        phases, told = Phases(lambda *_: None), list[PhaseProgress | None]()
+        phases.put(SHARD, Phase.DEPLOYING)
 
-    with pytest.raises(Busy):
-        await held.serve(
-            MODEL.model_id, LayerRange(2, 4), quant="", context=0, on_progress=on_progress
-        )
-    assert list(dict.fromkeys(told)) == [PhaseProgress(Phase.DEPLOYING, *far) for far in FAR[1:]]
-    count = len(told)
-    await asyncio.sleep(0.5)
-    assert len(told) == count
+        def on_progress(done: int, total: int, bytes_per_s: float, note: str) -> None:
+            phases.bytes(SHARD, done, total, bytes_per_s)
+            told.append(phases.get(SHARD))
+
+        with pytest.raises(Busy):
+            await held.serve(
+                MODEL.model_id, LayerRange(2, 4), quant="", context=0, on_progress=on_progress
+            )
+        assert list(dict.fromkeys(told)) == [PhaseProgress(Phase.DEPLOYING, *d) for d in FAR[1:]]
+        count = len(told)
+        await asyncio.sleep(0.5)
+        assert len(told) == count
+
+    run_virtually(main)
