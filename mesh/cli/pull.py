@@ -85,9 +85,9 @@ async def _run(client: Client, model: str, wanted: dict[str, Any], *, wait: bool
     from mesh.errors import from_dict
 
     name = await client.pull(model, **wanted)
-    outcome = await client.pull_outcome(name)
     line = ProgressLine()
     try:
+        outcome = await client.pull_outcome(name)
         while wait and outcome["state"] == "running":
             line.show(outcome["transfer"])
             outcome = await client.pull_outcome(name, _LOOK_S)

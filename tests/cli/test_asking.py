@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 
@@ -251,3 +252,30 @@ async def test_interrupted_run_is_exit_code_130(
     assert process.returncode == 130
     assert b"Traceback" not in err
     await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 5)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+async def test_a_pull_that_is_left_before_it_hears_how_it_goes_says_that_it_goes_on(
+    environment: dict[str, str],
+) -> None:
+    asked = asyncio.Event()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"POST "):
+            await reader.readexactly(int(re.findall(rb"(?i)content-length: (\d+)", head)[0]))
+            writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n{"pull": "toy"}')
+        asked.set()
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        host = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "pull", "toy", "--host", host,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
+        )  # fmt: skip
+        await asyncio.wait_for(asked.wait(), 20)
+        process.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 130
+    assert b"The daemon goes on fetching toy" in err

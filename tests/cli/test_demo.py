@@ -18,8 +18,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 COMMAND = Path(sysconfig.get_path("scripts"), "hearthnet")
-"""As people start it. With ``python -m`` CPython ends by the signal itself, though it was caught, where
-Ctrl-C came while an import ran text with `exec`, as that of a dataclass does."""
+"""As people start it. With ``python -m`` CPython ends by the signal itself, though it was caught,
+where Ctrl-C came while an import ran text with `exec`, as that of a dataclass does."""
 MARK = "TESTED_DEMO"
 OTHERS = {
     "HEARTHNET_MODEL": "/nowhere",

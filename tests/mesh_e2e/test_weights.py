@@ -127,6 +127,8 @@ def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(lambda: sofa.get("/mesh/v1/weights")["transfers"])
+    assert pulling.stderr is not None
+    assert pulling.stderr.readline()  # it has heard that its pull is taken
     pulling.send_signal(signal.SIGINT)
     _, said = pulling.communicate(timeout=30)
     assert pulling.returncode == 130
