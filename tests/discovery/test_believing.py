@@ -236,7 +236,7 @@ async def test_of_a_flood_of_good_advertisements_the_rest_is_not_even_read(heart
             while accounts.snapshot()[0]["refused"] < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert layers(node) == ["0-7"]
-        assert not node.told("warned")
+        assert not node.told("warning")
         # As when the minute is over.
         accounts.keep_only(PrincipalKind.PEER, frozenset())
         await peer.settle(2)

@@ -360,7 +360,7 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     assert {event["type"] for event in events} == {"bringing_up"}, events
     assert events[0]["phase"] in {"QUEUED", "PROVISIONING", "DEPLOYING"}
     assert chunks[-1]["hearthnet"]["token_ids"] == expected
-    assert row(study)["level"] == "HOT"
+    until(lambda: row(study)["level"] == "HOT", "who has no part in it hears of it", study)
     assert loading(kitchen, lab).json()["done_reason"] == "load"
     assert hearthnet("evict", MODEL, node=attic).returncode == 0
     for node in house.values():
