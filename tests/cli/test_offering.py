@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,7 @@ async def test_ctrl_c_at_the_question_is_an_interruption(
 ) -> None:
     async with Terminal(environment, "chat") as terminal:
         await terminal.until(QUESTION)
-        await asyncio.sleep(0.3)  # one that comes before readline listens waits for the next key
+        await _reads(terminal.process.pid)
         terminal.type("\x03")
         assert await asyncio.wait_for(terminal.process.wait(), 20) == 130
     assert (await hearthnet("down")).code == 3
@@ -58,6 +59,16 @@ async def test_ctrl_c_while_it_starts_leaves_none_behind(
     await asyncio.to_thread(psutil.wait_procs, [started], timeout=20)
     assert not started.is_running()
     assert not (tmp_path / ".local/state/hearthnet/daemon.json").exists()
+
+
+async def _reads(pid: int) -> None:
+    """Until a process waits for a key: a Ctrl-C that comes just before waits for the next one."""
+    if sys.platform != "linux":  # where one that waits is said to be running
+        await asyncio.sleep(0.3)
+        return
+    async with asyncio.timeout(20):
+        while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 async def _children(pid: int) -> list[psutil.Process]:
