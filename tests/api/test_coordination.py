@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import httpx
@@ -29,11 +29,13 @@ class Records:
     """The coordinator alone, of a node that knows no model's number of layers."""
 
     coordinator: Coordinator
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def view(self) -> dict[str, Any]:
         return await self.coordinator.view()
 
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
+        self.asked.set()
         ready = await self.coordinator.wait_ready(
             question.model,
             timeout_s=question.wait_s,
@@ -46,6 +48,7 @@ class Records:
 @dataclass
 class Served:
     coordinator: Coordinator
+    asked: asyncio.Event
     server: ApiServer
     http: httpx.AsyncClient
 
@@ -54,12 +57,12 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     flags = ReadyFlags(SystemClock())
     coordinator = Coordinator(LayeredRecords(None, flags, Told()), flags)
-    nobody = cast("Any", None)
-    services = Services(nobody, nobody, nobody, nobody, Records(coordinator), nobody, nobody)
+    nobody, records = cast("Any", None), Records(coordinator)
+    services = Services(nobody, nobody, nobody, nobody, records, nobody, nobody)
     app = create_app(ScriptedGenerations(), ScriptedView(), ApiSettings(), services=services)
     server = await serve_api(app, "127.0.0.1", 0, None)
     async with httpx.AsyncClient(base_url=server.url(), trust_env=False, timeout=40) as client:
-        yield Served(coordinator, server, client)
+        yield Served(coordinator, records.asked, server, client)
     await server.close()
 
 
@@ -88,7 +91,8 @@ async def test_who_waits_is_answered_when_it_is_ready(served: Served) -> None:
 async def test_who_waits_keeps_no_node_from_stopping(served: Served) -> None:
     query = {"model": "nobody/has-it", "wait": "30"}
     waiting = asyncio.create_task(served.http.get(PATH, params=query))
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(20):
+        await served.asked.wait()
     async with asyncio.timeout(10):
         await served.server.close()
         answer = await waiting

@@ -270,7 +270,7 @@ async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
         warmed_parent().kill()
         outcome = await job.outcome()
         assert outcome.ending is Ending.CRASHED
-        await asyncio.to_thread(process.wait, 2)
+        await asyncio.to_thread(process.wait, 20)
     assert not jail.alive
     with pytest.raises(JailUnavailable, match=r"gone\. It is restarted; try again\.$"):
         await jail.start_job(STORIES + "touching", b"", trusted=False)
@@ -287,7 +287,7 @@ async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(jail: Jai
         warmed_parent().suspend()
         outcome = await job.outcome()
         assert outcome.ending is Ending.WALL_LIMIT
-        await asyncio.to_thread(process.wait, 2)
+        await asyncio.to_thread(process.wait, 20)
 
 
 async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
