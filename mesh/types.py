@@ -263,7 +263,7 @@ class ShardDescriptor:
     head: bool = False
     kv_tokens: Count = 0
     halved: bool = False
-    quant: Text = ""
+    quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
 
     @property
     def format(self) -> str:
