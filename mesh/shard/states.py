@@ -2,7 +2,7 @@
 short convolutions.
 
 What a forward makes of the states is real with `commit` only; how a session goes back is said in
-`mesh.shard.history`.
+`mesh.shard.marks`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mesh.shard.history import History
 from mesh.shard.kv import SessionCache
+from mesh.shard.marks import Marks
 
 _Key = tuple[str, int, int]
 """Of one state: which of a layer's two kinds, the layer, and which of several of that kind."""
@@ -29,7 +29,7 @@ class _Held:
         self.next: dict[_Key, torch.Tensor] = {}
 
     def snapshot(self) -> _States:
-        """See `mesh.shard.history.RunningStates`. They are never written to."""
+        """See `mesh.shard.marks.RunningStates`. They are never written to."""
         return self.now
 
     def restore(self, states: _States | None) -> None:
@@ -37,7 +37,7 @@ class _Held:
         self.now, self.next = states or {}, {}
 
     def advance(self) -> None:
-        """What was made of them is real."""
+        """See there."""
         self.now, self.next = {**self.now, **self.next}, {}
 
     def lent(self, key: _Key) -> torch.Tensor | None:
@@ -61,11 +61,11 @@ class StateCache(SessionCache):
     def __init__(self, layer_count: int, max_tokens: int) -> None:
         super().__init__(layer_count, max_tokens)
         self._states = _Held()
-        self._history = History(self._states)
+        self._kept = Marks(self._states)
 
     @property
     def computed(self) -> int:
-        return self.length - self._history.again
+        return self.length - self._kept.again
 
     @property
     def allocated_bytes(self) -> int:
@@ -75,25 +75,25 @@ class StateCache(SessionCache):
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._states.now.values()
-        for states, inputs in self._history.kept():
+        for states, inputs in self._kept.kept():
             yield from states.values()
             yield from inputs
 
     # Where it stands
 
     def held(self, positions: int) -> int:
-        return self._history.held(self.length, positions)
+        return self._kept.held(self.length, positions)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, and all where it cannot stand there."""
         if position < self.length:
-            self.length = self._history.cut(self.length, position)
+            self.length = self._kept.cut(self.length, position)
             self._states.next = {}
 
     def copy(self, other: StateCache, stop: int) -> None:
         """As of any cache, all at once. States are never written to: both have the same."""
         super().copy(other, stop)
-        self._history.begin_as(other._history)
+        self._kept.begin_as(other._kept)
         end, self.length = self.length, other.length
         self.cut(end)
 
@@ -102,22 +102,20 @@ class StateCache(SessionCache):
     @property
     def again(self) -> torch.Tensor | None:
         """Rows (1, rows, hidden) at `computed` that are to be computed by themselves first."""
-        return self._history.rows_alone(self.length)
+        return self._kept.rows_alone(self.length)
 
     def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
         behind the end: they come last."""
         self._states.next = {}
-        return self._history.rows_for(self.length, hidden)
+        return self._kept.rows_for(self.length, hidden)
 
     def commit_again(self) -> None:
         """What `again` had is computed."""
-        self._states.advance()
-        self._history.note_alone(self.length)
+        self._kept.commit_alone(self.length)
 
     def commit(self, rows: int) -> None:
-        self._history.note(self.length, rows)
-        self._states.advance()
+        self._kept.commit(self.length, rows)
         super().commit(rows)
 
     # transformers.Cache

@@ -10,8 +10,8 @@ import torch
 from mesh.errors import SessionGone
 from mesh.shard.compiled.slots import SlotCache
 from mesh.shard.footprint import keeps_states, state_bytes
-from mesh.shard.history import MARKS, REACH
 from mesh.shard.kv import SessionCache
+from mesh.shard.marks import MARKS, REACH
 from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.types import Site
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL

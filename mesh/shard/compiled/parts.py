@@ -15,7 +15,7 @@ import torch
 
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
-from mesh.shard.compiled.parts_reader import Gate, Norm, NotCompilable, PartsReader, rows_out
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 from mesh.shard.compiled.recurrences import (
     DeltaNet,
     Recurrence,
@@ -76,7 +76,7 @@ class Attention:
     norm_whole: bool
     """Whether those norms go over all heads at once and not each."""
     sinks: torch.Tensor | None = None
-    gate: Gate | None = None
+    gate: OutputGate | None = None
     """Its numbers come with the queries, behind those of each head."""
     value_norm: Norm | None = None
     shares_values: bool = False
@@ -191,7 +191,7 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         reader.norm(f"{path}.k_norm", f"{path}.k_layernorm"),
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
-        gate=None if rows == plain else Gate("sigmoid"),
+        gate=None if rows == plain else OutputGate("sigmoid"),
         value_norm=_value_norm(module, width),
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),

@@ -25,7 +25,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class OutputGate:
     """What rows are multiplied by behind a mixer: numbers of the same row that went around it,
     through an `activation` (None: as they are). A `norm` of each head comes before that, or behind
     it where the gate `is_first`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh.shard.compiled.parts_reader import Gate, Norm, NotCompilable, PartsReader, rows_out
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class DeltaNet:
     key_heads: int
     width: int
     key_width: int
-    gate: Gate
+    gate: OutputGate
     is_interleaved: bool
 
     @property
@@ -78,7 +78,7 @@ class ShortConvolution:
     output: nn.Module
     convolution: Convolution
     width: int
-    gate: Gate
+    gate: OutputGate
     rates: tuple[nn.Module, ...] = ()
 
     @property
@@ -112,7 +112,7 @@ class StateSpace:
     width: int
     groups: int
     key_width: int
-    gate: Gate
+    gate: OutputGate
     rates: tuple[nn.Module, ...] = ()
 
     @property
@@ -159,7 +159,7 @@ def _delta_net(reader: PartsReader, path: str) -> DeltaNet:
         projections, rates, output, _convolution(reader, f"{path}.conv1d"),
         module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
         module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim,
-        Gate("silu", _gated_norm(norm)), is_interleaved=whole is not None,
+        OutputGate("silu", _gated_norm(norm)), is_interleaved=whole is not None,
     )  # fmt: skip
     if sum(map(rows_out, projections)) != found.mixed + found.attended:
         raise NotCompilable("its queries, keys and values have widths of their own")
@@ -175,7 +175,7 @@ def _state_space(reader: PartsReader, path: str) -> StateSpace:
         (both,), output, _convolution(reader, f"{path}.conv1d"),
         module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
         module.D.detach().float().clone(), module.num_heads, module.head_dim, module.n_groups,
-        module.ssm_state_size, Gate("silu", _gated_norm(norm), is_first=True),
+        module.ssm_state_size, OutputGate("silu", _gated_norm(norm), is_first=True),
     )  # fmt: skip
     if rows_out(both) != found.attended + found.projected:
         raise NotCompilable("its projections have widths of their own")
@@ -194,7 +194,7 @@ def _short_convolution(reader: PartsReader, path: str) -> ShortConvolution:
     reader.get(path)
     both, output = reader.get(f"{path}.in_proj"), reader.get(f"{path}.out_proj")
     convolution = _convolution(reader, f"{path}.conv")
-    return ShortConvolution((both,), output, convolution, rows_out(output), Gate(None))
+    return ShortConvolution((both,), output, convolution, rows_out(output), OutputGate(None))
 
 
 def _convolution(reader: PartsReader, path: str) -> Convolution:

@@ -2,7 +2,7 @@
 come from.
 
 States lie in the session's slot twice (`slots.StateArea`); which copy holds with `commit` only. How
-a session goes back is said in `mesh.shard.history`.
+a session goes back is said in `mesh.shard.marks`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.shard.compiled.slots import Bank, CacheShape, SlotCache, StateArea
-from mesh.shard.history import History
+from mesh.shard.marks import Marks
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class _Current:
         self.restore(None)
 
     def snapshot(self) -> torch.Tensor:
-        """See `mesh.shard.history.RunningStates`."""
+        """See `mesh.shard.marks.RunningStates`."""
         return self._copies[self.copy].clone()
 
     def restore(self, states: torch.Tensor | None) -> None:
@@ -37,7 +37,7 @@ class _Current:
             mine.copy_(states)
 
     def advance(self) -> None:
-        """What was written into the other copy is real."""
+        """See there."""
         self.copy = 1 - self.copy
 
     @property
@@ -54,12 +54,12 @@ class StateSlotCache(SlotCache):
     def __init__(self, bank: Bank, max_tokens: int) -> None:
         super().__init__(bank, max_tokens)
         self._states = _Current(bank.states[self.slot])
-        self.history = History(self._states)
+        self.marks = Marks(self._states)
         """What it goes back to."""
 
     @property
     def computed(self) -> int:
-        return self.length - self.history.again
+        return self.length - self.marks.again
 
     @property
     def copy_read(self) -> int:
@@ -68,28 +68,28 @@ class StateSlotCache(SlotCache):
     @property
     def allocated_bytes(self) -> int:
         """What keys, values, states, marks and their inputs take."""
-        marks = {
+        mine = {
             id(tensor): tensor.nbytes
-            for states, inputs in self.history.kept()
+            for states, inputs in self.marks.kept()
             for tensor in (states, *inputs)
         }
-        return super().allocated_bytes + self._states.nbytes + sum(marks.values())
+        return super().allocated_bytes + self._states.nbytes + sum(mine.values())
 
     # Where it stands
 
     def held(self, positions: int) -> int:
-        return self.history.held(self.length, positions)
+        return self.marks.held(self.length, positions)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, and all where it cannot stand there."""
         if position < self.length:
-            super().cut(self.history.cut(self.length, position))
+            super().cut(self.marks.cut(self.length, position))
 
     def copy(self, other: SlotCache, stop: int) -> None:
         """As of any cache, all at once."""
         assert isinstance(other, StateSlotCache)  # noqa: S101 - of the same runtime
         super().copy(other, stop)
-        self.history.begin_as(other.history)
+        self.marks.begin_as(other.marks)
         end, self.bank.lengths[self.slot] = self.length, other.length
         self.cut(end)
 
@@ -98,21 +98,19 @@ class StateSlotCache(SlotCache):
     @property
     def again(self) -> torch.Tensor | None:
         """Rows (1, rows, hidden) at `computed` that are to be computed by themselves first."""
-        return self.history.rows_alone(self.length)
+        return self.marks.rows_alone(self.length)
 
     def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
         behind the end: they come last."""
-        return self.history.rows_for(self.length, hidden)
+        return self.marks.rows_for(self.length, hidden)
 
     def commit_again(self) -> None:
         """What `again` had is computed."""
-        self._states.advance()
-        self.history.note_alone(self.length)
+        self.marks.commit_alone(self.length)
 
     def commit(self, rows: int) -> None:
-        self.history.note(self.length, rows)
-        self._states.advance()
+        self.marks.commit(self.length, rows)
         super().commit(rows)
 
 

@@ -38,6 +38,9 @@ class RunningStates(Protocol[States]):
     def restore(self, states: States | None) -> None:
         """The next forward begins with these; with none, at the beginning of a text."""
 
+    def advance(self) -> None:
+        """What the last forward has made of them is real."""
+
 
 @dataclass(slots=True)
 class _Mark(Generic[States]):
@@ -72,7 +75,7 @@ class _Mark(Generic[States]):
         return _Mark(self.position, self.states, self.is_long, [*self.inputs], self.end)
 
 
-class History(Generic[States]):
+class Marks(Generic[States]):
     """The marks of one session, and how many rows it has to compute once more.
 
     `length` is everywhere how many positions the session holds.
@@ -118,7 +121,7 @@ class History(Generic[States]):
         self._states.restore(None if mark is None else mark.states)
         self.again = 0 if mark is None else position - mark.position
 
-    def begin_as(self, other: History[States]) -> None:
+    def begin_as(self, other: Marks[States]) -> None:
         """Have its marks and states."""
         self._marks = [each.copy() for each in other._marks]
         self._states.restore(other._states.snapshot())
@@ -140,8 +143,8 @@ class History(Generic[States]):
         mark = next(each for each in self._marks if each.position == length - self.again)
         return torch.cat(mark.inputs, dim=1)
 
-    def note(self, start: int, rows: int) -> None:
-        """A step of so many rows at `start` has succeeded; the states are still those before it."""
+    def commit(self, start: int, rows: int) -> None:
+        """A step of so many rows at `start` has succeeded."""
         if rows > 1 and not self.again:
             states = self._states.snapshot()
             self._mark(_Mark(start, states, rows > LONG_ROWS, end=start))
@@ -149,10 +152,12 @@ class History(Generic[States]):
             for mark in self._marks:
                 mark.add(start, self._step)
         self._step, self.again = None, 0
+        self._states.advance()
 
-    def note_alone(self, length: int) -> None:
-        """`rows_alone` are computed, and the states stand behind them."""
+    def commit_alone(self, length: int) -> None:
+        """`rows_alone` are computed."""
         self.again = 0
+        self._states.advance()
         self._mark(_Mark(length, self._states.snapshot(), is_long=False, end=length))
 
     def _mark(self, mark: _Mark[States]) -> None:
