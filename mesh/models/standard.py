@@ -54,13 +54,15 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
 def has_other_layers(config: Mapping[str, Any]) -> bool:
     """Whether nothing but transformers' modules computes its layers, as is certain."""
     text = _text(config)
+    known = text.get("model_type")
     are_unequal = text.get("global_head_dim") or text.get("per_layer_config")
-    if are_unequal and text.get("model_type") not in UNEQUAL:
-        return True
-    is_other_mixture = experts_met(config) < 1 and text.get("model_type") not in MIXTURES
     keeps_states = any(text.get(name) for name in _STATES)
-    is_other_recurrence = keeps_states and text.get("model_type") not in RECURRENT
-    return bool(text.get("qk_nope_head_dim")) or is_other_mixture or is_other_recurrence
+    return (
+        bool(text.get("qk_nope_head_dim"))
+        or bool(are_unequal and known not in UNEQUAL)
+        or (experts_met(config) < 1 and known not in MIXTURES)
+        or (keeps_states and known not in RECURRENT)
+    )
 
 
 def experts_met(config: Mapping[str, Any]) -> float:

@@ -17,6 +17,7 @@ from mesh.models.load import load_span
 from mesh.shard.compiled.experts import Experts, put_blocks
 from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
 from mesh.shard.compiled.parts import layer_parts
+from mesh.shard.compiled.products import product_modules
 from mesh.shard.compiled.store import quantised_span
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.shard.taps.tree import SpanTree
@@ -45,7 +46,9 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
         parts = layer_parts(layer, module.config, number)
-        linears, rates = {*map(id, parts.linears)}, {*map(id, parts.mixer.rates)}
+        products = product_modules(parts).values()
+        linears = {id(each) for modules in products for each in modules}
+        rates = {*map(id, parts.mixer.rates)}
         rates = {*map(id, parts.mixer.rates)}
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):

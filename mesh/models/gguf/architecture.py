@@ -29,6 +29,10 @@ DECODER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+BY_PLACE = {name: DECODER[name] for name in DECODER if name != "ffn_norm"} | {
+    "post_attention_norm": "post_attention_layernorm"
+}
+"""The same where the second norm is called by what it stands behind, not by what it is for."""
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 

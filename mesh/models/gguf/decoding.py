@@ -51,6 +51,13 @@ def value_order(count: int, unlike: Difference) -> torch.Tensor:
     return torch.cat((torch.arange(unlike.first), values.transpose(0, 1).reshape(-1)))
 
 
+def row_order(count: int, unlike: Difference) -> torch.Tensor:
+    """(count,): from which stored row each of a model's comes, of a difference that moves rows."""
+    if unlike.kind == "rotary_rows":
+        return model_rows(count, unlike.heads)
+    return value_order(count, unlike)
+
+
 def _from_blocks(
     area: Pages, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -95,10 +102,8 @@ def _as_the_model_has_it(numbers: torch.Tensor, unlike: Difference) -> torch.Ten
             return numbers.transpose(-1, -2)
         case "less_one":
             return numbers.float() - 1
-        case "rotary_rows":
-            return numbers[model_rows(len(numbers), unlike.heads)]
-        case "value_rows":
-            return numbers[value_order(len(numbers), unlike)]
+        case "rotary_rows" | "value_rows":
+            return numbers[row_order(len(numbers), unlike)]
         case "value_columns":
             return numbers[..., value_order(numbers.shape[-1], unlike)]
         case "decay":

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh.models.gguf.architecture import (
-    DECODER,
+    BY_PLACE,
     HEAD_NORMS,
     Architecture,
     attentive,
@@ -23,10 +23,9 @@ from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference, Kind
 
 _LAYER = (
-    {name: DECODER[name] for name in DECODER if name != "ffn_norm"}
+    BY_PLACE
     | HEAD_NORMS
     | {
-        "post_attention_norm": "post_attention_layernorm",
         "attn_qkv": "linear_attn.in_proj_qkv",
         "attn_gate": "linear_attn.in_proj_z",
         "ssm_alpha": "linear_attn.in_proj_a",

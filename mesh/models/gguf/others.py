@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh.models.gguf.architecture import (
+    BY_PLACE,
     DECODER,
     HEAD_NORMS,
     Architecture,
@@ -32,9 +33,8 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_GPT_OSS = {name: DECODER[name] for name in DECODER if not name.startswith("ffn")} | {
+_GPT_OSS = {name: BY_PLACE[name] for name in BY_PLACE if not name.startswith("ffn")} | {
     "attn_sinks.weight": "self_attn.sinks",
-    "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
     "ffn_gate_exps.weight": "mlp.experts.gate_proj",
     "ffn_gate_exps.bias": "mlp.experts.gate_proj_bias",
@@ -44,10 +44,9 @@ _GPT_OSS = {name: DECODER[name] for name in DECODER if not name.startswith("ffn"
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 _GLM4_MOE = (
-    {name: DECODER[name] for name in DECODER if name != "ffn_norm"}
+    BY_PLACE
     | HEAD_NORMS
     | {
-        "post_attention_norm": "post_attention_layernorm",
         "ffn_gate_inp": "mlp.gate",
         "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj",

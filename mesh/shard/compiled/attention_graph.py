@@ -118,13 +118,11 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
     if not alone:
         x = graph.op("Pad", [x, graph.input("padding", TensorProto.INT64, [6])])
     q, k, v = graph.split(x, [heads * width, kv_heads * width, kv_heads * width])
-    if attention.growth is not None or attention.table is not None:
-        graph.input("positions", TensorProto.INT64, [1, "given"])
-    if attention.growth is not None:
-        q = _grown(graph, q)
     if attention.table is not None:
         turning = [graph.input(name, FLOAT, ["table", "half"]) for name in ("cos", "sin")]
-        turning.append("positions")
+        turning.append(graph.input("positions", TensorProto.INT64, [1, "given"]))
+        if attention.growth is not None:
+            q = _grown(graph, q)
         whole = 0 if turned == width else turned
         q, k = (
             graph.op(

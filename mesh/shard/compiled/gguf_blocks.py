@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from mesh.models.filling import mapped_file
-from mesh.models.gguf.decoding import decode_rows, model_rows, stored_rows, value_order
+from mesh.models.gguf.decoding import decode_rows, row_order, stored_rows, value_order
 from mesh.models.header import Difference, TensorEntry
 from mesh.shard.compiled.formats import (
     BITS,
@@ -73,11 +73,7 @@ def _whole_blocks(order: torch.Tensor) -> torch.Tensor | None:
 def _in_order(matrix: BlockMatrix, unlike: Difference | None) -> BlockMatrix:
     if unlike is None or not unlike.moves_rows:
         return matrix
-    rows = matrix.shape[0]
-    by_value = unlike.kind == "value_rows"
-    return rows_of(
-        matrix, value_order(rows, unlike) if by_value else model_rows(rows, unlike.heads)
-    )
+    return rows_of(matrix, row_order(matrix.shape[0], unlike))
 
 
 def _as_stored(stored: torch.Tensor, dtype: str, quant: Quant) -> BlockMatrix:

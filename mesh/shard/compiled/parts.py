@@ -84,6 +84,7 @@ class Attention:
     turns_pairs: bool = False
     """Whether neighbours turn by position and not halves of a head."""
     growth: Growth | None = None
+    """Of queries that turn by position."""
     rates: tuple[nn.Module, ...] = ()
 
     @property
@@ -122,19 +123,6 @@ class LayerParts:
     hidden: int
     scale: float = 1.0
     """What comes out of the layer is multiplied by that."""
-
-    @property
-    def linears(self) -> tuple[nn.Module, ...]:
-        """Its linear layers, in the order in which they are used; experts are none."""
-        mixer, feed_forward = self.mixer, self.feed_forward
-        own = (*mixer.projections, mixer.output, *mixer.rates)
-        if isinstance(feed_forward, Experts):
-            gate = feed_forward.shared_gate
-            own = own if gate is None else (*own, gate)
-            if feed_forward.shared is None:
-                return own
-            feed_forward = feed_forward.shared
-        return (*own, *feed_forward.up, feed_forward.down)
 
 
 def _all_there() -> None:

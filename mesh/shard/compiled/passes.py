@@ -92,12 +92,8 @@ def layer_sessions(
 def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:
     if not isinstance(mixer, Attention):
         return tables_of(mixer)
-    tables = {**rotary.get(mixer.table, {})}
-    if mixer.sinks is not None:
-        tables["sinks"] = mixer.sinks
-    if mixer.growth is not None:
-        tables["growth"] = mixer.growth.factors(torch.arange(len(tables["cos"])))
-    return tables
+    sinks = {} if mixer.sinks is None else {"sinks": mixer.sinks}
+    return {**rotary.get(mixer.table, {}), **sinks}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,13 @@ def quant_of(name: str, quant: Quant) -> Quant:
 
 def put_products(layer: nn.Module, parts: LayerParts, products: Mapping[str, Product]) -> None:
     """Have the modules of a layer compute with these products, which were made of them."""
-    _replace(layer, dict(zip(map(id, parts.linears), _linears(parts, products), strict=True)))
+    _replace(layer, _linears(parts, products))
     _put_experts(parts, products)
 
 
-def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLinear]:
-    """In the order of `LayerParts.linears`, as rows of the products."""
-    found = []
+def _linears(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, BlockLinear]:
+    """By the ids of the linear layers, their rows of the products; experts are none."""
+    found = {}
     for name, linears in product_modules(parts).items():
         if any(isinstance(each, ExpertMatrices) for each in linears):
             continue
@@ -66,7 +66,8 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
             rows = slice(first, first + count_rows(linear))
             bias = None if product.bias is None else product.bias[rows]
             transposed = isinstance(linear, Conv1D)
-            found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
+            of_rows = rows_of(product.matrix, rows)
+            found[id(linear)] = BlockLinear(of_rows, bias, transposed=transposed)
             first = rows.stop
     return found
 

@@ -132,6 +132,7 @@ class StateSpace:
 
 
 Recurrence = DeltaNet | ShortConvolution | StateSpace
+"""Mixers that keep a running state."""
 
 
 def recurrence_of(reader: PartsReader) -> Recurrence | None:

@@ -7,7 +7,7 @@ the torch runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class CompiledRuntime:
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
         attentions = [each.mixer for each in parts if isinstance(each.mixer, Attention)]
-        rotary = _rotary_tables(self._module, {each.table for each in attentions}, positions)
+        rotary = _rotary_tables(self._module, attentions, positions)
         self._banks = Banks(_cache_shape(parts, positions))
         self._sessions = layer_sessions(span, threads, rotary)
         self._fewest_rows = fewest_rows(
@@ -266,14 +266,15 @@ def _call(hooks: Sequence[tuple[slice, Hook]], layer: int, side: str, state: tor
 
 
 def _rotary_tables(
-    module: Any, names: Set[str | None], positions: int
+    module: Any, attentions: Sequence[Attention], positions: int
 ) -> dict[str | None, dict[str, torch.Tensor]]:
-    """``cos`` and ``sin`` (positions, half the turned width) by the tables' `names`."""
+    """``cos`` and ``sin`` (positions, half the turned width) by the tables' names, and ``growth``
+    (positions,) where queries grow."""
     if rope_types(module.config) & {"dynamic", "longrope"}:
         raise NotCompilable("its rotary embedding depends on how long a session is")
     tables: dict[str | None, dict[str, torch.Tensor]] = {}
     rotary = getattr(module, "rotary_emb" if hasattr(module, "rotary_emb") else "pos_emb", None)
-    for name in names:
+    for name, growth in {(each.table, each.growth) for each in attentions}:
         if name is None:
             continue
         kind = (name,) if name else ()
@@ -285,6 +286,8 @@ def _rotary_tables(
             half *= 2
         cos, sin = (each[0, :, :half].float().contiguous() for each in both)
         tables[name] = {"cos": cos, "sin": sin}
+        if growth is not None:
+            tables[name]["growth"] = growth.factors(torch.arange(len(cos)))
     return tables
 
 
