@@ -22,7 +22,9 @@ RECURRENT = frozenset(
     }
 )  # fmt: skip
 """Models with running states that are computed in few bits."""
-MIXTURES = RECURRENT | {
+LATENT = frozenset({"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"})
+"""Models whose keys are made of latents that are computed in few bits."""
+MIXTURES = RECURRENT | LATENT | {
     "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
     "granitemoe", "exaone_moe",
 }  # fmt: skip
@@ -58,7 +60,8 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
     are_unequal = text.get("global_head_dim") or text.get("per_layer_config")
     keeps_states = any(text.get(name) for name in _STATES)
     return (
-        bool(text.get("qk_nope_head_dim"))
+        bool(text.get("qk_nope_head_dim") and known not in LATENT)
+        or (known in LATENT and (text.get("n_group") or 1) > 1)
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)

@@ -19,6 +19,7 @@ from weakref import WeakSet
 import torch
 from transformers import (
     AutoModel,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     Lfm2Config,
     Qwen3_5TextConfig,
@@ -41,6 +42,9 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "gpt-oss-20b": lambda: GptOssConfig(
         num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1, vocab_size=128
     ),
+    "GLM-4.7-Flash": lambda: Glm4MoeLiteConfig(
+        num_hidden_layers=1, vocab_size=128, first_k_dense_replace=0, mlp_layer_types=["sparse"]
+    ),
     "Qwen3.5-9B, linear attention": lambda: _qwen("linear_attention"),
     "Qwen3.5-9B, attention": lambda: _qwen("full_attention"),
     "LFM2-1.2B, short convolution": lambda: Lfm2Config(
@@ -49,8 +53,14 @@ SHAPES: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 WAYS = ("bf16", "int8", "int4")
-ROWS = {"a token": 1, "8 tokens": 8, "128 rows of a prompt": 128}
-BEHIND, ROUNDS = 128, 15
+STEPS = {
+    "a token": (1, 1, 128),
+    "a token behind 4000": (1, 1, 4000),
+    "8 tokens of 8 answers": (8, 1, 128),
+    "128 rows of a prompt": (1, 128, 128),
+}
+"""Of so many sessions, so many rows each, behind so many positions."""
+POSITIONS, CHUNK, FEW, ROUNDS = 4352, 512, 16, 15
 
 
 def _qwen(kind: str) -> Any:
@@ -63,8 +73,7 @@ def _qwen(kind: str) -> Any:
 
 
 def measure() -> dict[str, Any]:
-    """Milliseconds of a layer for so many rows behind `BEHIND` positions, medians; and the MiB that
-    its weights take."""
+    """Milliseconds of a layer for each of `STEPS`, medians; and the MiB that its weights take."""
     torch.set_num_threads(1)
     return {name: _of_shape(make()) for name, make in SHAPES.items()}
 
@@ -73,8 +82,8 @@ def _of_shape(config: Any) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as folder:
         runtimes = {way: _runtime(config, way, Path(folder)) for way in WAYS}
         found = {
-            name: _medians(runtimes, rows, ROUNDS if rows < BEHIND else 3)
-            for name, rows in ROWS.items()
+            name: _medians(runtimes, *step, ROUNDS if step[1] < FEW else 3)
+            for name, step in STEPS.items()
         }
         found["weights, MiB"] = {way: each.weight_bytes / 2**20 for way, each in runtimes.items()}
     return found
@@ -97,11 +106,13 @@ def _runtime(config: Any, way: str, folder: Path) -> Runtime:
     if way == "bf16":
         return TorchRuntime(loaded, device=torch.device("cpu"), dtype=torch.bfloat16)
     graphs = quantised_span(loaded, "int8" if way == "int8" else "int4", "0" * 64, folder)
-    return CompiledRuntime(graphs, threads=1, positions=1024)
+    return CompiledRuntime(graphs, threads=1, positions=POSITIONS)
 
 
-def _medians(runtimes: dict[str, Runtime], rows: int, rounds: int) -> dict[str, float]:
-    steps = {way: _step(runtime, rows) for way, runtime in runtimes.items()}
+def _medians(
+    runtimes: dict[str, Runtime], sessions: int, rows: int, behind: int, rounds: int
+) -> dict[str, float]:
+    steps = {way: _step(runtime, sessions, rows, behind) for way, runtime in runtimes.items()}
     taken: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(rounds + 1):
         for way, step in steps.items():
@@ -112,12 +123,20 @@ def _medians(runtimes: dict[str, Runtime], rows: int, rounds: int) -> dict[str, 
     return {way: statistics.median(each) for way, each in taken.items()}
 
 
-def _step(runtime: Runtime, rows: int) -> Callable[[], object]:
+def _step(runtime: Runtime, sessions: int, rows: int, behind: int) -> Callable[[], object]:
     drawn = torch.Generator().manual_seed(rows)
-    cache = runtime.new_cache(1024)
+    caches = [runtime.new_cache(POSITIONS) for _ in range(sessions)]
 
     def some(count: int) -> torch.Tensor:
         return torch.randn(1, count, runtime.hidden_size, generator=drawn).to(runtime.dtype)
 
-    runtime.forward([StepInput(cache, 0, some(BEHIND))])
-    return lambda: runtime.forward([StepInput(cache, BEHIND, some(rows))])
+    for cache in caches:
+        for start in range(0, behind, CHUNK):
+            runtime.forward([StepInput(cache, start, some(min(CHUNK, behind - start)))])
+
+    def step() -> None:
+        steps = [StepInput(cache, behind, some(rows)) for cache in caches]
+        for together in [steps] if runtime.batch_rows else [[each] for each in steps]:
+            runtime.forward(together)
+
+    return step

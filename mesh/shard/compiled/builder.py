@@ -16,7 +16,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from mesh.shard.compiled.formats import BLOCK, BlockMatrix
+from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
 from mesh.shard.compiled.parts import Norm
 
 FLOAT = TensorProto.FLOAT
@@ -52,6 +52,9 @@ class Product:
 
 
 QKV, OUTPUT, UP, DOWN, RATES = "qkv", "output", "up", "down", "rates"
+QUERIES, LATENT_KEYS, LATENT_VALUES = "queries", "latent_keys", "latent_values"
+"""Of attention over latents (`mesh.shard.compiled.latent`); the last two have a matrix for each
+head."""
 SHARED_UP, SHARED_DOWN, SHARED_GATE = "shared_up", "shared_down", "shared_gate"
 """Of what rows go through beside their experts."""
 
@@ -122,7 +125,18 @@ class GraphBuilder:
 
     def product(self, x: str, name: str) -> str:
         """`x` times the product of that name."""
-        product = self._products[name]
+        return self._multiplied(x, self._products[name], name)
+
+    def each_product(self, parts: Sequence[str], name: str) -> list[str]:
+        """Each of `parts` times its share of the product of that name, which has a matrix for each
+        of them, one behind the other."""
+        product, count = self._products[name], len(parts)
+        return [
+            self._multiplied(part, _share(product, number, count), f"{name}.{number}")
+            for number, part in enumerate(parts)
+        ]
+
+    def _multiplied(self, x: str, product: Product, name: str) -> str:
         bias = "" if product.bias is None else self.constant(product.bias.detach().float())
         if isinstance(product.matrix, torch.Tensor):
             y = self.op("MatMul", [x, self.constant(product.matrix.detach().float().t())])
@@ -131,7 +145,7 @@ class GraphBuilder:
         rows, columns = matrix.shape
         return self.op(
             "MatMulNBits",
-            [x, *self.blocks(name), "", bias],
+            [x, *self._blocks(product, name), "", bias],
             contrib=True,
             N=rows,
             K=columns,
@@ -144,7 +158,11 @@ class GraphBuilder:
         """Codes, scales and zero points of the product of that name, which is one in blocks; the
         last is empty in 8 bit. Those of so many `experts` are apart, with a row's codes together.
         """
-        product = self._products[name]
+        return self._blocks(self._products[name], name, experts)
+
+    def _blocks(
+        self, product: Product, name: str, experts: int | None = None
+    ) -> tuple[str, str, str]:
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - says the caller
         found = []
         for part in ("codes", "scales", "zeros"):
@@ -212,3 +230,20 @@ class GraphBuilder:
             proto.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
         self._constants.append(proto)
         return name
+
+
+def _share(product: Product, number: int, count: int) -> Product:
+    """One of so many equal parts of its rows."""
+    assert product.bias is None  # noqa: S101 - there is none of that kind
+    matrix, stored = product.matrix, product.stored
+    height = matrix.shape[0] // count
+    rows = slice(number * height, (number + 1) * height)
+    if isinstance(matrix, torch.Tensor):
+        return Product(matrix[rows], None)
+    if stored is None:
+        return Product(rows_of(matrix, rows), None)
+    parts = {
+        name: Stored(each.file, each.offset + number * (each.nbytes // count), each.nbytes // count)
+        for name, each in stored.items()
+    }
+    return Product(rows_of(matrix, rows), None, parts)

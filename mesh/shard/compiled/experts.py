@@ -191,6 +191,6 @@ def _router(reader: PartsReader, block: str) -> Router:
         None if correction is None else correction.detach().float().clone(),
         int(found.top_k),
         is_sigmoid=correction is not None or hasattr(owner, "use_expert_bias"),
-        normalises=bool(getattr(found, "norm_topk_prob", True)),
+        normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method"))),
         scale=float(getattr(found, "routed_scaling_factor", 1.0)),
     )

@@ -32,6 +32,7 @@ from mesh.shard.compiled.builder import (
     GraphBuilder,
     Product,
 )
+from mesh.shard.compiled.latent_graph import before_latents, behind_latents
 from mesh.shard.compiled.parts import (
     Attention,
     DeltaNet,
@@ -109,6 +110,8 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
     keys = attention.kv_heads * attention.width
     norms = attention.query_norm, attention.key_norm, attention.value_norm
     gate = ""
+    if attention.latent is not None:
+        return before_latents(graph, attention, attention.latent, found), gate
     if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
         return found, gate
     wide = attention.attended * (1 if attention.gate is None else 2)
@@ -147,6 +150,8 @@ def _gated(graph: GraphBuilder, mixer: Mixer) -> str:
     """What the mixer gave, times its gate."""
     shape: list[int | str] = [1, "rows", mixer.attended]
     attended, gate = graph.input("attended", FLOAT, shape), mixer.gate
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        attended = behind_latents(graph, mixer, mixer.latent, attended)
     if gate is None:
         return attended
     numbers = graph.input("gate", FLOAT, shape)

@@ -15,6 +15,7 @@ import torch
 
 from mesh.shard.compiled.experts import Experts, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
+from mesh.shard.compiled.latent import Latent, latent_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 from mesh.shard.compiled.recurrences import (
     DeltaNet,
@@ -85,23 +86,26 @@ class Attention:
     """Whether neighbours turn by position and not halves of a head."""
     growth: Growth | None = None
     """Of queries that turn by position."""
+    latent: Latent | None = None
+    """What all heads' keys are made of: here the one key that they share, and the value as well."""
     rates: tuple[nn.Module, ...] = ()
 
     @property
     def is_standard(self) -> bool:
         """Whether it has none of what only some families have."""
-        others = self.sinks, self.gate, self.value_norm
+        others = self.sinks, self.gate, self.value_norm, self.latent
         return all(each is None for each in others) and not (self.shares_values or self.turns_pairs)
 
     @property
     def projected(self) -> int:
         """How wide a row is before it."""
-        return (self.heads + 2 * self.kv_heads) * self.width
+        both = 2 if self.latent is None else 1
+        return (self.heads + both * self.kv_heads) * self.width
 
     @property
     def attended(self) -> int:
         """How wide a row is behind it."""
-        return self.heads * self.width
+        return self.heads * (self.width if self.latent is None else self.latent.rank)
 
 
 Mixer = Attention | Recurrence
@@ -145,7 +149,7 @@ def layer_parts(
         after,
         before_ff,
         after_ff,
-        float(getattr(layer, "residual_multiplier", 1.0)),
+        float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
         config.hidden_size,
         _scale_of(reader),
     )
@@ -156,6 +160,8 @@ def layer_parts(
 def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     module = reader.find("self_attn") or reader.get("attn")
     path = "self_attn" if hasattr(reader.layer, "self_attn") else "attn"
+    if (found := latent_of(reader, module, path)) is not None:
+        return _latent_attention(reader, config, index, *found)
     heads = config.num_attention_heads
     width = getattr(module, "head_dim", None) or config.hidden_size // heads
     projections, kv_heads, kinds = _projections(reader, config, path, width)
@@ -184,6 +190,33 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),
         growth=_growth(config),
+    )
+
+
+def _latent_attention(
+    reader: PartsReader,
+    config: Any,
+    index: int,
+    latent: Latent,
+    projections: tuple[nn.Module, ...],
+) -> Attention:
+    module: Any = reader.get("self_attn")
+    return Attention(
+        projections,
+        reader.get("self_attn.o_proj"),
+        config.num_attention_heads,
+        1,
+        latent.width,
+        float(module.scaling),
+        0.0,
+        _window(config, index),
+        _table(module, config, index),
+        None,
+        None,
+        norm_whole=False,
+        turns_pairs=bool(getattr(config, "rope_interleave", _turns_complex(module))),
+        growth=_growth(config),
+        latent=latent,
     )
 
 
@@ -220,6 +253,11 @@ def _turns_pairs(module: nn.Module) -> bool:
     rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
     pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
     return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
+
+
+def _turns_complex(module: nn.Module) -> bool:
+    """Whether neighbours turn as the parts of a complex number."""
+    return hasattr(sys.modules[type(module).__module__], "apply_rotary_emb")
 
 
 def _growth(config: Any) -> Growth | None:

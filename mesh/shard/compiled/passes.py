@@ -18,6 +18,7 @@ import torch
 from mesh.shard.compiled.attention_graph import attention_model, grouped_model, padding, row_shape
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
+from mesh.shard.compiled.latent_graph import latent_model
 from mesh.shard.compiled.lone_rows import is_grouped
 from mesh.shard.compiled.parts import Attention, Experts, Mixer
 from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
@@ -67,6 +68,9 @@ def layer_sessions(
     def sessions_of(mixer: Mixer, turned: Tables) -> tuple[Any, Any]:
         if not isinstance(mixer, Attention):
             any_rows = session(recurrence_model(mixer))
+            return any_rows, any_rows
+        if mixer.latent is not None:
+            any_rows = session(latent_model(mixer, mixer.latent))
             return any_rows, any_rows
         if not is_grouped(mixer):
             any_rows = session(attention_model(mixer))

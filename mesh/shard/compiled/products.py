@@ -12,8 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.shard.compiled.builder import (
     DOWN,
+    LATENT_KEYS,
+    LATENT_VALUES,
     OUTPUT,
     QKV,
+    QUERIES,
     RATES,
     SHARED_DOWN,
     SHARED_GATE,
@@ -24,7 +27,8 @@ from mesh.shard.compiled.builder import (
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.feed_forward import FeedForward
 from mesh.shard.compiled.formats import BlockLinear, BlockMatrix, Quant, dense_weight, rows_of
-from mesh.shard.compiled.parts import LayerParts
+from mesh.shard.compiled.latent import Latent, LatentLinear, LatentRows
+from mesh.shard.compiled.parts import Attention, LayerParts, Mixer
 
 
 def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
@@ -33,6 +37,8 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
     if mixer.rates:
         found[RATES] = mixer.rates
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        found |= _latent_modules(mixer.latent)
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
@@ -43,6 +49,20 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     return found
 
 
+def _latent_modules(latent: Latent) -> dict[str, tuple[nn.Module, ...]]:
+    each = {
+        QUERIES: latent.queries, LATENT_KEYS: latent.keys, LATENT_VALUES: latent.values,
+    }  # fmt: skip
+    return {name: (module,) for name, module in each.items() if module is not None}
+
+
+def latent_rows(mixer: Mixer) -> list[tuple[LatentRows, nn.Module]]:
+    """Those of a mixer, with the layer that they are of."""
+    latent = mixer.latent if isinstance(mixer, Attention) else None
+    both = () if latent is None else (latent.keys, latent.values)
+    return [(rows, rows.linear) for rows in both if rows is not None]
+
+
 def quant_of(name: str, quant: Quant) -> Quant:
     """In how few bits the product of that name is, of a span in `quant`."""
     return "int8" if name in (RATES, SHARED_GATE) else quant
@@ -50,15 +70,15 @@ def quant_of(name: str, quant: Quant) -> Quant:
 
 def put_products(layer: nn.Module, parts: LayerParts, products: Mapping[str, Product]) -> None:
     """Have the modules of a layer compute with these products, which were made of them."""
-    _replace(layer, _linears(parts, products))
+    _replace(layer, {**_linears(parts, products), **_latent(parts, products)})
     _put_experts(parts, products)
 
 
 def _linears(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, BlockLinear]:
-    """By the ids of the linear layers, their rows of the products; experts are none."""
+    """By the ids of the linear layers, their rows of the products; others are none."""
     found = {}
     for name, linears in product_modules(parts).items():
-        if any(isinstance(each, ExpertMatrices) for each in linears):
+        if any(isinstance(each, ExpertMatrices | LatentRows) for each in linears):
             continue
         product, first = products[name], 0
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - of a quantised span
@@ -69,6 +89,17 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, Bl
             of_rows = rows_of(product.matrix, rows)
             found[id(linear)] = BlockLinear(of_rows, bias, transposed=transposed)
             first = rows.stop
+    return found
+
+
+def _latent(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, LatentLinear]:
+    """The same of the layer that makes keys and values of a latent."""
+    found = {}
+    for rows, linear in latent_rows(parts.mixer):
+        keys, values = (products[name].matrix for name in (LATENT_KEYS, LATENT_VALUES))
+        assert isinstance(keys, BlockMatrix)  # noqa: S101 - of a quantised span
+        assert isinstance(values, BlockMatrix)  # noqa: S101 - as well
+        found[id(linear)] = LatentLinear(keys, values, rows.heads)
     return found
 
 
@@ -83,7 +114,7 @@ def _put_experts(parts: LayerParts, products: Mapping[str, Product]) -> None:
         put_blocks(matrices, matrix)
 
 
-def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
+def _replace(layer: nn.Module, linears: Mapping[int, nn.Module]) -> None:
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in linears:
@@ -93,6 +124,9 @@ def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
 def without_modules(parts: LayerParts) -> LayerParts:
     """What a graph needs of it: the modules would keep the weights that were rounded."""
     mixer = replace(parts.mixer, projections=(), rates=(), output=nn.Identity())
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        latent = replace(mixer.latent, queries=None, keys=None, values=None)
+        mixer = replace(mixer, latent=latent)
     part = parts.feed_forward
     if isinstance(part, Experts):
         shared = None if part.shared is None else _bare(part.shared)

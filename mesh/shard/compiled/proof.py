@@ -22,6 +22,8 @@ from mesh.shard.compiled import (
     experts_graph,
     feed_forward,
     graph,
+    latent,
+    latent_graph,
     parts,
     parts_reader,
     recurrence_graph,
@@ -54,8 +56,8 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 
 _CODE = (
-    attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, parts,
-    parts_reader, recurrence_graph, recurrences,
+    attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, latent,
+    latent_graph, parts, parts_reader, recurrence_graph, recurrences,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

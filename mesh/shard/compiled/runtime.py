@@ -92,7 +92,8 @@ class CompiledRuntime:
         self.batch_rows = 0 if batch_invariant else at_once
         how = "" if self.batch_rows else "+alone"
         grouped = [each.heads for each in attentions if is_grouped(each)]
-        self._most_heads = max(grouped, default=0)
+        latent = [each.heads for each in attentions if each.latent is not None]
+        self._most_heads = max(grouped + latent, default=0)
         if grouped:
             how += "+grouped"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{how}"
@@ -281,6 +282,8 @@ def _rotary_tables(
         # A float tells it in which dtype to answer, its value nothing.
         assert rotary is not None  # noqa: S101 - names are of its tables
         both = rotary(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
+        if isinstance(both, torch.Tensor):  # of complex numbers, as DeepSeek 2 has them
+            both = both.real, both.imag
         half = both[0].shape[-1] // 2
         if not torch.equal(both[0][..., :half], both[0][..., half:]):  # most say all twice
             half *= 2
@@ -298,5 +301,5 @@ def _cache_shape(parts: Sequence[LayerParts], positions: int) -> CacheShape:
 def _cached(parts: LayerParts) -> KeyShape | StateShapes:
     mixer = parts.mixer
     if isinstance(mixer, Attention):
-        return KeyShape(mixer.kv_heads, mixer.width)
+        return KeyShape(mixer.kv_heads, mixer.width, has_values=mixer.latent is None)
     return states_of(mixer)

@@ -26,6 +26,10 @@ SLOTS = 8
 SPARE = 2
 """Positions beyond those that a session may have, for the row that keeps its last one company."""
 
+FEWEST_ROWS = 128
+"""Of keys that there is memory for: attention over latents takes no fewer, as matrices of fewer
+rows are multiplied in another order."""
+
 _STEP = 256
 """Positions by which a session's memory is counted."""
 
@@ -40,15 +44,21 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KeyShape:
-    """What one position takes in a layer with keys and values."""
+    """What one position takes in a layer with keys and, unless keys are values as well, values."""
 
     heads: int
     width: int
+    has_values: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the graph of the layer calls them."""
+        return ("keys", "values") if self.has_values else ("keys",)
 
     @property
     def position_bytes(self) -> int:
         """Of one position."""
-        return 2 * self.heads * self.width * 4
+        return len(self.names) * self.heads * self.width * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +137,7 @@ class Bank:
     def areas(self) -> Iterator[torch.Tensor]:
         """Keys and values of each layer that has some, (slots, heads, positions, width) fp32."""
         for area in self._keys.values():
-            yield from area.both
+            yield from area.tensors.values()
 
     def tensors(self, layer: int, slot: int, copy: int) -> Tensors:
         """What a layer caches in a slot: its ``keys`` and ``values`` (1, heads, positions, width),
@@ -135,8 +145,7 @@ class Bank:
         area = self._keys.get(layer)
         if area is None:
             return self.states[slot].tensors[copy][layer]
-        keys, values = area.both
-        return {"keys": keys[slot : slot + 1], "values": values[slot : slot + 1]}
+        return {name: each[slot : slot + 1] for name, each in area.tensors.items()}
 
     def take(self) -> int:
         """The lowest free slot, empty."""
@@ -162,18 +171,17 @@ class _KeyArea:
 
     def __init__(self, shape: KeyShape, positions: int) -> None:
         self._shape = shape
-        self._rows = positions + SPARE
+        self._rows = max(positions + SPARE, FEWEST_ROWS)
         dims = (SLOTS, shape.heads, self._rows, shape.width)
-        self._memory = [_reserved(math.prod(dims) * 4) for _ in range(2)]
-        keys, values = (_numbers(each, dims) for each in self._memory)
-        self.both = keys, values
+        self._memory = {name: _reserved(math.prod(dims) * 4) for name in shape.names}
+        self.tensors = {name: _numbers(each, dims) for name, each in self._memory.items()}
 
     def wipe(self, slot: int, written: int) -> None:
         """Give the memory of a slot's first positions back."""
         heads, width = self._shape.heads, self._shape.width
         head = self._rows * width * 4
         used = min(written + SPARE, self._rows) * width * 4
-        for memory in self._memory:
+        for memory in self._memory.values():
             for number in range(heads):
                 start = (slot * heads + number) * head
                 # Whole pages only: the next head may begin on the last of them.

@@ -54,11 +54,13 @@ from mesh.shard.compiled.formats import (
     joined,
     quantise,
 )
+from mesh.shard.compiled.latent import LatentRows
 from mesh.shard.compiled.parts import LayerParts, layer_parts
 from mesh.shard.compiled.products import (
     bias_of,
     count_columns,
     count_rows,
+    latent_rows,
     product_modules,
     put_products,
     quant_of,
@@ -140,6 +142,8 @@ def quantised_span(
     for path, parts in zip(experts, all_parts, strict=True):
         if isinstance(parts.feed_forward, Experts):
             stored |= stored_experts(parts.feed_forward, loaded.late.get(path, {}))
+        for rows, linear in latent_rows(parts.mixer):
+            stored |= {id(rows): stored[id(linear)]} if id(linear) in stored else {}
     folder = folder_of(weights_sha256, quant, cache_dir)
     progress = progress or Progress()
     progress.begin("rounding", loaded.bytes_read)
@@ -225,6 +229,8 @@ def _of_stored(linear: nn.Module, entries: tuple[TensorEntry, ...], quant: Quant
     if isinstance(linear, ExpertMatrices):
         return matrix_of_experts(entries, quant, linear.shape[1])
     (entry,) = entries
+    if isinstance(linear, LatentRows):
+        return linear.of_blocks(partial(matrix_of, entry), quant)
     return matrix_of(entry, quant)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix, rows_of, unpacked
+from mesh.shard.compiled.latent import LatentLinear
 
 KERNELS = "int4pack"
 
@@ -99,6 +100,8 @@ def to_device(module: nn.Module, device: torch.device) -> int:
                 layer = _moved(child, device)
                 packed += isinstance(layer, Int4Linear)
                 setattr(parent, name, layer)
+            elif isinstance(child, LatentLinear):
+                setattr(parent, name, _dense(child.weight.to(device), None))
     for parameter in module.parameters():
         parameter.data = parameter.data.to(device, torch.bfloat16)
     module.to(device)  # tables stay in the dtype that they are computed in
@@ -112,10 +115,15 @@ def _moved(linear: BlockLinear, device: torch.device) -> nn.Module:
         layer = Int4Linear(matrix, linear.bias, device)
         if _agrees(layer, matrix):
             return layer
-    dense = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta")
-    dense.weight = nn.Parameter(matrix.dense().to(torch.bfloat16), requires_grad=False)
-    if linear.bias is not None:
-        dense.bias = nn.Parameter(linear.bias.to(torch.bfloat16), requires_grad=False)
+    return _dense(matrix.dense(), linear.bias)
+
+
+def _dense(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """In bf16, where the `weight` (out, in) lies."""
+    dense = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta")
+    dense.weight = nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
+    if bias is not None:
+        dense.bias = nn.Parameter(bias.to(torch.bfloat16), requires_grad=False)
     return dense
 
 

@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import _active_collector
 from mesh.errors import SAME_VERSION, BadRequest, LimitReached, MeshError
 from mesh.shard.compiled.experts import BlockExperts
 from mesh.shard.compiled.formats import BlockLinear
+from mesh.shard.compiled.latent import LatentLinear
 from mesh.shard.cuda.int4 import Int4Linear
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
@@ -276,7 +277,7 @@ class TapSession:
     def _weight(self, request: TapWeight) -> torch.Tensor:
         module, name = self._tree.module(request.path, self._layers), request.name
         weight = {**module._parameters, **module._buffers}.get(name)
-        if isinstance(module, BlockLinear | Int4Linear) and name == "weight":
+        if isinstance(module, BlockLinear | Int4Linear | LatentLinear) and name == "weight":
             weight = module.weight
         if isinstance(getattr(module, name, None), BlockExperts):
             raise BadRequest(

@@ -16,9 +16,9 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("minicpm3", "gemma4", "falcon_h1", "kimi_linear")
-"""Families that the torch runtime keeps: keys of a latent, experts beside a feed-forward of
-their own, states of other kinds."""
+REFUSED = ("deepseek_v3", "gemma4", "falcon_h1", "kimi_linear")
+"""Families that the torch runtime keeps: experts in groups, or beside a feed-forward of their own,
+states of other kinds."""
 
 EXPERTS = (
     "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
@@ -29,7 +29,9 @@ GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1")
 """So many queries share a key that it is read once for all of them: an odd number of them, one of
 two key heads, in every other layer."""
 
-SINGULAR = ("gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3")
+SINGULAR = (
+    "gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3", "glm4_moe_lite", "deepseek_v2",
+)  # fmt: skip
 """Families whose layers differ in width, or whose attention is one of their own."""
 
 COMPILED = (*dict.fromkeys((*FAMILIES, *EXPERTS, *SINGULAR)), *GROUPED)
