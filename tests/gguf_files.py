@@ -32,7 +32,8 @@ _ARCHITECTURES = {
     "ministral3": gguf.MODEL_ARCH.MISTRAL3, "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
-    "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4,
+    "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4, "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }  # fmt: skip
 _TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""

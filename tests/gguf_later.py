@@ -81,6 +81,21 @@ def _glm4_moe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     }
 
 
+def _deepseek2(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What makes keys and values of a latent in two, a matrix for each head, those for keys turned
+    around."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    made = {}
+    for name, tensor in _glm4_moe(tensors, config).items():
+        if not name.endswith("kv_b_proj.weight"):
+            made[name] = tensor
+            continue
+        by_head = tensor.unflatten(0, (heads, -1))
+        made[name.replace("kv_b", "k_b")] = by_head[:, :plain].transpose(1, 2)
+        made[name.replace("kv_b", "v_b")] = by_head[:, plain:]
+    return made
+
+
 def _gemma4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """What is neither called weight nor bias is called weight, or is the scale of another."""
     made = {}
@@ -101,6 +116,9 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_moe_text": _qwen35,
     "qwen3_next": _qwen3_next,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _deepseek2,
+    "deepseek_v2": _deepseek2,
+    "deepseek_v3": _deepseek2,
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
 }
@@ -161,6 +179,40 @@ def _of_glm4_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_norm(config["norm_topk_prob"])
 
 
+def _of_deepseek2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    said, arch = writer.kv_data[0], writer.arch
+    for name in ("head_count_kv", "key_length", "value_length"):
+        said.pop(f"{arch}.attention.{name}", None)
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_head_count_kv(1)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_vocab_size(config["vocab_size"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_count(config.get("n_routed_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_group_count(config["n_group"] or 1)
+    writer.add_expert_group_used_count(config["topk_group"] or 1)
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config.get("norm_topk_prob"):
+        writer.add_expert_weights_norm(value=True)
+    writer.add_rope_dimension_count(turned)
+    if config["model_type"] == "deepseek_v3":  # no config of GLM's says how
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config["rope_parameters"]["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_beta_fast(config["rope_parameters"]["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
+    if (share := config["rope_parameters"].get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * share)
+
+
 def _of_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
     said = writer.kv_data[0]
     for name in ("head_count_kv", "key_length", "value_length"):
@@ -197,6 +249,9 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "qwen3_5_moe_text": _of_qwen35_moe,
     "qwen3_next": _of_qwen3_next,
     "glm4_moe": _of_glm4_moe,
+    "glm4_moe_lite": _of_deepseek2,
+    "deepseek_v2": _of_deepseek2,
+    "deepseek_v3": _of_deepseek2,
     "gemma4_text": _of_gemma4,
     "gemma4_unified_text": _of_gemma4,
 }

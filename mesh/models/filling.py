@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mesh.errors import BadCheckpoint
-from mesh.models.coded.numbers import decoded
+from mesh.models.coded.numbers import decoded, layer_of_latents
 from mesh.models.convert import Unread, convert_tensors
 from mesh.models.gguf.decoding import decode, is_plain
 from mesh.models.header import TensorEntry
@@ -116,7 +116,13 @@ def stored_parts(entry: TensorEntry) -> dict[str, torch.Tensor]:
 def _decode_codes(
     entry: TensorEntry, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> torch.Tensor:
-    numbers = decoded(entry, stored_parts(entry), dtype)
+    assert entry.coding is not None  # noqa: S101 - who asks has looked
+    if entry.coding.kind == "latent":
+        stored = entry.coding.parts
+        parts = {what: decode(mapped_file(p.file, [p]), p, dtype) for what, p in stored.items()}
+        numbers = layer_of_latents(**parts)
+    else:
+        numbers = decoded(entry, stored_parts(entry), dtype)
     progress.add(entry.nbytes)
     return numbers.to(device)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter, TokenType
+from gguf import ExpertGatingFuncType, GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -30,6 +30,10 @@ from tests.models.conftest import Checkpoint
 
 _CHUNKS = (13, 70, 1)
 _TURNED = {"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 _THREE = {"linear_num_value_heads": 6, "linear_value_head_dim": 8}
 _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -49,6 +53,12 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4 without experts": ("gemma4_dense", {}),
     "Gemma 4 of 12 billion": ("gemma4_unified_text", {}),
+    "GLM 4.7 Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
+    "DeepSeek 3 in groups, of a scaled rotary embedding": (
+        "deepseek_v3",
+        {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "DeepSeek 2, of queries that are made at once": ("deepseek_v2", {"q_lora_rank": None}),
     "one head for values to one for keys": (
         "qwen3_5", {"linear_num_value_heads": 2, "tie_word_embeddings": True},
     ),
@@ -73,13 +83,16 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
     _require_same(read_manifest(write_gguf(directory, tmp_path / "model.gguf")), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(
     family: str, kind: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     more: dict[str, Any] = dict(_MIXED) if family == "qwen3_next" else {}
-    more |= {"linear_num_value_heads": 6} if family != "gemma4" else {}
+    more |= {"linear_num_value_heads": 6} if family.startswith("qwen") else {}
+    if family == "glm4_moe_lite":  # whole blocks
+        more |= {"qk_nope_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 32}
+        more |= {"first_k_dense_replace": 1}
     directory = checkpoint(family, layers=3, **more)
     chunks = prompt_chunks(_CHUNKS)
     plain = write_gguf(directory, tmp_path / "plain.gguf", kind, decoded=True)
@@ -160,6 +173,31 @@ def test_files_of_before_say_of_how_many_layers_one_attends(
     assert manifest.config["layer_types"] == read_manifest(directory).config["layer_types"]
 
 
+def test_files_of_before_have_keys_and_values_of_latents_together(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = checkpoint("deepseek_v2", layers=3)
+    weights = load_file(directory / "model.safetensors")
+
+    def edit(writer: GGUFWriter) -> None:
+        said = writer.kv_data[0]
+        for name, width in (("key", 24), ("value", 16)):
+            of_name = f"deepseek2.attention.{name}_length"
+            said[of_name] = replace(said[of_name], value=width)
+            del said[f"{of_name}_mla"]
+        for layer in range(3):
+            for part in "kv":
+                del writer.tensors[0][f"blk.{layer}.attn_{part}_b.weight"]
+            whole = weights[f"model.layers.{layer}.self_attn.kv_b_proj.weight"]
+            writer.add_tensor(f"blk.{layer}.attn_kv_b.weight", whole.numpy())
+
+    before = read_manifest(write_gguf(directory, tmp_path / "before.gguf", edit=edit))
+    now = read_manifest(write_gguf(directory, tmp_path / "now.gguf"))
+    assert before.config == now.config
+    assert before.weights.keys() == now.weights.keys()
+    _require_same(before, run_whole(directory, prompt_chunks(_CHUNKS), decode=6))
+
+
 _Edit = Callable[[GGUFWriter], object]
 
 
@@ -171,9 +209,12 @@ def _other(name: str, value: Any) -> _Edit:
     return edit
 
 
-def _half(writer: GGUFWriter) -> None:
-    del writer.tensors[0]["rope_freqs.weight"]
-    writer.add_tensor("rope_freqs.weight", torch.tensor([0.5] * 16).numpy())
+def _tensor(name: str, numbers: torch.Tensor) -> _Edit:
+    def edit(writer: GGUFWriter) -> None:
+        del writer.tensors[0][name]
+        writer.add_tensor(name, numbers.numpy())
+
+    return edit
 
 
 _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
@@ -201,6 +242,22 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "experts of GLM that are chosen otherwise": (
         "glm4_moe", UnsupportedFamily, "not chosen by a sigmoid", _other("expert_gating_func", 1),
     ),
+    "experts of DeepSeek that are chosen by softmax and corrected": (
+        "glm4_moe_lite", UnsupportedFamily, "chosen in an unknown way",
+        lambda w: w.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX),
+    ),
+    "latents of another width than keys": (
+        "deepseek_v2", UnsupportedFamily, "latents are 16 wide, and its keys 32",
+        _other("attention.key_length", 32),
+    ),
+    "keys of latents without values": (
+        "deepseek_v2", BadCheckpoint, "k_b_proj.weight, .4, 16, 16., and what belongs to it",
+        lambda w: w.tensors[0].pop("blk.1.attn_v_b.weight"),
+    ),
+    "values of fewer heads than keys": (
+        "deepseek_v2", BadCheckpoint, "layers.1.self_attn.k_b_proj.weight",
+        _tensor("blk.1.attn_v_b.weight", torch.ones(3, 16, 16)),
+    ),
     "Gemma 4 that shares keys": (
         "gemma4", UnsupportedFamily, "share the keys", _other("attention.shared_kv_layers", 1),
     ),
@@ -227,7 +284,8 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         lambda w: w.tensors[0].pop("rope_freqs.weight"),
     ),
     "Gemma 4 whose frequencies are others": (
-        "gemma4", UnsupportedFamily, "of which a part is turned", _half,
+        "gemma4", UnsupportedFamily, "of which a part is turned",
+        _tensor("rope_freqs.weight", torch.full((16,), 0.5)),
     ),
     "a tensor that is neither weight nor bias": (
         "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",
@@ -276,23 +334,41 @@ _GLM = (
 )
 
 
-def _of_glm(model: dict[str, Any]) -> Any:
-    """As the tokenizer.json of GLM 4.5; a word of the vocabulary that no merges lead to is one."""
-    model |= {"vocab": model["vocab"] | {"Ġunmerged": len(model["vocab"])}, "ignore_merges": True}
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def _of_deepseek(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of DeepSeek V3."""
+    return _cut(model, *_DEEPSEEK)
+
+
+def _cut(model: dict[str, Any], *patterns: str) -> Any:
     backend = Backend.from_str(json.dumps({"model": model, "added_tokens": []}))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_GLM), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    cuts = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, in_bytes])
     backend.decoder = decoders.ByteLevel()
     first = "[gMASK]"
     backend.add_special_tokens([first])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=first)
 
 
-_TOKENIZERS = {"qwen35": ("qwen3_5", _of_qwen35), "glm4": ("glm4_moe", _of_glm)}
+def _of_glm(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of GLM 4.5; a word of the vocabulary that no merges lead to is one."""
+    model |= {"vocab": model["vocab"] | {"Ġunmerged": len(model["vocab"])}, "ignore_merges": True}
+    return _cut(model, _GLM)
+
+
+_TOKENIZERS = {
+    "qwen35": ("qwen3_5", _of_qwen35),
+    "glm4": ("glm4_moe", _of_glm),
+    "deepseek-v3": ("deepseek_v2", _of_deepseek),
+}
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)

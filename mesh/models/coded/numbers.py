@@ -61,6 +61,15 @@ def decoded(
     return numbers
 
 
+def layer_of_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The weight (heads * (key + value width), rank) of a layer that makes keys and values of a
+    latent, of its matrices (heads * rank, key width) and (heads * value width, rank)."""
+    rank = values.shape[1]
+    heads = keys.shape[0] // rank
+    both = keys.view(heads, rank, -1).transpose(1, 2), values.view(heads, -1, rank)
+    return torch.cat(both, 1).flatten(0, 1)
+
+
 def pieces(rows: int, columns: int) -> list[slice]:
     """All rows, in parts of a size that little memory has room for."""
     at_once = max(1, _NUMBERS_AT_ONCE // max(1, columns))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mesh.models.gguf import gemmas, hybrids, llamas, others, qwens
+from mesh.models.gguf import deepseeks, gemmas, hybrids, llamas, others, qwens
 from mesh.models.gguf.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -32,6 +32,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma4": gemmas.GEMMA4,
         "phi3": others.PHI3,
         "glm4moe": others.GLM4_MOE,
+        "deepseek2": deepseeks.DEEPSEEK2,
         "olmo2": others.OLMO2,
         "gpt-oss": others.GPT_OSS,
         "gpt2": others.GPT2,

@@ -18,7 +18,8 @@ _WEIGHTS_AT_ONCE = 1 << 20
 
 def is_plain(entry: TensorEntry) -> bool:
     """Whether its bytes are the numbers that a model computes with."""
-    return entry.unlike is None and entry.dtype in STORED_DTYPES
+    is_itself = entry.unlike is None and entry.coding is None
+    return is_itself and entry.dtype in STORED_DTYPES
 
 
 def decode(area: Pages, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 import transformers
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from mesh.errors import BadCheckpoint
@@ -40,8 +40,20 @@ _WORDS_FIRST = frozenset(
 )  # fmt: skip
 """A word of the vocabulary is taken whole, whatever its merges; texts begin with a token."""
 
-_ALIKE = {"glm4": "llama-bpe"}
-"""Splits that transformers knows by another name."""
+_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_CUT_BY = {
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        _PUNCTUATION + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+}
+"""Splits that transformers does not know: by each of these, one after the other
+(https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp)."""
+
+_ALIKE = {"glm4": "llama-bpe"} | dict.fromkeys(_CUT_BY, "llama-bpe")
+"""Splits that transformers knows by another name, or that are set in the place of that."""
 _BARE = frozenset({"glm4"})
 """Of those with words first, the ones whose texts begin with no token."""
 
@@ -169,6 +181,10 @@ def _set_splits(backend: Any, split: str) -> None:
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGIT_BY_DIGIT else []
         backend.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    if split in _CUT_BY:
+        cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in _CUT_BY[split]]
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, in_bytes])
     if split in _COMPOSED:
         backend.normalizer = normalizers.NFC()
     backend.model.ignore_merges = split in _WORDS_FIRST

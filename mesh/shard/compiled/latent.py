@@ -10,7 +10,6 @@ two products here, each of a matrix for each head (`KEYS`, `VALUES` of `LatentRo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.shard.compiled.formats import (
-    BlockMatrix,
-    Quant,
-    dense_weight,
-    quantise,
-    rows_of,
-)
+from mesh.models.coded.numbers import layer_of_latents
+from mesh.models.header import TensorEntry
+from mesh.shard.compiled.formats import BlockMatrix, Quant, dense_weight, quantise, rows_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader
+from mesh.shard.compiled.stored_matrices import matrix_of
 
 DOWN = "kv_a_proj_with_mqa"
 """What the module that makes latents is called by all families that have some."""
@@ -80,12 +76,16 @@ class LatentRows(nn.Module):
         """(heads * rank, plain) of keys, (heads * value width, rank) of values."""
         return self._cut(dense_weight(self.linear))
 
-    def of_blocks(self, whole: Callable[[Quant], BlockMatrix], quant: Quant) -> BlockMatrix:
-        """The same where the layer's weight is stored in blocks: values as they are there, keys,
-        whose blocks would lie across those, rounded once more."""
+    def of_stored(self, entry: TensorEntry, quant: Quant) -> BlockMatrix:
+        """The same where the layer's weight is stored in blocks. Where keys and values are stored
+        apart it is what is stored; else keys, whose blocks lie across those, are rounded once more.
+        Raises BadCheckpoint."""
+        if entry.coding is not None and entry.coding.kind == "latent":
+            part = entry.coding.parts["keys" if self.is_of_keys else "values"]
+            return matrix_of(part, quant)
         if self.is_of_keys:
-            return quantise(self._cut(whole("int8").dense()), quant)
-        matrix = whole(quant)
+            return quantise(self._cut(matrix_of(entry, "int8").dense()), quant)
+        matrix = matrix_of(entry, quant)
         numbers = torch.arange(matrix.shape[0]).view(self.heads, -1)
         return rows_of(matrix, numbers[:, self._plain :].flatten())
 
@@ -100,21 +100,14 @@ class LatentLinear(nn.Module):
     """The linear layer that two `LatentRows` are of, computed in torch from what they became; slow,
     as `BlockLinear`."""
 
-    def __init__(self, keys: BlockMatrix, values: BlockMatrix, heads: int) -> None:
+    def __init__(self, keys: BlockMatrix, values: BlockMatrix) -> None:
         super().__init__()
         self._matrices = keys, values
-        self._heads = heads
 
     @property
     def weight(self) -> torch.Tensor:
         """(out, in) fp32, made for whoever asks."""
-        keys, values = (each.dense() for each in self._matrices)
-        rank = values.shape[1]
-        both = (
-            keys.view(self._heads, rank, -1).transpose(1, 2),
-            values.view(self._heads, -1, rank),
-        )
-        return torch.cat(both, 1).flatten(0, 1)
+        return layer_of_latents(*(each.dense() for each in self._matrices))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, rank) -> (…, heads * (plain + value width))."""

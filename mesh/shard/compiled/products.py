@@ -95,11 +95,11 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, Bl
 def _latent(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, LatentLinear]:
     """The same of the layer that makes keys and values of a latent."""
     found = {}
-    for rows, linear in latent_rows(parts.mixer):
+    for linear in {linear for _, linear in latent_rows(parts.mixer)}:
         keys, values = (products[name].matrix for name in (LATENT_KEYS, LATENT_VALUES))
         assert isinstance(keys, BlockMatrix)  # noqa: S101 - of a quantised span
         assert isinstance(values, BlockMatrix)  # noqa: S101 - as well
-        found[id(linear)] = LatentLinear(keys, values, rows.heads)
+        found[id(linear)] = LatentLinear(keys, values)
     return found
 
 

@@ -230,7 +230,7 @@ def _of_stored(linear: nn.Module, entries: tuple[TensorEntry, ...], quant: Quant
         return matrix_of_experts(entries, quant, linear.shape[1])
     (entry,) = entries
     if isinstance(linear, LatentRows):
-        return linear.of_blocks(partial(matrix_of, entry), quant)
+        return linear.of_stored(entry, quant)
     return matrix_of(entry, quant)
 
 

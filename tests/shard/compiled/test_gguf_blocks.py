@@ -83,6 +83,10 @@ def test_other_blocks_are_decoded_and_rounded(kind: str, tmp_path: Path) -> None
 
 _OF_32 = {"linear_num_value_heads": 6, "linear_value_head_dim": 32}
 """Heads for values of whole blocks."""
+_LATENTS = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 1,
+    "first_k_dense_replace": 3,
+}  # fmt: skip
 _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
@@ -90,7 +94,7 @@ _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     ("family", "more"),
     [
         ("llama", {}), ("gpt2", {}), ("phi3", {}), ("gemma4_dense", {}), ("qwen3_5", _OF_32),
-        ("qwen3_next", _OF_32 | _MIXED),
+        ("qwen3_next", _OF_32 | _MIXED), ("deepseek_v3", _LATENTS),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])

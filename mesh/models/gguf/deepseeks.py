@@ -1,0 +1,111 @@
+"""DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu.
+
+What makes keys and values of a latent is stored as llama.cpp computes with it, in two stacks of a
+matrix for each head, the one for keys turned around; in files of before April 2025, as the models
+have it: https://github.com/ggml-org/llama.cpp/pull/12801
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mesh.models.gguf.architecture import DECODER, Architecture, attentive
+from mesh.models.gguf.qwens import EXPERTS
+from mesh.models.gguf.rotary import full_rotary
+from mesh.models.gguf.settings import GgufSettings
+from mesh.models.latents import KEYS, LAYER, VALUES
+
+_OTHERS = ("attn_norm", "attn_q", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_LAYER = {name: DECODER[name] for name in _OTHERS} | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": f"self_attn.{LAYER}",
+    "attn_k_b": f"self_attn.{KEYS}",
+    "attn_v_b": f"self_attn.{VALUES}",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_SOFTMAX, _SIGMOID = 1, 2
+"""How llama.cpp numbers them among the functions that experts are chosen by."""
+_OF_A_LOGARITHM = 0.1
+"""The converter writes a setting of yarn multiplied by that."""
+
+
+def _deepseek2(said: GgufSettings) -> dict[str, Any]:
+    config = attentive(said, "deepseek_v3", "DeepseekV3ForCausalLM")
+    dense = said.whole("leading_dense_block_count", 0, least=0)
+    said.pass_over("feed_forward_length", "vocab_size")
+    inner = said.whole("feed_forward_length") if dense else config["hidden_size"]
+    found = config | _latents(said) | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "intermediate_size": inner,
+        "first_k_dense_replace": dense,
+        "attention_bias": said.has("blk.0.attn_kv_a_mqa.bias"),
+        "n_routed_experts": said.whole("expert_count", 0, least=0) or None,
+        "num_experts_per_tok": said.whole("expert_used_count", 1),
+        "n_shared_experts": said.whole("expert_shared_count", 0, least=0),
+        "n_group": said.whole("expert_group_count", 1),
+        "topk_group": said.whole("expert_group_used_count", 1),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        "routed_scaling_factor": said.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": said.flag("expert_weights_norm", default=False),
+        "num_nextn_predict_layers": 0,
+    }  # fmt: skip
+    is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
+    chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
+    is_mixture = dense < said.layers()
+    if not is_mixture or (chosen == _SIGMOID and is_corrected):
+        return found
+    return found | _second(said, found, chosen, is_corrected=is_corrected)
+
+
+def _second(
+    said: GgufSettings, config: Mapping[str, Any], chosen: int, *, is_corrected: bool
+) -> dict[str, Any]:
+    """What makes it one of DeepSeek V2's, whose experts are chosen by softmax."""
+    if chosen != _SOFTMAX or is_corrected or config["norm_topk_prob"]:
+        said.refuse("its experts are chosen in an unknown way")
+    in_groups = config["n_group"] > 1
+    return {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": "group_limited_greedy" if in_groups else "greedy",
+    }
+
+
+def _latents(said: GgufSettings) -> dict[str, Any]:
+    """How wide what is in a head, and in a latent, and how a part of each head turns."""
+    rank, turned = said.whole("attention.kv_lora_rank"), said.whole("rope.dimension_count")
+    keys, values = (said.whole(f"attention.{name}_length") for name in ("key", "value"))
+    if said.says("attention.key_length_mla"):
+        if (keys, values) != (rank + turned, rank):
+            said.refuse(f"its latents are {rank} wide, and its keys {keys} and values {values}")
+        keys, values = (said.whole(f"attention.{name}_length_mla") for name in ("key", "value"))
+    if turned >= keys:
+        said.refuse(f"it turns {turned} numbers of keys of {keys}")
+    rope = full_rotary(said, turned)
+    share = said.real("rope.scaling.yarn_log_multiplier", 0.0) / _OF_A_LOGARITHM
+    if share and rope["rope_type"] == "yarn":
+        # What is said of the two together is the same of each in all models that say it.
+        rope |= {"mscale": round(share, 6), "mscale_all_dim": round(share, 6)}
+    ranks = said.whole("attention.q_lora_rank", 0, least=0)
+    return {
+        "q_lora_rank": ranks or None,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": keys - turned,
+        "v_head_dim": values,
+        "head_dim": turned,
+        "rope_interleave": True,
+        "rope_parameters": rope,
+    }
+
+
+DEEPSEEK2 = Architecture(_deepseek2, _LAYER, experts=EXPERTS)
