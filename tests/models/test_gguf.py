@@ -368,7 +368,7 @@ def test_an_architecture_that_no_test_compares_is_refused(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     file = write_gguf(checkpoint("olmoe", layers=2), tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedFamily, match=r"'olmoe'.*only these are: gemma2"):
+    with pytest.raises(UnsupportedFamily, match=r"'olmoe'.*only these are: deepseek2"):
         read_manifest(file)
     with pytest.raises(ModelNotFound):
         read_manifest(tmp_path / "none.gguf")
