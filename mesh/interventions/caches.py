@@ -220,7 +220,7 @@ def _remote_kind(kind: type[Any]) -> type[Any]:
         members["conv_states"] = _states_shown("conv_states", kind, second=False)
         members["recurrent_states"] = _states_shown("recurrent_states", kind, second=True)
     changing = (name for name in ("update", *CACHE_OPERATIONS) if hasattr(kind, name))
-    members |= {name: _by_the_cache(getattr(kind, name)) for name in changing}
+    members |= {name: _by_the_cache(_on_the_jobs_part(kind, name)) for name in changing}
     members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
     members["__module__"] = kind.__module__
     return type(kind.__name__, (kind,), members)
@@ -245,6 +245,18 @@ def _states_shown(name: str, kind: type[Any], *, second: bool) -> property:
         layer.__dict__[name] = value
 
     return property(get, put)
+
+
+def _on_the_jobs_part(kind: type[Any], name: str) -> Callable[..., Any]:
+    """What `name` does to a layer whose states the job has not: its keys alone are cut."""
+    if name != "crop" or not issubclass(kind, LinearAttentionCacheLayerMixin):
+        own: Callable[..., Any] = getattr(kind, name)
+        return own
+    cuts = (base for base in kind.__mro__ if name in vars(base))
+    of_keys = next(
+        (base for base in cuts if not issubclass(base, LinearAttentionCacheLayerMixin)), None
+    )
+    return (lambda *_: None) if of_keys is None else getattr(of_keys, name)
 
 
 def _by_the_cache(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ class Parts:
         self.attn_name = "attn" if old else "self_attn"
         self.out_name = "c_proj" if old else "o_proj"
         self.first_name = "ln_1" if old else "input_layernorm"
+        self._has_scores = module_of(model).config.model_type == "gpt_oss"
         self.second_name = "ln_2" if old else "post_attention_layernorm"
 
     def attn(self, layer: int) -> Any:
@@ -40,6 +41,19 @@ class Parts:
 
     def mlp(self, layer: int) -> Any:
         return _part(self.layers[layer], "mlp", "feed_forward")
+
+    def of_mlp(self, layer: int) -> Any:
+        """What it gives, without the scores that gpt-oss's router gives beside it."""
+        return first(self.layers[layer].mlp.output)
+
+    def put_mlp(self, layer: int, value: Any) -> None:
+        """Have it give that."""
+        mlp = self.layers[layer].mlp
+        mlp.output = (value, *mlp.output[1:]) if self._has_scores else value
+
+    def skip_mlp(self, layer: int, value: Any) -> None:
+        """Have it give that, without computing anything."""
+        self.layers[layer].mlp.skip((value, None) if self._has_scores else value)
 
     def out(self, layer: int) -> Any:
         return getattr(self.attn(layer), self.out_name)
@@ -49,6 +63,11 @@ class Parts:
 
     def second_norm(self, layer: int) -> Any:
         return getattr(self.layers[layer], self.second_name)
+
+
+def first(value: Any) -> Any:
+    """A value, or the first of several."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _part(module: Any, *names: str) -> Any:
@@ -102,7 +121,7 @@ def inside_layers(p: Parts) -> Any:
             seen.append(p.out(i).output)
             seen.append(p.attn(i).output[0])
             seen.append(p.layers[i].mlp.input)
-            seen.append(p.layers[i].mlp.output)
+            seen.append(p.of_mlp(i))
     return seen
 
 
@@ -119,7 +138,7 @@ def long_prompt(p: Parts) -> Any:
 def batch_with_padding(p: Parts) -> Any:
     with p.model.trace([PROMPT, OTHER]):
         a = p.layers[1].output.save()
-        b = p.layers[4].mlp.output.save()
+        b = p.of_mlp(4).save()
         out = p.model.output.logits.save()
     return a, b, out
 
@@ -150,7 +169,7 @@ def one_trace_after_another(p: Parts) -> Any:
 def replace_output(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         p.layers[1].output = p.layers[1].output * 0.5
-        p.layers[4].mlp.output = torch.zeros_like(p.layers[4].mlp.output)
+        p.put_mlp(4, torch.zeros_like(p.of_mlp(4)))
         out = p.model.output.logits.save()
     return out
 
@@ -177,9 +196,7 @@ def replace_tuple(p: Parts) -> Any:
 def edit_in_place(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         p.layers[0].output[:, -1] = 0
-        mlp = p.mlp(2).output  # with the router's scores, of gpt-oss
-        mlp = mlp[0] if isinstance(mlp, tuple) else mlp
-        mlp[:] *= 3
+        first(p.mlp(2).output)[:] *= 3
         p.attn(3).output[0][:, :2] = 1.5
         seen = p.layers[3].output.save()
         out = p.model.output.logits.save()
@@ -195,7 +212,7 @@ def edit_without_a_new_version(p: Parts) -> Any:
         kept = p.layers[4].input.save()
         older.data.mul_(0.5)
         early = older.clone().save()
-        value = p.layers[4].mlp.output
+        value = p.of_mlp(4)
         value.data = value * 2
         out = p.model.output.logits.save()
     return kept, early, out
@@ -274,8 +291,8 @@ def skip_layer(p: Parts) -> Any:
 @case
 def skip_mlp(p: Parts) -> Any:
     with p.model.trace(PROMPT):
-        p.layers[3].mlp.skip(p.layers[3].mlp.input * 0.5)
-        seen = p.layers[3].mlp.output.save()
+        p.skip_mlp(3, p.layers[3].mlp.input * 0.5)
+        seen = p.of_mlp(3).save()
         out = p.model.output.logits.save()
     return seen, out
 
@@ -310,7 +327,7 @@ def out_of_order(p: Parts) -> Any:
 def out_of_order_within_a_layer(p: Parts) -> Any:
     try:
         with p.model.trace(PROMPT):
-            later = p.layers[3].mlp.output.save()
+            later = p.of_mlp(3).save()
             p.attn(3).output[0].save()
     except Exception as error:  # noqa: BLE001 - nnsight's kinds are the client's business
         return type(error).__name__, str(error)
@@ -320,7 +337,7 @@ def out_of_order_within_a_layer(p: Parts) -> Any:
 @case
 def stop_early(p: Parts) -> Any:
     with p.model.trace(PROMPT) as tracer:
-        a = p.layers[1].mlp.output.save()
+        a = p.of_mlp(1).save()
         tracer.stop()
     with p.model.trace(PROMPT):
         out = p.model.output.logits.save()
@@ -331,7 +348,7 @@ def stop_early(p: Parts) -> Any:
 def error_of_the_user(p: Parts) -> Any:
     try:
         with p.model.trace(PROMPT):
-            p.layers[3].mlp.output[:] = 0
+            p.of_mlp(3)[:] = 0
             raise ZeroDivisionError("mine")  # noqa: TRY301 - the user's own
     except ZeroDivisionError as error:
         said = str(error)
@@ -345,7 +362,7 @@ def wrong_shape(p: Parts) -> Any:
     failed = False
     try:
         with p.model.trace(PROMPT):
-            p.layers[2].mlp.output = torch.zeros(3, 5)
+            p.put_mlp(2, torch.zeros(3, 5))
     except RuntimeError:
         failed = True
     with p.model.trace(PROMPT):
@@ -375,7 +392,7 @@ def barrier(p: Parts) -> Any:
 def invokes_are_isolated(p: Parts) -> Any:
     with p.model.trace() as tracer:
         with tracer.invoke(PROMPT):
-            p.layers[1].mlp.output[:] = 0
+            p.of_mlp(1)[:] = 0
             a = p.layers[4].output.save()
         with tracer.invoke(OTHER):
             b = p.layers[4].output.save()
@@ -405,7 +422,7 @@ def generate_iter(p: Parts) -> Any:
         seen = nnsight.save([])
         for _ in tracer.iter[:]:
             seen.append(p.layers[1].output)
-            seen.append(p.layers[4].mlp.output)
+            seen.append(p.of_mlp(4))
     return seen
 
 
@@ -561,7 +578,8 @@ def source_edit(p: Parts) -> Any:
 def source_recursive(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         op = p.attn(3).source.attention_interface_1
-        inner = op.source.torch_nn_functional_scaled_dot_product_attention_0.output.save()
+        names = ("torch_nn_functional_scaled_dot_product_attention_0", "nn_functional_dropout_0")
+        inner = next(each for each in op.source if each.name in names).output.save()
         out = p.model.output.logits.save()
     return inner, out
 
@@ -575,7 +593,7 @@ def source_of_the_loop(p: Parts) -> Any:
         for _ in tracer.iter[2]:
             between = call.output.save()
             call.output = call.output * 2
-        inside = p.layers[3].mlp.output.save()
+        inside = p.of_mlp(3).save()
         out = p.model.output.logits.save()
     return between, inside, out
 
@@ -606,10 +624,10 @@ def modules_called_by_hand(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         hidden = p.layers[1].output
         seen = nnsight.save([])
-        seen.append(p.layers[4].mlp(hidden))
+        seen.append(first(p.layers[4].mlp(hidden)))
         seen.append(p.first_norm(0)(hidden))
-        p.layers[2].output[:] += p.layers[0].mlp(hidden)
-        seen.append(p.layers[4].mlp.output)
+        p.layers[2].output[:] += first(p.layers[0].mlp(hidden))
+        seen.append(p.of_mlp(4))
         out = p.model.output.logits.save()
     return seen, out
 
@@ -674,7 +692,7 @@ def cache_after_edit(p: Parts) -> Any:
 def edited_model(p: Parts) -> Any:
     layers = "transformer.h" if hasattr(module_of(p.model), "transformer") else "model.layers"
     with p.model.edit() as (_, edited):
-        edited.get(layers)[1].mlp.output[:] = 0
+        first(edited.get(layers)[1].mlp.output)[:] = 0
     with p.model.trace(PROMPT):
         before = p.model.output.logits.save()
     with edited.trace(PROMPT):
@@ -728,13 +746,15 @@ def hidden_states_edited(p: Parts) -> Any:
 
 @case
 def attentions(p: Parts) -> Any:
-    module_of(p.model).set_attn_implementation("eager")
+    module = module_of(p.model)
+    before = module.config._attn_implementation
+    module.set_attn_implementation("eager")
     try:
         with p.model.trace(PROMPT, output_attentions=True, output_hidden_states=True):
             found = p.model.output.attentions.save()
             states = p.model.output.hidden_states.save()
     finally:
-        module_of(p.model).set_attn_implementation("sdpa")
+        module.set_attn_implementation(before)
     return found, states
 
 
@@ -761,7 +781,7 @@ def inside(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.embed.output
         start.requires_grad_(True)
-        a = p.layers[1].mlp.output
+        a = p.of_mlp(1)
         b = p.out(3).input
         c = p.layers[5].mlp.input
         loss = p.model.output.logits.logsumexp(-1).sum()
@@ -789,7 +809,7 @@ def edited(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        a = p.layers[2].mlp.output
+        a = p.of_mlp(2)
         b = p.layers[4].output
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
@@ -828,7 +848,7 @@ def twice(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        middle = p.layers[3].mlp.output
+        middle = p.of_mlp(3)
         out = p.model.output.logits
         with out[0, -1].sum().backward(retain_graph=True):
             a = nnsight.save([middle.grad, start.grad])
@@ -844,7 +864,7 @@ def batched(p: Parts) -> Any:
     with p.model.trace() as tracer:
         with tracer.invoke(PROMPT):
             p.layers[1].output = p.layers[1].output + vector
-            inner = p.layers[3].mlp.output
+            inner = p.of_mlp(3)
             loss = p.model.output.logits.pow(2).sum()
             with loss.backward(retain_graph=True):
                 a = inner.grad.save()
@@ -872,7 +892,7 @@ def through_replacements(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        p.layers[1].mlp.output = p.layers[1].mlp.output * 0.5
+        p.put_mlp(1, p.of_mlp(1) * 0.5)
         p.attn(2).output[0][:] *= 2
         p.layers[3].output = p.layers[3].output + start
         last = p.layers[5].input
@@ -887,7 +907,7 @@ def past_the_graph(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        p.layers[2].mlp.output.data[:, 1:] *= 0.5
+        p.of_mlp(2).data[:, 1:] *= 0.5
         middle = p.layers[3].input
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
@@ -913,7 +933,7 @@ def through_a_skip(p: Parts) -> Any:
         start = p.layers[0].output
         start.requires_grad_(True)
         p.layers[2].skip(p.layers[2].input * 2)
-        p.layers[3].mlp.skip(p.layers[3].mlp.input)
+        p.skip_mlp(3, p.layers[3].mlp.input)
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
             found = start.grad.save()
@@ -925,8 +945,8 @@ def from_the_middle(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        middle = p.layers[2].mlp.output
-        loss = p.layers[4].output[:, -1].pow(2).sum() + p.layers[5].mlp.output.sum()
+        middle = p.of_mlp(2)
+        loss = p.layers[4].output[:, -1].pow(2).sum() + p.of_mlp(5).sum()
         with loss.backward():
             grads = nnsight.save([middle.grad, start.grad])
     return grads
@@ -959,7 +979,7 @@ def switched_off_half_way(p: Parts) -> Any:
                 inner = p.layers[2].mlp.input
         after = p.layers[3].mlp.input
         with torch.no_grad():
-            later = p.layers[3].mlp.output
+            later = p.of_mlp(3)
         out = p.model.output.logits
         seen = (before, attention, inner, after, later, out)
         tracked = nnsight.save([value.requires_grad for value in seen])
@@ -976,7 +996,7 @@ def switched_on_half_way(p: Parts) -> Any:
             start.requires_grad_(True)
             p.attn(2).output[0].save()
             with torch.enable_grad():
-                first = p.layers[2].mlp.output
+                first = p.of_mlp(2)
                 second = p.layers[4].output
                 loss = second.pow(2).sum()
             last = p.layers[5].output
@@ -992,7 +1012,7 @@ def of_an_older_name(p: Parts) -> Any:
         residual = p.first_norm(2).input
         p.attn(2).output[0].save()
         residual.requires_grad_(True)
-        inner = p.layers[3].mlp.output
+        inner = p.of_mlp(3)
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
             grads = nnsight.save([inner.grad, residual.grad])
@@ -1038,7 +1058,7 @@ def behind_a_cut(p: Parts) -> Any:
         start = p.layers[0].output
         start.requires_grad_(True)
         p.layers[1].output = p.layers[1].output * p.layers[1].output.sigmoid()
-        p.layers[2].mlp.output.sum().backward()
+        p.of_mlp(2).sum().backward()
         fresh = p.layers[3].output.detach().requires_grad_(True)
         p.layers[3].output = fresh
         loss = p.model.output.logits.pow(2).sum()
@@ -1076,7 +1096,7 @@ def of_a_module_called_by_hand(p: Parts) -> Any:
     with p.model.trace(PROMPT):
         start = p.layers[0].output
         start.requires_grad_(True)
-        extra = p.layers[4].mlp(start)
+        extra = first(p.layers[4].mlp(start))
         p.layers[2].output = p.layers[2].output + extra
         loss = p.model.output.logits.pow(2).sum()
         with loss.backward():
@@ -1088,11 +1108,11 @@ def of_a_module_called_by_hand(p: Parts) -> Any:
 def attribution_patching(p: Parts) -> Any:
     ids = tokens(p.model, 9)
     with p.model.trace(ids):
-        clean = nnsight.save([p.layers[i].mlp.output for i in range(6)])
+        clean = nnsight.save([p.of_mlp(i) for i in range(6)])
     with p.model.trace(ids.flip(1)):
         start = p.embed.output
         start.requires_grad_(True)
-        values = [p.layers[i].mlp.output for i in range(6)]
+        values = [p.of_mlp(i) for i in range(6)]
         loss = p.model.output.logits[0, -1, 7]
         scores = nnsight.save([])
         with loss.backward():

@@ -38,11 +38,20 @@ WITH_STATES = (
     "edit_in_place", "skip_batched", "generate_iter", "session", "of_the_residual", "batched",
     "through_replacements", "attribution_patching",
 )  # fmt: skip
+WITH_SCORES = (
+    "replace_output", "edit_in_place", "skip_mlp", "modules_called_by_hand", "source_recursive",
+    "attentions", "edited", "batched", "through_a_skip", "attribution_patching",
+)  # fmt: skip
+ELSEWHERE = (
+    *(("qwen3_5", 2, name) for name in WITH_STATES),
+    *(("gpt_oss", 3, name) for name in WITH_SCORES),
+    ("lfm2", 3, "generate_by_prompt_lookup"),
+)
+"""What is different in layers with running states, and where an MLP gives more than a tensor."""
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Every case and family over three hops; some also over one, two and four, in Gemma 4, and
-    where layers have running states."""
+    """Every case and family over three hops; some also over one, two and four, and `ELSEWHERE`."""
     few = [("llama", 1), ("gpt2", 2), ("qwen3", 4), ("gemma4", 3)]
     three = [(family, 3) for family in FAMILIES]
     return [
@@ -51,7 +60,7 @@ def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
         for family, hops in (
             *three,
             *(few if name in OTHER_NUMBERS_OF_HOPS else []),
-            *([("qwen3_5", 2)] if name in WITH_STATES else []),
+            *((family, hops) for family, hops, found in ELSEWHERE if found == name),
         )
     ]
 
