@@ -17,7 +17,7 @@ from mesh.models.load import load_span
 from mesh.shard.compiled.experts import Experts, put_blocks
 from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
 from mesh.shard.compiled.parts import layer_parts
-from mesh.shard.compiled.products import product_modules
+from mesh.shard.compiled.products import product_modules, quant_of
 from mesh.shard.compiled.store import quantised_span
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.shard.taps.tree import SpanTree
@@ -46,15 +46,15 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
         parts = layer_parts(layer, module.config, number)
-        products = product_modules(parts).values()
-        linears = {id(each) for modules in products for each in modules}
-        rates = {*map(id, parts.mixer.rates)}
-        rates = {*map(id, parts.mixer.rates)}
+        few = {
+            id(each): quant_of(name, quant)
+            for name, modules in product_modules(parts).items()
+            for each in modules
+        }
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if id(child) in linears:
-                    few = "int8" if id(child) in rates else quant
-                    matrix = quantise(dense_weight(child), few)
+                if id(child) in few:
+                    matrix = quantise(dense_weight(child), few[id(child)])
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
                     setattr(parent, name, linear)
