@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mesh.interventions.hooks import RemoteLayerError
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import Remote, equal, remote, whole
 
@@ -96,3 +97,12 @@ def test_a_span_nobody_looks_into_takes_one_message_as_in_plain_chat(hops: int) 
     with world.model.trace(PROMPT):
         Parts(world.model).layers[0].output.save()
     assert world.channel.messages == hops + hops * 4 + hops + 1
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_what_a_layer_is_given_that_is_no_tensor_is_missed_by_that_layer(layer: int) -> None:
+    """The first and the last of these layers hand it to another hop."""
+    parts, _ = spread("llama", 3)
+    missing = f"'tuple' object has no attribute 'dtype' .layer {layer + 1}, input_layernorm"
+    with pytest.raises(RemoteLayerError, match=missing), parts.model.trace(PROMPT):
+        parts.layers[layer].output = (parts.layers[layer].output,)  # as transformers once gave it
