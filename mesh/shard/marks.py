@@ -42,7 +42,7 @@ class RunningStates(Protocol[States]):
         """What the last forward has made of them is real."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # tensors do not say in one word whether they are equal
 class _Mark(Generic[States]):
     """The states before `position`, and (1, rows, hidden) inputs from there on."""
 

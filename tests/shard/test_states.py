@@ -80,6 +80,18 @@ def test_drafts_are_taken_back_however_often_also_two_at_a_time(by: str) -> None
 
 
 @either
+def test_where_a_draft_was_taken_back_a_prompt_may_begin_and_go_on(by: str) -> None:
+    span = made(by)
+    hidden = rows(140)
+    cache = fed(span, hidden[:, :20])
+    step(span, cache, 20, rows(3, seed=1))
+    for start in (20, 60, 100):
+        found = step(span, cache, start, hidden[:, start : start + 40])
+    plain = fed(span, hidden[:, :100])
+    assert relative_error(found, step(span, plain, 100, hidden[:, 100:])) < 1e-4
+
+
+@either
 def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(by: str) -> None:
     span = made(by)
     cache = fed(span, rows(1000))
