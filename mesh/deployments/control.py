@@ -22,7 +22,7 @@ from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, merged
 from mesh.deployments.world import World
 from mesh.errors import BadRequest, Forbidden, NotFound
-from mesh.identity.naming import nodes_meant, told_apart
+from mesh.identity.naming import called, nodes_meant, told_apart
 from mesh.types import LayerRange, ModelId, NodeId
 
 
@@ -189,7 +189,7 @@ class Deploying:
         if laid.quant:  # machines of several kinds would each take their own, and share no route
             wish = replace(wish, quant=laid.quant)
         machines = self._house.machines()
-        require_pins(wish, machines, self._house.names())
+        require_pins(wish, machines, called(self._house.names().items()))
         return wish, make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
 
     def _others(self, wish: Wish) -> dict[str, Standing]:

@@ -18,6 +18,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Span, Wish, merged
 from mesh.deployments.world import World
 from mesh.discovery.weights import HeldWeights
+from mesh.identity.naming import called
 from mesh.types import LayerRange
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
@@ -67,7 +68,7 @@ class DeploymentRows:
     def seen(self, deployment: Deployment) -> SeenDeployment:
         """One that was wished for."""
         replicas = deployment.plan.replicas if deployment.plan is not None else ()
-        names = self._seen.names()
+        names = called(self._seen.names().items())
         spans = [
             SeenSpan(
                 replica.number, span, names.get(span.node, span.node), self._far(deployment, span)
@@ -81,12 +82,13 @@ class DeploymentRows:
     def read_here(self, deployment: Deployment, far: PhaseProgress) -> SeenDeployment:
         """One that is still to be wished for: this node reads the model first."""
         span = Span(self._seen.node, deployment.wish.whole)
-        reading = SeenSpan(0, span, self._seen.names().get(span.node, span.node), far)
+        names = called(self._seen.names().items())
+        reading = SeenSpan(0, span, names.get(span.node, span.node), far)
         return SeenDeployment(deployment, self._missing(deployment), (reading,))
 
     def row(self, seen: SeenDeployment) -> dict[str, Any]:
         """As the API shows it; see `mesh.api.services.DeploymentControl`."""
-        deployment, names = seen.deployment, self._seen.names()
+        deployment, names = seen.deployment, called(self._seen.names().items())
         wish, plan = deployment.wish, deployment.plan
         return {
             "deployment": wish.deployment,

@@ -20,6 +20,7 @@ from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, Plan, Span, live
 from mesh.deployments.world import World
 from mesh.errors import MeshError
+from mesh.identity.naming import called
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 
@@ -103,7 +104,8 @@ class Replanner:
         now: float,
     ) -> None:
         """Plan it anew if that is due, and this node's to do."""
-        alive, names = {machine.node for machine in machines}, self._members.names()
+        alive = {machine.node for machine in machines}
+        names = called(self._members.names().items())
         refused = self._refused(deployment)
         why = stale(deployment, gone_s, self._members.trusted(), self._limit_s, names)
         why = why or _no_room(refused, names)
@@ -145,7 +147,7 @@ class Replanner:
         plan = deployment.plan
         asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
         wish, before = deployment.wish, without(plan, refused)
-        require_pins(wish, machines, self._members.names())
+        require_pins(wish, machines, called(self._members.names().items()))
         laid = await self._members.laid_out(wish, before, {})
         new = make_plan(wish, deployment.event, machines, before, asked=asked, why=why, laid=laid)
         if plan is None or _differs(new, plan):
@@ -158,7 +160,7 @@ class Replanner:
         laid = await self._members.laid_out(found.alone(deployment.wish), None, {})
         if plan is None or not laid.replicas:
             return
-        why = found.why(self._members.names())
+        why = found.why(called(self._members.names().items()))
         await self._members.publish_plan(spread(plan, found, laid.replicas[0], why))
         self._tell("deployment_planned", deployment=deployment.id, reason=why)
 

@@ -35,10 +35,17 @@ def is_name(said: object) -> TypeGuard[str]:
     return isinstance(said, str) and 1 <= len(said) <= MAX_NAME and said.isprintable()
 
 
+def called(known: Iterable[tuple[NodeId, str]]) -> dict[NodeId, str]:
+    """What to call each for people, in the order of their names: where several share one, how its
+    id begins as well."""
+    names = dict(sorted(known, key=lambda pair: (pair[1], pair[0])))
+    counts = Counter(names.values())
+    return {
+        node: name if counts[name] == 1 else f"{short_id(node)} ({name})"
+        for node, name in names.items()
+    }
+
+
 def told_apart(known: Iterable[tuple[NodeId, str]]) -> str:
-    """What can be said to mean each, for people: names, with an id behind those of several."""
-    pairs = sorted(set(known), key=lambda pair: (pair[1], pair[0]))
-    counts = Counter(name for _, name in pairs)
-    return ", ".join(
-        name if counts[name] == 1 else f"{short_id(node)} ({name})" for node, name in pairs
-    )
+    """What can be said to mean each, for people."""
+    return ", ".join(called(known).values())

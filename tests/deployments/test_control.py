@@ -17,6 +17,7 @@ from mesh.deployments.weights import Checkpoint, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, NotEnoughMemory, NotFound
+from mesh.identity.keys import short_id
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, mb_of
 
@@ -31,12 +32,13 @@ class Here:
         self.node = house.nodes[0].node
         self.signed: list[Wish | Plan] = []
         self._events = 0
+        self.called = {node.node: f"machine {node.node}" for node in house.nodes}
 
     def deployments(self) -> dict[str, Deployment]:
         return dict(self.house.deployments)
 
     def names(self) -> Mapping[NodeId, str]:
-        return {node.node: f"machine {node.node}" for node in self.house.nodes}
+        return self.called
 
     def served(self) -> list[ServedShard]:
         return [shard for node in self.house.up[1:] for shard in _served(self.house, node.node)]
@@ -160,6 +162,17 @@ async def test_who_makes_room_rests_before_the_new_is_wished_and_comes_back_in_i
     assert await home.verbs.wake("small-4", may_wake=True)
     assert home.signed() == ["wish small-4", "plan small-4"]
     assert home.held() == {"large-16", "small-4"}
+
+
+async def test_machines_of_one_name_are_told_apart_wherever_they_are_named() -> None:
+    home = Verbs(100, 100)
+    first, second = (node.node for node in home.house.nodes)
+    home.here.called = {first: "attic", second: "attic"}
+    row = await home.verbs.deploy({"model": "middle-10", "replicas": 2})
+    names = {span["node_id"]: span["node"] for span in row["spans"]}
+    assert names == {first: f"{short_id(first)} (attic)", second: f"{short_id(second)} (attic)"}
+    with pytest.raises(BadRequest, match="more than one member"):
+        await home.verbs.deploy({"model": "small-4", "nodes": ["attic"]})
 
 
 async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
