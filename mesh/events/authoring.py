@@ -96,10 +96,10 @@ class Author:
         self._intake.on_report(
             Report(
                 "log_restored", self._settings.own,
-                "Peers hold events of this node that its log did not have: it was restored from a"
-                " backup, or its key was copied.",
-                "It goes on from what they hold. If nothing was restored, revoke this node and let"
-                " it join with a new key.",
+                "Peers hold events of this node that its log did not have: it was damaged, lost or"
+                " restored from a backup, or its key was copied.",
+                "It goes on from what they hold. If the log was none of that, revoke this node and"
+                " let it join with a new key.",
             )
         )  # fmt: skip
 
