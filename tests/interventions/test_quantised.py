@@ -16,8 +16,9 @@ from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
 from mesh.shard.compiled.experts import Experts, put_blocks
 from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
+from mesh.shard.compiled.latent import LatentLinear
 from mesh.shard.compiled.parts import layer_parts
-from mesh.shard.compiled.products import product_modules, quant_of
+from mesh.shard.compiled.products import latent_rows, product_modules, quant_of
 from mesh.shard.compiled.store import quantised_span
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.shard.taps.tree import SpanTree
@@ -46,6 +47,9 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
         parts = layer_parts(layer, module.config, number)
+        latent = {linear: [] for _, linear in latent_rows(parts.mixer)}
+        for rows, linear in latent_rows(parts.mixer):
+            latent[linear].append(quantise(rows.weight, quant))
         few = {
             id(each): quant_of(name, quant)
             for name, modules in product_modules(parts).items()
@@ -53,7 +57,9 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
         }
         for parent in list(layer.modules()):
             for name, child in list(parent.named_children()):
-                if id(child) in few:
+                if child in latent:
+                    setattr(parent, name, LatentLinear(*latent[child]))
+                elif id(child) in few:
                     matrix = quantise(dense_weight(child), few[id(child)])
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
@@ -93,8 +99,19 @@ def test_values_are_those_of_one_machine(name: str, family: str, quant: Quant) -
 
 
 @pytest.mark.parametrize("name", ["every_layer", "at_boundaries"])
-def test_states_are_those_of_one_machine(name: str) -> None:
-    test_values_are_those_of_one_machine(name, "qwen3_5", "int4")
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpm3"])
+def test_states_and_latents_are_those_of_one_machine(name: str, family: str) -> None:
+    test_values_are_those_of_one_machine(name, family, "int4")
+
+
+def test_the_weight_of_keys_and_values_of_latents_is_what_is_computed_with() -> None:
+    models = [made("minicpm3", "int4").model for made in (reference, spread)]
+    seen = []
+    for model in models:
+        with model.trace("hello"):
+            weight = model.model.layers[1].self_attn.kv_b_proj.weight.save()
+        seen.append(weight)
+    assert torch.equal(*seen)
 
 
 def test_the_weights_of_all_experts_are_not_made_dense_for_who_asks() -> None:
