@@ -26,7 +26,7 @@ LATENT = frozenset({"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "
 """Models whose keys are made of latents that are computed in few bits."""
 MIXTURES = RECURRENT | LATENT | {
     "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
-    "granitemoe", "exaone_moe",
+    "granitemoe", "exaone_moe", "ernie4_5_moe", "afmoe",
 }  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
 UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})

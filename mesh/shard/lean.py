@@ -44,7 +44,7 @@ queries are multiplied by, if they are, (rows, 1, 1)."""
 
 _ACTIVATIONS: dict[str, Product] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
+    "relu": F.relu, "squared_relu": lambda x: F.relu(x).square(),
 }  # fmt: skip
 
 

@@ -177,20 +177,26 @@ def _require_silu(module: Any) -> None:
 def _router(reader: PartsReader, block: str) -> Router:
     owner: Any = reader.get(block)
     found: Any = reader.get(f"{block}.gate", f"{block}.router")
-    weight = getattr(found, "weight", None)
+    linear = reader.find(f"{block}.router.gate")  # Arcee's; others score by themselves
+    weight = getattr(linear or found, "weight", None)
     if weight is None or weight.dim() != 2:
         raise NotCompilable(f"its experts are chosen by {type(found).__name__}")
     groups = getattr(found, "num_group", None) or getattr(found, "n_group", None) or 1
     if groups != 1:
         raise NotCompilable(f"its experts are chosen from {groups} groups")
-    correction = getattr(found, "e_score_correction_bias", getattr(owner, "expert_bias", None))
+    # ERNIE's is beside counts of how often each was chosen, and those are by softmax.
+    statics: Any = reader.find(f"{block}.gate.moe_statics")
+    correction = getattr(
+        statics or found, "e_score_correction_bias", getattr(owner, "expert_bias", None)
+    )
     bias = getattr(found, "bias", None)
     return Router(
         weight.detach().float().clone(),
         None if bias is None else bias.detach().float().clone(),
-        None if correction is None else correction.detach().float().clone(),
+        None if correction is None else correction.detach().float().flatten().clone(),
         int(found.top_k),
-        is_sigmoid=correction is not None or hasattr(owner, "use_expert_bias"),
+        is_sigmoid=statics is None
+        and (correction is not None or hasattr(owner, "use_expert_bias")),
         normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method"))),
-        scale=float(getattr(found, "routed_scaling_factor", 1.0)),
+        scale=float(getattr(found, "routed_scaling_factor", getattr(found, "route_scale", 1.0))),
     )

@@ -37,11 +37,12 @@ def _scored(graph: GraphBuilder, router: Router, rows: str) -> tuple[str, str]:
     logits = graph.op("MatMul", [rows, graph.constant(router.weight.t())])
     if router.bias is not None:
         logits = graph.op("Add", [logits, graph.constant(router.bias)])
-    if not router.is_sigmoid:
-        return logits, graph.op("Softmax", [logits], axis=-1)
-    scores = graph.op("Sigmoid", [logits])
+    if router.is_sigmoid:
+        scores = graph.op("Sigmoid", [logits])
+    else:
+        scores = graph.op("Softmax", [logits], axis=-1)
     if router.correction is None:
-        return scores, scores
+        return scores if router.is_sigmoid else logits, scores
     return graph.op("Add", [scores, graph.constant(router.correction)]), scores
 
 

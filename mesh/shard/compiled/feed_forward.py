@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "squared_relu",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -
     elif gate is not None:
         up = (gate, reader.get(f"{path}.up_proj", f"{path}.w3"))
     else:
-        up = (reader.get(f"{path}.c_fc"),)
+        up = (reader.get(f"{path}.c_fc", f"{path}.up_proj"),)
     is_gated = both is not None or gate is not None
     width = sum(rows_out(each) for each in up) // (2 if is_gated else 1)
     down = reader.get(

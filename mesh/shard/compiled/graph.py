@@ -114,12 +114,15 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
         return before_latents(graph, attention, attention.latent, found), gate
     if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
         return found, gate
-    wide = attention.attended * (1 if attention.gate is None else 2)
+    if attention.gate_is_last:
+        found, gate = graph.split(found, [attention.projected, attention.attended])
+    is_beside = attention.gate is not None and not attention.gate_is_last
+    wide = attention.attended * (2 if is_beside else 1)
     q, k, *rest = graph.split(found, [wide, keys, *([] if attention.shares_values else [keys])])
     v = graph.norm_heads(
         rest[0] if rest else k, attention.value_norm, attention.kv_heads, attention.width
     )
-    if attention.gate is not None:
+    if is_beside:
         q, gate = _apart(graph, q, attention.heads, [attention.attended] * 2)
     return graph.op("Concat", [*_normed(graph, attention, q, k), v], axis=-1), gate
 
@@ -194,4 +197,7 @@ def _activated(graph: GraphBuilder, x: str, activation: str) -> str:
         return graph.op("QuickGelu", [x], contrib=True, alpha=1.0)
     if activation == "gelu_tanh":
         return graph.op("Gelu", [x], approximate="tanh")
+    if activation == "squared_relu":
+        positive = graph.op("Relu", [x])
+        return graph.op("Mul", [positive, positive])
     return graph.op({"gelu": "Gelu", "relu": "Relu", "sigmoid": "Sigmoid"}[activation], [x])

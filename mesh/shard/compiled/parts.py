@@ -78,7 +78,9 @@ class Attention:
     """Whether those norms go over all heads at once and not each."""
     sinks: torch.Tensor | None = None
     gate: OutputGate | None = None
-    """Its numbers come with the queries, behind those of each head."""
+    """Its numbers come with the queries, behind those of each head, or where the `gate_is_last`
+    behind everything."""
+    gate_is_last: bool = False
     value_norm: Norm | None = None
     shares_values: bool = False
     """Whether values are what keys are made of, and there is no projection to them."""
@@ -169,6 +171,10 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
     plain = (heads + kinds * kv_heads) * width
     if rows not in (plain, plain + heads * width):
         raise NotCompilable("its queries, keys and values have widths of their own")
+    gate = reader.find(f"{path}.gate_proj")
+    if gate is not None:
+        projections = (*projections, gate)
+        rows += rows_out(gate)
     sinks = getattr(module, "sinks", None)
     query_norm = reader.norm(f"{path}.q_norm", f"{path}.q_layernorm")
     return Attention(
@@ -186,6 +192,7 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
         gate=None if rows == plain else OutputGate("sigmoid"),
+        gate_is_last=gate is not None,
         value_norm=_value_norm(module, width),
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),
@@ -277,7 +284,7 @@ def _scale_of(reader: PartsReader) -> float:
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after the mixer, before and after feed-forward."""
     before = reader.norm("input_layernorm", "ln_1", "operator_norm")
-    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm")
+    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm")
     after_ff = reader.norm("post_feedforward_layernorm", "post_mlp_layernorm")
     after = reader.norm("post_self_attn_layernorm")
     second = reader.norm("post_attention_layernorm", "ln_2", "ffn_norm")
@@ -305,7 +312,7 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
     """Which rotary table it turns its queries and keys by: the layer's kind where each has one."""
     if getattr(config, "rope_parameters", None) is None:
         return None
-    if not getattr(module, "use_rope", True):
+    if not getattr(module, "use_rope", True) or not getattr(module, "is_local_attention", True):
         return None
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None

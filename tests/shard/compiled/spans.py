@@ -22,6 +22,7 @@ states of other kinds."""
 
 EXPERTS = (
     "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+    "ernie4_5_moe", "afmoe",
 )  # fmt: skip
 """Families whose layers are mixtures of experts, all or some."""
 
@@ -31,6 +32,7 @@ two key heads, in every other layer."""
 
 SINGULAR = (
     "gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3", "glm4_moe_lite", "deepseek_v2",
+    "arcee",
 )  # fmt: skip
 """Families whose layers differ in width, or whose attention is one of their own."""
 
