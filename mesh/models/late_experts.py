@@ -7,6 +7,7 @@ wants one layer after the other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 GATE_UP = "gate_up_proj"
 STACKS = (GATE_UP, "down_proj")
 """What modules call the tensors of all experts."""
+
+_LAYER = re.compile(r".*?\.\d+\.")
 
 Late = Mapping[str, Mapping[str, TensorEntry]]
 """By the paths of modules in a span, the stored tensors that they are made of."""
@@ -35,11 +38,18 @@ def late_experts(base: Any, names: Mapping[str, TensorEntry]) -> Late:
         path: {
             name: entry
             for name, entry in names.items()
-            if name.startswith(f"{path}.") and not name.endswith("bias")
+            if name.startswith(_layer_of(path)) and ".experts." in name
+            if not name.endswith("bias")
         }
         for path in paths
     }
     return {path: entries for path, entries in found.items() if entries}
+
+
+def _layer_of(path: str) -> str:
+    """How names of the layer begin: what is in it may be called otherwise in files."""
+    found = _LAYER.match(path)
+    return path if found is None else found[0]
 
 
 def stacks_of(late: Late) -> set[str]:

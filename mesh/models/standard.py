@@ -19,10 +19,13 @@ STANDARD = frozenset(
 RECURRENT = frozenset(
     {
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
+        "kimi_linear",
     }
 )  # fmt: skip
 """Models with running states that are computed in few bits."""
-LATENT = frozenset({"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu"})
+LATENT = frozenset(
+    {"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"}
+)
 """Models whose keys are made of latents that are computed in few bits."""
 MIXTURES = RECURRENT | LATENT | {
     "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
@@ -32,7 +35,7 @@ MIXTURES = RECURRENT | LATENT | {
 UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Models whose layers differ in width that are computed in few bits."""
 ACTIVATIONS = frozenset(
-    {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
+    {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
 _ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 @pytest.mark.parametrize(
     ("family", "quant"),
-    [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_5", "int4"), ("minicpm3", "int4")],
+    [("qwen3", "int8"), ("qwen3", "int4"), ("qwen3_5", "int4"), ("kimi_linear", "int4")],
 )
 async def test_the_answer_does_not_depend_on_how_many_hops_say_it(
     family: str, quant: str, tmp_path: Path

@@ -39,7 +39,7 @@ def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
     return cache
 
 
-GOING_BACK = ("qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1")
+GOING_BACK = ("qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear")
 
 
 @pytest.mark.parametrize(("by", "family"), [each for each in BOTH if each[1] in GOING_BACK])

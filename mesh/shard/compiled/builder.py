@@ -52,6 +52,8 @@ class Product:
 
 
 QKV, OUTPUT, UP, DOWN, RATES = "qkv", "output", "up", "down", "rates"
+FORGETTING, GATES = "forgetting", "gates"
+"""Of states whose every number decays by itself, what makes decays and gates of few numbers."""
 QUERIES, LATENT_KEYS, LATENT_VALUES = "queries", "latent_keys", "latent_values"
 """Of attention over latents (`mesh.shard.compiled.latent`); the last two have a matrix for each
 head."""

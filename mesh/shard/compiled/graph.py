@@ -22,6 +22,8 @@ from mesh.shard.compiled import experts_graph
 from mesh.shard.compiled.builder import (
     DOWN,
     FLOAT,
+    FORGETTING,
+    GATES,
     OUTPUT,
     QKV,
     RATES,
@@ -35,6 +37,7 @@ from mesh.shard.compiled.builder import (
 from mesh.shard.compiled.latent_graph import before_latents, behind_latents
 from mesh.shard.compiled.parts import (
     Attention,
+    ChannelDeltaNet,
     DeltaNet,
     Experts,
     FeedForward,
@@ -56,6 +59,8 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
         projected, gate = _before_attention(graph, mixer, found)
     elif isinstance(mixer, DeltaNet):
         projected, gate = _before_delta(graph, mixer, found, graph.product(x, RATES))
+    elif isinstance(mixer, ChannelDeltaNet):
+        projected, gate = _before_channels(graph, mixer, found, graph.product(x, RATES))
     elif isinstance(mixer, StateSpace):
         gate, projected = graph.split(found, [mixer.attended, mixer.projected])
     else:
@@ -137,6 +142,16 @@ def _before_delta(graph: GraphBuilder, mixer: DeltaNet, found: str, rates: str) 
     return graph.op(
         "Concat", [q, k, v, *_apart(graph, rates, mixer.key_heads, [mixer.heads] * 2)], axis=-1
     ), gate
+
+
+def _before_channels(
+    graph: GraphBuilder, mixer: ChannelDeltaNet, found: str, rates: str
+) -> tuple[str, str]:
+    """What a `ChannelDeltaNet` takes, and the gate's numbers."""
+    mixed, gated = graph.split(found, [mixer.mixed, mixer.inner])
+    written, passing = graph.split(rates, [mixer.heads, mixer.inner])
+    passed = graph.product(passing, FORGETTING)
+    return graph.op("Concat", [mixed, written, passed], axis=-1), graph.product(gated, GATES)
 
 
 def _apart(graph: GraphBuilder, x: str, heads: int, widths: Sequence[int]) -> list[str]:

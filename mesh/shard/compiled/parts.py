@@ -18,6 +18,7 @@ from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed
 from mesh.shard.compiled.latent import Latent, latent_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 from mesh.shard.compiled.recurrences import (
+    ChannelDeltaNet,
     DeltaNet,
     Recurrence,
     ShortConvolution,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVATION_NAMES",
     "Attention",
+    "ChannelDeltaNet",
     "DeltaNet",
     "Experts",
     "FeedForward",

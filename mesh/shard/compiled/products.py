@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.shard.compiled.builder import (
     DOWN,
+    FORGETTING,
+    GATES,
     LATENT_KEYS,
     LATENT_VALUES,
     OUTPUT,
@@ -27,8 +29,8 @@ from mesh.shard.compiled.builder import (
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.feed_forward import FeedForward
 from mesh.shard.compiled.formats import BlockLinear, BlockMatrix, Quant, dense_weight, rows_of
-from mesh.shard.compiled.latent import Latent, LatentLinear, LatentRows
-from mesh.shard.compiled.parts import Attention, LayerParts, Mixer
+from mesh.shard.compiled.latent import LatentLinear, LatentRows
+from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mixer
 
 
 def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
@@ -37,8 +39,7 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
     if mixer.rates:
         found[RATES] = mixer.rates
-    if isinstance(mixer, Attention) and mixer.latent is not None:
-        found |= _latent_modules(mixer.latent)
+    found |= _modules_within(mixer)
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
@@ -49,10 +50,13 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     return found
 
 
-def _latent_modules(latent: Latent) -> dict[str, tuple[nn.Module, ...]]:
-    each = {
-        QUERIES: latent.queries, LATENT_KEYS: latent.keys, LATENT_VALUES: latent.values,
-    }  # fmt: skip
+def _modules_within(mixer: Mixer) -> dict[str, tuple[nn.Module, ...]]:
+    """Those whose rows are what others give."""
+    each: dict[str, nn.Module | None] = {}
+    if isinstance(mixer, ChannelDeltaNet):
+        each = {FORGETTING: mixer.forgetting, GATES: mixer.gates}
+    elif isinstance(mixer, Attention) and (latent := mixer.latent) is not None:
+        each = {QUERIES: latent.queries, LATENT_KEYS: latent.keys, LATENT_VALUES: latent.values}
     return {name: (module,) for name, module in each.items() if module is not None}
 
 
@@ -65,7 +69,7 @@ def latent_rows(mixer: Mixer) -> list[tuple[LatentRows, nn.Module]]:
 
 def quant_of(name: str, quant: Quant) -> Quant:
     """In how few bits the product of that name is, of a span in `quant`."""
-    return "int8" if name in (RATES, SHARED_GATE) else quant
+    return "int8" if name in (RATES, FORGETTING, SHARED_GATE) else quant
 
 
 def put_products(layer: nn.Module, parts: LayerParts, products: Mapping[str, Product]) -> None:
@@ -127,6 +131,8 @@ def without_modules(parts: LayerParts) -> LayerParts:
     if isinstance(mixer, Attention) and mixer.latent is not None:
         latent = replace(mixer.latent, queries=None, keys=None, values=None)
         mixer = replace(mixer, latent=latent)
+    elif isinstance(mixer, ChannelDeltaNet):
+        mixer = replace(mixer, gates=None, forgetting=None)
     part = parts.feed_forward
     if isinstance(part, Experts):
         shared = None if part.shared is None else _bare(part.shared)

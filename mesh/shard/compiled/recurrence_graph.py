@@ -14,6 +14,7 @@ import torch
 
 from mesh.shard.compiled.builder import FLOAT, GraphBuilder
 from mesh.shard.compiled.recurrences import (
+    ChannelDeltaNet,
     DeltaNet,
     Recurrence,
     ShortConvolution,
@@ -57,7 +58,7 @@ def recurrence_model(mixer: Recurrence) -> bytes:
         graph.input(name, FLOAT, table.shape)
     if isinstance(mixer, ShortConvolution):
         _convolved(graph, mixer, x, "attended", "none")
-    elif isinstance(mixer, DeltaNet):
+    elif isinstance(mixer, DeltaNet | ChannelDeltaNet):
         _by_delta_rule(graph, mixer, x)
     else:
         _selectively(graph, mixer, x)
@@ -73,16 +74,22 @@ def _convolved(graph: GraphBuilder, mixer: Recurrence, x: str, y: str, activatio
     )  # fmt: skip
 
 
-def _by_delta_rule(graph: GraphBuilder, mixer: DeltaNet, x: str) -> None:
+def _by_delta_rule(graph: GraphBuilder, mixer: DeltaNet | ChannelDeltaNet, x: str) -> None:
     heads, key_heads, width = mixer.heads, mixer.key_heads, mixer.key_width
-    mixed, written, passed = graph.split(x, [mixer.mixed, heads, heads])
+    passing = mixer.projected - mixer.mixed - heads
+    mixed, written, passed = graph.split(x, [mixer.mixed, heads, passing])
     mixed = _convolved(graph, mixer, mixed, "convolved", "silu")
     q, k, v = graph.split(mixed, [key_heads * width, key_heads * width, mixer.attended])
     normed = [_unit_heads(graph, mixer, each) for each in (q, k)]
-    graph.op(
-        "LinearAttentionGate", [passed, "steps", "decay", written],
-        outputs=["decays", "rates"], contrib=True,
-    )  # fmt: skip
+    if isinstance(mixer, DeltaNet):
+        graph.op(
+            "LinearAttentionGate", [passed, "steps", "decay", written],
+            outputs=["decays", "rates"], contrib=True,
+        )  # fmt: skip
+    else:
+        steps = graph.op("Softplus", [graph.op("Add", [passed, "steps"])])
+        graph.op("Mul", [steps, "decay"], outputs=["decays"])
+        graph.op("Sigmoid", [written], outputs=["rates"])
     graph.op(
         "LinearAttention", [*normed, v, "state", "decays", "rates"],
         outputs=["attended", "new_state"], contrib=True,
@@ -108,7 +115,7 @@ def _selectively(graph: GraphBuilder, mixer: StateSpace, x: str) -> None:
     graph.op("Add", [y, graph.op("Mul", [values, "passed"])], outputs=["attended"])
 
 
-def _unit_heads(graph: GraphBuilder, mixer: DeltaNet, x: str) -> str:
+def _unit_heads(graph: GraphBuilder, mixer: DeltaNet | ChannelDeltaNet, x: str) -> str:
     """Each head of queries or keys one long, as often as values share it."""
     width = mixer.key_width
     x = graph.op("Reshape", [x, graph.numbers(1, -1, mixer.key_heads, width)])

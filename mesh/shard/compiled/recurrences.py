@@ -71,6 +71,56 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelDeltaNet:
+    """The same where each number of a key decays by itself (Kimi Delta Attention,
+    https://arxiv.org/abs/2510.26692), and queries, keys and values have as many heads.
+
+    `projections` give queries, keys and values and what `gates` make the gate's numbers of;
+    `rates` how much of a value is written and what `forgetting` makes the decays of, with `steps`
+    and `decay` (heads * width,). Both may be gone when the graph is built.
+    """
+
+    projections: tuple[nn.Module, ...]
+    rates: tuple[nn.Module, ...]
+    output: nn.Module
+    convolution: Convolution
+    steps: torch.Tensor
+    decay: torch.Tensor
+    heads: int
+    width: int
+    inner: int
+    """How wide is what gates and decays are made of."""
+    gate: OutputGate
+    gates: nn.Module | None
+    forgetting: nn.Module | None
+
+    @property
+    def key_heads(self) -> int:
+        """As many as there are for values."""
+        return self.heads
+
+    @property
+    def key_width(self) -> int:
+        """As wide as values."""
+        return self.width
+
+    @property
+    def mixed(self) -> int:
+        """How many numbers go through the convolution."""
+        return 3 * self.attended
+
+    @property
+    def projected(self) -> int:
+        """How wide a row is before it."""
+        return self.mixed + self.heads + self.attended
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.heads * self.width
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvolution:
     """A convolution between two gates (LFM2): `projections` give both and what it is made of."""
 
@@ -131,7 +181,7 @@ class StateSpace:
         return self.heads * self.width
 
 
-Recurrence = DeltaNet | ShortConvolution | StateSpace
+Recurrence = DeltaNet | ChannelDeltaNet | ShortConvolution | StateSpace
 """Mixers that keep a running state."""
 
 
@@ -140,6 +190,8 @@ def recurrence_of(reader: PartsReader) -> Recurrence | None:
     layer: Any = reader.layer
     if hasattr(layer, "linear_attn"):
         return _delta_net(reader, "linear_attn")
+    if hasattr(getattr(layer, "self_attn", None), "forget_gate"):
+        return _channel_delta_net(reader, "self_attn")
     if hasattr(layer, "conv"):
         return _short_convolution(reader, "conv")
     if getattr(layer, "mamba", None) is not None:
@@ -163,6 +215,26 @@ def _delta_net(reader: PartsReader, path: str) -> DeltaNet:
         OutputGate("silu", _gated_norm(norm)), is_interleaved=whole is not None,
     )  # fmt: skip
     if sum(map(rows_out, projections)) != found.mixed + found.attended:
+        raise NotCompilable("its queries, keys and values have widths of their own")
+    _require_silu(module)
+    return found
+
+
+def _channel_delta_net(reader: PartsReader, path: str) -> ChannelDeltaNet:
+    module: Any = reader.get(path)
+    forget: Any = reader.get(f"{path}.forget_gate")
+    inner = reader.get(f"{path}.forget_gate.f_a_proj")
+    heads, width = module.num_heads, module.head_dim
+    projections = tuple(reader.get(f"{path}.{name}_proj") for name in ("q", "k", "v", "g_a"))
+    decay = -forget.A_log.detach().float().exp().flatten()
+    found = ChannelDeltaNet(
+        projections, (reader.get(f"{path}.b_proj"), inner), reader.get(f"{path}.o_proj"),
+        _convolution(reader, f"{path}.conv1d"), forget.dt_bias.detach().float().clone(),
+        decay.repeat_interleave(width), heads, width, rows_out(inner),
+        OutputGate("sigmoid", _gated_norm(reader.get(f"{path}.o_norm"))),
+        reader.get(f"{path}.g_b_proj"), reader.get(f"{path}.forget_gate.f_b_proj"),
+    )  # fmt: skip
+    if sum(map(rows_out, projections)) != found.mixed + found.inner:
         raise NotCompilable("its queries, keys and values have widths of their own")
     _require_silu(module)
     return found

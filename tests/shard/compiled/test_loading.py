@@ -87,7 +87,7 @@ class Watched(dict[str, Mapping[str, TensorEntry]]):
         return super().__getitem__(path)
 
 
-PUT_TOGETHER = [family for family in EXPERTS if family != "granitemoehybrid"]
+PUT_TOGETHER = [family for family in (*EXPERTS, "mixtral") if family != "granitemoehybrid"]
 """Families that store each of a layer's experts by itself."""
 
 
