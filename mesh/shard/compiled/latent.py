@@ -5,7 +5,7 @@ Of each position what is cached is the latent, some hundred numbers for all head
 the keys and values that a module makes of it anew for each step. A key meets a query as well as the
 latent meets what the matrix of keys, turned around, makes of that query; and the latents are added
 up before the matrix of values is applied and not behind it. So the weights of one linear layer are
-two products here, each of a matrix for each head (`KEYS`, `VALUES` of `LatentRows`).
+two products here, each of a matrix for each head.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from mesh.shard.compiled.stored_matrices import matrix_of
 
 DOWN = "kv_a_proj_with_mqa"
 """What the module that makes latents is called by all families that have some."""
+_STACKS, _PARTS = ("keys", "values"), ("codes", "scales", "zeros")
+"""Of a `LatentLinear`, and of a `BlockMatrix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +104,19 @@ class LatentLinear(nn.Module):
 
     def __init__(self, keys: BlockMatrix, values: BlockMatrix) -> None:
         super().__init__()
-        self._matrices = keys, values
+        self._formats = [(each.bits, each.shape) for each in (keys, values)]
+        for name, matrix in zip(_STACKS, (keys, values), strict=True):
+            for part in _PARTS:
+                self.register_buffer(f"{name}_{part}", getattr(matrix, part))
 
     @property
     def weight(self) -> torch.Tensor:
         """(out, in) fp32, made for whoever asks."""
-        return layer_of_latents(*(each.dense() for each in self._matrices))
+        matrices = (
+            BlockMatrix(bits, shape, *(getattr(self, f"{name}_{part}") for part in _PARTS))
+            for name, (bits, shape) in zip(_STACKS, self._formats, strict=True)
+        )
+        return layer_of_latents(*(each.dense() for each in matrices))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, rank) -> (…, heads * (plain + value width))."""
