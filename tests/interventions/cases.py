@@ -34,6 +34,7 @@ class Parts:
         self.out_name = "c_proj" if old else "o_proj"
         self.first_name = "ln_1" if old else "input_layernorm"
         self._has_scores = module_of(model).config.model_type == "gpt_oss"
+        self.attention = "eager" if self._has_scores else "sdpa"
         self.second_name = "ln_2" if old else "post_attention_layernorm"
 
     def attn(self, layer: int) -> Any:
@@ -747,14 +748,13 @@ def hidden_states_edited(p: Parts) -> Any:
 @case
 def attentions(p: Parts) -> Any:
     module = module_of(p.model)
-    before = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
         with p.model.trace(PROMPT, output_attentions=True, output_hidden_states=True):
             found = p.model.output.attentions.save()
             states = p.model.output.hidden_states.save()
     finally:
-        module.set_attn_implementation(before)
+        module.set_attn_implementation(p.attention)
     return found, states
 
 
