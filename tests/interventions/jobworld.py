@@ -121,7 +121,7 @@ class Bench:
         async def ask() -> Sequence[Offer]:
             return newest
 
-        self.reports.append(await self.runner.run(spec, place, self.on_text, ask))
+        self.reports.append(await self.runner.run(spec, place, lambda: None, self.on_text, ask))
         return await asyncio.to_thread(result.read_bytes)
 
 

@@ -66,7 +66,9 @@ class ScriptedRunner:
             raise self.coming
         return self.coming
 
-    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+    async def run(
+        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
+    ) -> JobReport:
         payload = await asyncio.to_thread(spec.payload.read_bytes)
         words = said_in(payload, compress=spec.compress)
         if self.refusals:
@@ -75,6 +77,7 @@ class ScriptedRunner:
         if self.is_full():
             self.refused += 1
             raise Busy("No shard has room for a job.", fix="Wait.")
+        on_begin()
         self.specs.append(spec)
         self.words.append(words)
         self.running += 1

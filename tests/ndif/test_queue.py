@@ -107,7 +107,9 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
 class HalfWriter(ScriptedRunner):
     """Leaves of each result a part, and fails."""
 
-    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+    async def run(
+        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
+    ) -> JobReport:
         part_of(spec.result).write_bytes(b"half")
         raise JobFailed("The disk is full.", fix="")
 
@@ -509,9 +511,10 @@ async def test_shards_that_stay_full_are_waited_for_as_long_as_missing_ones(tmp_
     job = await hand_in(queue, "in vain", feed=feed)
     await all_done(queue)
     assert "has room" in (await queue.find(job.job_id, None)).description
-    heard = await heard_until_its_end(feed)
-    assert Status.PROVISIONING in [each.status for each in heard]
-    assert heard[-1].status is Status.ERROR
+    heard = [each.status for each in await heard_until_its_end(feed)]
+    # However often it is tried, it does not seem to run in between.
+    assert heard == [Status.QUEUED, Status.DEPLOYING, Status.PROVISIONING, Status.ERROR]
+    assert runner_of(queue).refused > 1
     await queue.stop(0)
 
 

@@ -36,7 +36,7 @@ class StartJobs(Start[None], frozen=True):
 
 
 class RunJob(Request[Finished | Broke], frozen=True):
-    """Run a job; its `Line`s come before the answer."""
+    """Run a job; that it `Began` and its `Line`s come before the answer."""
 
     spec: JobSpec
     place: JobPlace
@@ -49,6 +49,12 @@ class AskShards(Request[tuple[Offer, ...]], frozen=True):
     """Who serves this model by now, as a job of it is run again."""
 
     model_id: ModelId
+
+
+class Began(ProcessMessage, frozen=True):
+    """There is a route for a job, and its code is about to run; again if it is run again."""
+
+    job_id: str
 
 
 class Line(ProcessMessage, frozen=True):

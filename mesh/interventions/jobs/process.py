@@ -18,6 +18,7 @@ from mesh.errors import InternalError, JobFailed, MeshError, as_mesh_error
 from mesh.interventions.jobs.commands import (
     Accounts,
     AskShards,
+    Began,
     Broke,
     Finished,
     Line,
@@ -74,6 +75,7 @@ class JobsProcess(Worker):
             running = self._runner.run(
                 command.spec,
                 command.place,
+                lambda: self.say(Began(job_id)),
                 lambda text: self.say(Line(job_id, text)),
                 partial(self._newest, command),
             )

@@ -51,7 +51,12 @@ class JailRunner:
         self._manifests: dict[Path, Manifest] = {}
 
     async def run(
-        self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
+        self,
+        spec: JobSpec,
+        place: JobPlace,
+        on_begin: Callable[[], None],
+        on_text: Callable[[str], None],
+        newest: Newest,
     ) -> JobReport:
         """See `mesh.interventions.jobs.types.JobRunner.run`; `newest` is asked for a second run."""
         if self._running >= self.settings.max_running:
@@ -61,7 +66,7 @@ class JailRunner:
             )
         self._running += 1
         try:
-            return await self._run(spec, place, on_text, newest)
+            return await self._run(spec, place, on_begin, on_text, newest)
         finally:
             self._running -= 1
 
@@ -73,7 +78,12 @@ class JailRunner:
     # Private
 
     async def _run(
-        self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
+        self,
+        spec: JobSpec,
+        place: JobPlace,
+        on_begin: Callable[[], None],
+        on_text: Callable[[str], None],
+        newest: Newest,
     ) -> JobReport:
         attention = _attention(spec.env)
         request = await asyncio.to_thread(spec.payload.read_bytes)
@@ -84,6 +94,7 @@ class JailRunner:
                 jail = await self.jails.get(self._warm_up(place, route))
                 order = JobOrder(spec.compress, attention, spec.trusted)
                 attempt = _Attempt(jail, route, spec.trusted, self.settings.limits)
+                on_begin()
                 outcome = await attempt.run(order.pack(request), on_text)
                 if outcome.ending is Ending.FINISHED:
                     await to_its_end(write_whole, spec.result, outcome.result)

@@ -15,6 +15,7 @@ from mesh.errors import InternalError, JobFailed, LinkLost, MeshError, ModelNotF
 from mesh.interventions.jobs.commands import (
     Accounts,
     AskShards,
+    Began,
     Broke,
     Line,
     RunJob,
@@ -61,8 +62,8 @@ class JobsSupervisor(Supervisor):
         self._directories = directories
         self._owner = owner
         self._error: MeshError | None = None
-        self._on_text: dict[str, Callable[[str], None]] = {}
-        """Who hears what a job prints, by the job."""
+        self._hearers: dict[str, tuple[Callable[[], None], Callable[[str], None]]] = {}
+        """Who hears that a job begins, and what it prints, by the job."""
 
     def why_not(self, model_id: ModelId) -> str | None:
         """Why jobs of this model cannot run now, in words; None when they can."""
@@ -75,15 +76,17 @@ class JobsSupervisor(Supervisor):
         """See `JobRunner`."""
         return await self._owner.on_its_way(model_id, may_wake=may_wake)
 
-    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+    async def run(
+        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
+    ) -> JobReport:
         """Run a job in the process to its end. Raises as `JobRunner.run`."""
         try:
-            return await self._run_once(spec, on_text)
+            return await self._run_once(spec, on_begin, on_text)
         except ProcessLost:
             logger.warning("job=%s: its process ended; running it again", spec.job_id)
         on_text("(the process that runs jobs ended; the job is run again from its start)")
         try:
-            return await self._run_once(spec, on_text)
+            return await self._run_once(spec, on_begin, on_text)
         except ProcessLost:
             raise JobFailed(
                 "The process that runs jobs ended twice while the job ran.",
@@ -94,7 +97,12 @@ class JobsSupervisor(Supervisor):
 
     def answers(self) -> Handlers:
         """What the process says, and asks."""
-        return {Accounts: self._report, AskShards: self._shards, Line: self._pass_on}
+        return {
+            Accounts: self._report,
+            AskShards: self._shards,
+            Began: self._began,
+            Line: self._pass_on,
+        }
 
     def on_started(self) -> None:
         """Tell a new process its limits."""
@@ -120,14 +128,19 @@ class JobsSupervisor(Supervisor):
     async def _shards(self, asked: AskShards) -> tuple[Offer, ...]:
         return tuple(self._owner.routable(asked.model_id))
 
+    def _began(self, began: Began) -> None:
+        if began.job_id in self._hearers:
+            self._hearers[began.job_id][0]()
+
     def _pass_on(self, line: Line) -> None:
-        on_text = self._on_text.get(line.job_id)
-        if on_text is not None:
-            on_text(line.text)
+        if line.job_id in self._hearers:
+            self._hearers[line.job_id][1](line.text)
 
     # Private
 
-    async def _run_once(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+    async def _run_once(
+        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
+    ) -> JobReport:
         directory = self._directories.get(spec.model_id)  # it may go while the process starts
         if directory is None:
             reason = str(self.why_not(spec.model_id))
@@ -135,7 +148,7 @@ class JobsSupervisor(Supervisor):
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
         place = JobPlace(spec.model_id, directory, shards)
-        self._on_text[spec.job_id] = on_text
+        hearer = self._hearers[spec.job_id] = (on_begin, on_text)
         asked = self.exchange.ask(RunJob(spec, place))
         try:
             await asyncio.wait([asked])  # which leaves it as it is, should we be cancelled
@@ -144,8 +157,8 @@ class JobsSupervisor(Supervisor):
             await asyncio.wait([asked], timeout=_CANCEL_S)  # until then it may write its result
             raise
         finally:
-            if self._on_text.get(spec.job_id) is on_text:
-                del self._on_text[spec.job_id]
+            if self._hearers.get(spec.job_id) is hearer:
+                del self._hearers[spec.job_id]
         ended = asked.result()
         if isinstance(ended, Broke):
             raise _as_raised(ended)

@@ -63,8 +63,11 @@ class JobReport:
 class JobRunner(Protocol):
     """Runs jobs, each in a process of its own."""
 
-    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
-        """Run `spec` to its end; `on_text` gets the lines it prints, joined when many come.
+    async def run(
+        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
+    ) -> JobReport:
+        """Run `spec` to its end; `on_begin` is called when there is a route and its code is about
+        to run, `on_text` gets the lines it prints, joined when many come.
 
         Cancelling ends the job's process within a second, and its files are written no more when
         this returns. Raises MeshError: JobFailed with what

@@ -48,6 +48,7 @@ class Here:
         directories = {LLAMA: Path(checkpoint("llama").directory)}
         self.jobs = JobsSupervisor(start, directories, self, limits)
         self.lines: list[str] = []
+        self.begun: list[str] = []
         self.spoke = asyncio.Event()
         self.host = host
         self.offers: tuple[Offer, ...] | None = None
@@ -76,7 +77,7 @@ class Here:
         payload = self._directory / f"payload-{name}"
         await asyncio.to_thread(payload.write_bytes, request)
         spec = JobSpec(name, ModelId(model_id), payload, self.result(name), True, {}, trusted=False)
-        return await self.jobs.run(spec, self._on_text)
+        return await self.jobs.run(spec, lambda: self.begun.append(name), self._on_text)
 
     def result(self, name: str) -> Path:
         return self._directory / f"result-{name}"
@@ -94,6 +95,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Her
 @pytest.fixture
 def here(running: Here) -> Here:
     running.lines.clear()
+    running.begun.clear()
     running.offers = None
     return running
 
@@ -110,6 +112,7 @@ def lingering(model: TransformersModel) -> None:
 
 async def test_a_job_from_payload_to_result(here: Here) -> None:
     report = await here.run("first", await asyncio.to_thread(request_of, lingering))
+    assert here.begun == ["first"]
     assert here.lines == ["half way"]
     assert report.hops == ("node", "node")
     result = await asyncio.to_thread(here.result("first").read_bytes)
@@ -211,6 +214,7 @@ async def test_nobody_serves_the_model(here: Here) -> None:
     here.offers = ()
     with pytest.raises(NoRoute):
         await here.run("nobody", await asyncio.to_thread(request_of, lingering))
+    assert here.begun == []
 
 
 async def test_layers_that_stay_at_home_for_chat_stay_there_for_jobs() -> None:

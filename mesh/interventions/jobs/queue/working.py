@@ -206,16 +206,12 @@ class RunLoop:
     async def _attempt(self, ticket: JobTicket) -> JobReport:
         """Raises MeshError; what the runner raises is in `JobRunner`."""
         asked, job_id, work = ticket.job.asked, ticket.job_id, self._work
-        if not self._lane.is_warm:
-            said = "The first job of this model; what its jobs start from is made ready."
-            ticket.tell(Update(job_id, Status.DEPLOYING, said))
-        ticket.tell(Update(job_id, Status.DISPATCHED, "It is this job's turn."))
+        if self._lane.held_since_s is None:  # or it has been told what it waits for
+            ticket.tell(_turn(job_id) if self._lane.is_warm else _first(job_id))
         # From here on an end of the daemon counts as an attempt.
         ticket.job = replace(ticket.job, status=Status.RUNNING, attempts=ticket.job.attempts + 1)
         await work.record(ticket.job)
         result = await asyncio.to_thread(work.spool.prepare_result, job_id)
-        ticket.tell(Update(job_id, Status.RUNNING, "The job is running."))
-        work.tell("job_started", {"job": shown_id(job_id), "model": asked.model_id})
         payload = work.spool.payload(job_id)
         spec = JobSpec(
             job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted
@@ -223,7 +219,9 @@ class RunLoop:
         limit_s = self._settings.time_limit_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return await work.runner.run(spec, partial(_say, ticket))
+                return await work.runner.run(
+                    spec, partial(self._began, ticket), partial(_say, ticket)
+                )
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -231,6 +229,14 @@ class RunLoop:
                 f"The job was ended after {limit_s:g} s, its time limit.",
                 fix="Ask for less in one job, or raise jobs.wall_seconds.",
             ) from None
+
+    def _began(self, ticket: JobTicket) -> None:
+        if ticket.latest.status is Status.RUNNING:
+            return  # it is run again
+        ticket.tell(_turn(ticket.job_id))
+        ticket.tell(Update(ticket.job_id, Status.RUNNING, "The job is running."))
+        model_id = ticket.job.asked.model_id
+        self._work.tell("job_started", {"job": shown_id(ticket.job_id), "model": model_id})
 
     async def _conclude(self, ticket: JobTicket, run: asyncio.Task[JobReport]) -> MeshError | None:
         """What follows from how a run ended; the obstacle when it is to be tried again."""
@@ -325,6 +331,15 @@ def _is_being_ended() -> bool:
     """Whether the task that calls was cancelled, whatever it raised at that."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _first(job_id: str) -> Update:
+    said = "The first job of this model; what its jobs start from is made ready."
+    return Update(job_id, Status.DEPLOYING, said)
+
+
+def _turn(job_id: str) -> Update:
+    return Update(job_id, Status.DISPATCHED, "It is this job's turn.")
 
 
 def _say(ticket: JobTicket, line: str) -> None:
