@@ -266,11 +266,13 @@ class Deploying:
 
     def _node(self, who: str) -> NodeId:
         """The member that is meant, see `nodes_meant`."""
-        names = self._house.names()
+        trusted = self._house.trusted()
+        names = {node: name for node, name in self._house.names().items() if node in trusted}
         found = nodes_meant(who, names.items())
         if len(found) != 1:
             raise BadRequest(
-                f"{'no' if not found else 'more than one'} member is called {who!r}.",
+                f"{'no' if not found else 'more than one'} member that may hold layers is called"
+                f" {who!r}.",
                 fix=f"Name one of: {told_apart(names.items())}.",
                 param="nodes",
             )

@@ -131,7 +131,7 @@ class DeploymentRows:
         if self._serves(span, wish) and (now is None or now.phase is Phase.READY):
             now = PhaseProgress(Phase.READY)
         elif span.node not in self._seen.alive():
-            now = PhaseProgress(Phase.AWAY)
+            now = PhaseProgress(Phase.AWAY, reason=self._why_for_good(span, wish))
         elif is_own and now is not None and now.phase is Phase.READY:
             now = None  # as it was wished before
         elif not is_own:
@@ -139,6 +139,13 @@ class DeploymentRows:
         if not deployment.is_wanted:
             now = PhaseProgress(Phase.RESTING)
         return now or PhaseProgress(Phase.QUEUED)
+
+    def _why_for_good(self, span: Span, wish: Wish) -> str | None:
+        """Why nobody need wait for a machine that is away; None where it may come back."""
+        if span.node in self._seen.trusted():
+            return None
+        todo = "; deploy with its layers pinned elsewhere" if span in wish.pins else ""
+        return f"it may hold no layers any more{todo}"
 
     def _level(self, deployment: Deployment) -> Level:
         """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""

@@ -57,7 +57,7 @@ class World(Protocol):
         """The nodes that may hold layers, up or not."""
 
     def names(self) -> Mapping[NodeId, str]:
-        """What people call the members, up or not."""
+        """What people call the members, up or not, and who was one."""
 
     def served(self) -> list[ServedShard]:
         """What others serve."""

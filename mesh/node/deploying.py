@@ -208,8 +208,11 @@ class House(World):
 
     def names(self) -> Mapping[NodeId, str]:
         hearth = self._network.hearth
-        members = hearth.roster.members.values() if hearth is not None else ()
-        return {self.node: self._config.name} | {each.node_id: each.name for each in members}
+        if hearth is None:
+            return {self.node: self._config.name}
+        former = {each.node_id: f"{each.name} (out)" for each in hearth.roster.former.values()}
+        members = {each.node_id: each.name for each in hearth.roster.members.values()}
+        return {self.node: self._config.name} | former | members
 
     def served(self) -> list[ServedShard]:
         return [

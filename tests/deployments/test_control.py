@@ -32,6 +32,7 @@ class Here:
         self.node = house.nodes[0].node
         self.signed: list[Wish | Plan] = []
         self._events = 0
+        self.out: set[NodeId] = set()
         self.called = {node.node: f"machine {node.node}" for node in house.nodes}
 
     def deployments(self) -> dict[str, Deployment]:
@@ -39,6 +40,9 @@ class Here:
 
     def names(self) -> Mapping[NodeId, str]:
         return self.called
+
+    def trusted(self) -> Collection[NodeId]:
+        return [node.node for node in self.house.nodes if node.node not in self.out]
 
     def served(self) -> list[ServedShard]:
         return [shard for node in self.house.up[1:] for shard in _served(self.house, node.node)]
@@ -173,6 +177,26 @@ async def test_machines_of_one_name_are_told_apart_wherever_they_are_named() -> 
     assert names == {first: f"{short_id(first)} (attic)", second: f"{short_id(second)} (attic)"}
     with pytest.raises(BadRequest, match="more than one member"):
         await home.verbs.deploy({"model": "small-4", "nodes": ["attic"]})
+
+
+async def test_what_is_pinned_to_who_was_put_out_says_that_nobody_need_wait() -> None:
+    home = Verbs(100, 100)
+    first, second = (node.node for node in home.house.nodes)
+    home.here.called = {first: "attic", second: "sofa"}
+    await home.verbs.deploy({"model": "middle-10", "layers": ["attic=0-4", "sofa=5-9"]})
+    assert home.house.settle()
+    home.house.nodes[1].is_up = False
+    (row,) = home.verbs.view()
+    assert [span["reason"] for span in row["spans"]] == [None, None], "it may come back"
+
+    home.here.out, home.here.called[second] = {second}, "sofa (out)"
+    (row,) = home.verbs.view()
+    assert [(each["node"], each["phase"]) for each in row["spans"]] == [
+        ("attic", "READY"), ("sofa (out)", "AWAY"),
+    ]  # fmt: skip
+    assert "pinned elsewhere" in row["spans"][1]["reason"]
+    with pytest.raises(BadRequest, match="no member that may hold layers is called 'sofa'"):
+        await home.verbs.deploy({"model": "middle-10", "nodes": ["sofa"]})
 
 
 async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:

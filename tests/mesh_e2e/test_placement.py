@@ -171,7 +171,7 @@ def test_each_flag_of_a_deployment_reaches_the_wish(house: tuple[LocalNode, Loca
         (("--context", "0"), "--context"),
         (("--streams", "0"), "--streams"),
         (("--keep-alive", "-1"), "--keep-alive"),
-        (("--nodes", "cellar"), "no member is called 'cellar'"),
+        (("--nodes", "cellar"), "no member that may hold layers is called 'cellar'"),
         (("--layers", "attic=5-9"), "layers"),
         (("--layers", "attic"), "layers"),
         (("--layers", "attic=0-3", "--layers", "study=3-7"), "overlaps"),
