@@ -13,7 +13,7 @@ from mesh.cli.offering import StartDaemon, offer_daemon
 from mesh.cli.options import ApiPort, AskedDaemon, Host, Plain, StateDir, Verbose, state_paths
 from mesh.cli.output import note, one_line, print_json_line, report
 from mesh.cli.quotes import unquoted
-from mesh.errors import MeshError
+from mesh.errors import ContextTooLong, MeshError
 
 if TYPE_CHECKING:
     import asyncio
@@ -131,7 +131,13 @@ class _Loop:
 
     async def _turn(self, text: str) -> None:
         shown = Hidden() if self.shown.as_json else display(markdown=self.shown.markdown)
-        answer = await self.conversation.turn(self.daemon, text, shown)
+        try:
+            answer = await self.conversation.turn(self.daemon, text, shown)
+        except ContextTooLong as error:
+            if not self.conversation.turns:
+                raise
+            fix = "`/clear` forgets the conversation, which goes with each question."
+            raise ContextTooLong(error.message, fix=fix, param=error.param) from error
         if self.shown.as_json:
             print_json_line(answer.to_dict())
         if self.shown.verbose:

@@ -358,7 +358,7 @@ class Tokenizer:
 def _too_long(what: str, most: int) -> ContextTooLong:
     return ContextTooLong(
         f"the prompt has {what}; this model's maximum context length is {most} tokens.",
-        fix="Shorten the prompt.",
+        fix="Shorten the prompt, or begin a new conversation.",
         param="prompt",
     )
 

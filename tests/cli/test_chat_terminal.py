@@ -207,6 +207,28 @@ async def test_a_question_that_got_no_answer_is_the_last_one(
     )
 
 
+async def test_where_a_conversation_is_too_long_it_may_be_forgotten(
+    screen: dict[str, str], served: Served
+) -> None:
+    try:
+        async with Terminal(screen, "chat", "echo") as terminal:
+            await terminal.prompt()
+            served.generations.scripts["echo"] = "too_long"
+            terminal.type("all of a book\r")
+            await terminal.until("Shorten the prompt")
+            await terminal.prompt()
+            served.generations.scripts.clear()
+            terminal.type("alpha\r")
+            await terminal.until_screen("\nalpha\n")
+            await terminal.prompt()
+            served.generations.scripts["echo"] = "too_long"
+            terminal.type("beta\r")
+            await terminal.until("`/clear` forgets the conversation")
+            await leave(terminal)
+    finally:
+        served.generations.scripts.clear()
+
+
 def record(file: Path, url: str, key: str) -> None:
     file.parent.mkdir(exist_ok=True)
     DaemonRecord.for_this_process(api_url=url, api_port=1, port=2, api_key=key).write(file)
