@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +32,12 @@ KEPT_FILES = 3
 """Moved aside, besides the one that is written."""
 MAX_LINE_CHARACTERS = 8192
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+
+_FIELDS = re.compile(
+    r"(?P<time>[\d-]{10} [\d:]{8},\d{3}) (?P<level>[A-Z]+) +(?P<logger>[\w.]+) (?P<message>.*?)"
+    r"(?: \[request (?P<request>[\w-]+)\])?"
+)
+"""What a line of that format says."""
 
 PLACE_BURST, PLACE_PER_S = 60.0, 1.0
 SUBJECT_BURST, SUBJECT_PER_S = 20.0, 0.1
@@ -179,6 +187,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
             more = len(text) - MAX_LINE_CHARACTERS
             text = f"{text[:MAX_LINE_CHARACTERS]} [and {more} characters more]"
         return f"{text} [{self._left_out} like it left out]" if self._left_out else text
+
+
+def fields_of(line: str) -> dict[str, str]:
+    """The ``time`` (ISO 8601, with the offset that this machine has now), ``level``, ``logger``,
+    ``message`` and, if it has one, ``request`` of a line; of one that belongs to another above it,
+    or was not logged, just the ``message``."""
+    found = _FIELDS.fullmatch(line)
+    if found is None:
+        return {"message": line}
+    fields = {name: text for name, text in found.groupdict().items() if text is not None}
+    at = datetime.strptime(fields["time"], "%Y-%m-%d %H:%M:%S,%f").astimezone()
+    return fields | {"time": at.isoformat(timespec="milliseconds")}
 
 
 def log_to_stderr(level: str, path: Path | None = None) -> None:

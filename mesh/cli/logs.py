@@ -13,8 +13,8 @@ from typing import Annotated, BinaryIO
 import typer
 
 from mesh.cli.options import StateDir, state_paths
-from mesh.cli.output import note, say
-from mesh.logs import log_files
+from mesh.cli.output import note, print_json_line, say
+from mesh.logs import fields_of, log_files
 
 _POLL_S = 0.2
 
@@ -27,21 +27,33 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what is printed from now on.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each line as a JSON object.")
+    ] = False,
 ) -> None:
     """Show what the daemon printed; what the hearth's nodes have signed is in `log`.
 
     There is a log of a daemon that was started with `--detach` or as a service.
     """
     path, stream = _opened(state_dir)
+
+    def show(line: str) -> None:
+        if as_json:
+            print_json_line(fields_of(line))
+        else:
+            say(line)
+
     try:
         for line in _last(path, stream, lines):
-            say(line)
-        text = codecs.getincrementaldecoder("utf-8")("replace")
+            show(line)
+        text, begun = codecs.getincrementaldecoder("utf-8")("replace"), ""
         while follow:
             was_moved = not _is_at(path, stream)
             if os.fstat(stream.fileno()).st_size < stream.tell():
                 stream.seek(0)  # it was emptied, as some rotate logs
-            say(text.decode(stream.read()), end="")
+            *whole, begun = (begun + text.decode(stream.read())).split("\n")
+            for line in whole:
+                show(line)
             if was_moved:
                 stream.close()
                 stream = path.open("rb")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import logging
 import subprocess
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from mesh.logs import move_aside
+from mesh.logs import REQUEST, LineRates, LogHandler, move_aside
 from mesh.paths import StatePaths
 from tests.api.conftest import Served
 from tests.cli.conftest import COMMAND, Run
@@ -36,6 +40,24 @@ async def test_lines_are_those_of_older_files_as_well(
     assert last.out == "2\n3\n4\n5\n[31m6\n"
     assert "no daemon runs now" in last.err
     assert (await hearthnet("logs", "-n", "0", *state)).out == ""
+
+
+async def test_each_line_is_an_object_where_one_asks_for_json(
+    hearthnet: Run, paths: StatePaths
+) -> None:
+    record = logging.LogRecord("mesh.node", logging.WARNING, "", 1, "attic (%s) left", ("a",), None)
+    token = REQUEST.set("chat-1")
+    written = LogHandler(io.StringIO(), LineRates()).format(record)
+    REQUEST.reset(token)
+    paths.daemon_log.write_text(f"{written}\nTraceback (most recent call last):\n")
+    out = (await hearthnet("logs", "--json", "--state-dir", str(paths.root))).out
+    first, second = map(json.loads, out.splitlines())
+    at = datetime.fromisoformat(first.pop("time"))
+    assert abs(at.timestamp() - record.created) < 0.001
+    assert first == {
+        "level": "WARNING", "logger": "mesh.node", "message": "attic (a) left", "request": "chat-1",
+    }  # fmt: skip
+    assert second == {"message": "Traceback (most recent call last):"}
 
 
 async def test_who_has_no_log_is_told_why(hearthnet: Run, tmp_path: Path, daemon: Served) -> None:
