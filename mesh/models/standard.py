@@ -64,7 +64,6 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
     keeps_states = any(text.get(name) for name in _STATES)
     return (
         bool(text.get("qk_nope_head_dim") and known not in LATENT)
-        or (known in LATENT and (text.get("n_group") or 1) > 1)
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)

@@ -390,7 +390,7 @@ async def test_a_format_that_no_machine_serves_the_model_in_is_refused_before_it
     store: ShardStore, estimates: Estimates, tmp_path: Path
 ) -> None:
     stored = await asyncio.to_thread(
-        make_checkpoint, tmp_path / "groups", "deepseek_v3", layers=2, dtype="float16"
+        make_checkpoint, tmp_path / "states", "falcon_h1", layers=2, dtype="float16"
     )
     ask = {**ASK, "model": str(stored)}
     refusal = (await estimates.plan({**ask, "quant": "int8"}))["refusal"]

@@ -25,10 +25,21 @@ _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 
 
 @dataclass(frozen=True, slots=True)
+class Groups:
+    """Experts in `count` groups, of which those `kept` are chosen from whose `best` together have
+    the highest scores (DeepSeek V3 and, by one of each, V2)."""
+
+    count: int
+    kept: int
+    best: int
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """`weight` (experts, hidden) scores them, by softmax or, where it `is_sigmoid`, each by itself;
     `correction` (experts,) is added only while the `count` best are chosen. Their scores are
-    divided by their sum where it `normalises`, and what they give is multiplied by `scale`."""
+    divided by their sum where it `normalises`, and what they give is multiplied by `scale`. Where
+    there are `groups` they are of some of those alone."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -37,6 +48,7 @@ class Router:
     is_sigmoid: bool
     normalises: bool
     scale: float
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +193,6 @@ def _router(reader: PartsReader, block: str) -> Router:
     weight = getattr(linear or found, "weight", None)
     if weight is None or weight.dim() != 2:
         raise NotCompilable(f"its experts are chosen by {type(found).__name__}")
-    groups = getattr(found, "num_group", None) or getattr(found, "n_group", None) or 1
-    if groups != 1:
-        raise NotCompilable(f"its experts are chosen from {groups} groups")
     # ERNIE's is beside counts of how often each was chosen, and those are by softmax.
     statics: Any = reader.find(f"{block}.gate.moe_statics")
     correction = getattr(
@@ -199,4 +208,13 @@ def _router(reader: PartsReader, block: str) -> Router:
         and (correction is not None or hasattr(owner, "use_expert_bias")),
         normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method"))),
         scale=float(getattr(found, "routed_scaling_factor", getattr(found, "route_scale", 1.0))),
+        groups=_groups(found),
     )
+
+
+def _groups(found: Any) -> Groups | None:
+    count = int(getattr(found, "num_group", None) or getattr(found, "n_group", None) or 1)
+    method = getattr(found, "topk_method", None)
+    if count == 1 or method == "greedy":
+        return None
+    return Groups(count, int(found.topk_group), 2 if method is None else 1)

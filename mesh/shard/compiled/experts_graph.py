@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from mesh.shard.compiled.builder import DOWN, INT8_PRODUCTS, UP, GraphBuilder
-from mesh.shard.compiled.experts import Experts, Router
+from mesh.shard.compiled.experts import Experts, Groups, Router
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix
 
+_NEVER = np.array(-1e30, np.float32)
+"""Less than any score."""
 _IN_TURNS, _AS_THEY_LIE = 1, 0
 """Of the operator's attributes: rows of gate and of its factor in turns; codes as ours are."""
 
@@ -41,9 +43,27 @@ def _scored(graph: GraphBuilder, router: Router, rows: str) -> tuple[str, str]:
         scores = graph.op("Sigmoid", [logits])
     else:
         scores = graph.op("Softmax", [logits], axis=-1)
-    if router.correction is None:
-        return scores if router.is_sigmoid else logits, scores
-    return graph.op("Add", [scores, graph.constant(router.correction)]), scores
+    choice = scores
+    if router.correction is not None:
+        choice = graph.op("Add", [scores, graph.constant(router.correction)])
+    if router.groups is not None:
+        choice = _of_groups(graph, router.groups, choice, len(router.weight))
+    is_plain = not router.is_sigmoid and choice == scores
+    return logits if is_plain else choice, scores
+
+
+def _of_groups(graph: GraphBuilder, groups: Groups, choice: str, experts: int) -> str:
+    """By what experts are chosen, and nothing where one is of a group that is not kept."""
+    shape = graph.numbers(-1, groups.count, experts // groups.count)
+    apart = graph.op("Reshape", [choice, shape])
+    best, _ = graph.outputs("TopK", [apart, graph.numbers(groups.best)], 2, axis=-1, largest=1)
+    scores = graph.op("ReduceSum", [best, graph.numbers(-1)], keepdims=0)
+    kept, _ = graph.outputs("TopK", [scores, graph.numbers(groups.kept)], 2, axis=-1, largest=1)
+    least = graph.op("ReduceMin", [kept, graph.numbers(-1)], keepdims=1)
+    is_kept = graph.op("GreaterOrEqual", [scores, least])
+    is_kept = graph.op("Unsqueeze", [is_kept, graph.numbers(2)])
+    apart = graph.op("Where", [is_kept, apart, graph.constant(_NEVER)])
+    return graph.op("Reshape", [apart, graph.numbers(-1, experts)])
 
 
 def _in_few_bits(graph: GraphBuilder, experts: Experts, rows: str, choice: str, scores: str) -> str:

@@ -16,13 +16,13 @@ from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, WHOLE, checkpoint
 
-REFUSED = ("deepseek_v3", "gemma4", "falcon_h1")
-"""Families that the torch runtime keeps: experts in groups, or beside a feed-forward of their own,
-states of other kinds."""
+REFUSED = ("gemma4", "falcon_h1")
+"""Families that the torch runtime keeps: experts beside a feed-forward of their own, states of
+other kinds."""
 
 EXPERTS = (
     "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "ernie4_5_moe", "afmoe", "kimi_linear",
+    "ernie4_5_moe", "afmoe", "kimi_linear", "deepseek_v3",
 )  # fmt: skip
 """Families whose layers are mixtures of experts, all or some."""
 
