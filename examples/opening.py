@@ -61,7 +61,8 @@ def parts(model: TransformersModel) -> tuple[Any, Any, Any]:
     """The decoder layers, the final norm and the output head, as the family calls them."""
     if hasattr(model, "transformer"):  # GPT-2
         return model.transformer.h, model.transformer.ln_f, model.lm_head
-    return model.model.layers, model.model.norm, model.lm_head
+    text = getattr(model.model, "language_model", model.model)  # of a model for images as well
+    return text.layers, text.norm, model.lm_head
 
 
 def token(model: TransformersModel, word: str) -> int:

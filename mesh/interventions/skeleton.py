@@ -27,6 +27,7 @@ from mesh.interventions.unseen import watch_memory
 from mesh.interventions.weights import KEPT_BYTES
 from mesh.models import load
 from mesh.models.anatomy import base_of
+from mesh.models.around import around
 from mesh.models.manifest import Manifest
 from mesh.models.tokenizer import load_tokenizer
 from mesh.shard.views import layer_list_name
@@ -48,7 +49,9 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     watch_gradients()
     watch_memory()
     watch_transforms()
-    module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
+    text: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
+    _, base = base_of(text)
+    module = around(text, manifest)
     directory = Path(manifest.directory)
     module.config._name_or_path = str(manifest.gguf or directory)
     if manifest.gguf is None:
@@ -56,9 +59,9 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
             module.generation_config = GenerationConfig.from_pretrained(directory)
     # nnsight's pipeline moves a model to its device unless it is placed already.
     module.hf_device_map = {"": "cpu"}
-    base_name, base = base_of(module)
+    base_name = next(name for name, part in module.named_modules() if part is base)
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    tied = getattr(module.config, "tie_word_embeddings", False)
+    tied = getattr(text.config, "tie_word_embeddings", False)
     if tied and head.weight.data_ptr() == embedding.weight.data_ptr():
         head.weight = embedding.weight  # one weight in all respects, as transformers ties them
     model = TransformersModel(

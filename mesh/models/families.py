@@ -201,7 +201,7 @@ def family_of(manifest: Manifest) -> Family:
     that contradicts itself.
     """
     try:
-        whole = _config(manifest)
+        whole = whole_config(manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise _unsupported(
             manifest.model_type, f"transformers does not know it ({_first_line(error)})"
@@ -221,7 +221,8 @@ def family_of(manifest: Manifest) -> Family:
     return family_of_config(text)
 
 
-def _config(manifest: Manifest) -> Any:
+def whole_config(manifest: Manifest) -> Any:
+    """The config of all that a checkpoint holds, of which text may be a part."""
     if manifest.gguf is not None:
         return AutoConfig.for_model(**manifest.config)
     whole = AutoConfig.from_pretrained(

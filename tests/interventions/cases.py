@@ -27,6 +27,8 @@ class Parts:
         self.model = model
         old = hasattr(model, "transformer")
         base = model.transformer if old else model.model
+        base = getattr(base, "language_model", base)  # of a model for images as well
+        self.loop = base
         self.layers = base.h if old else base.layers
         self.norm = _part(base, "ln_f", "norm", "embedding_norm")
         self.embed = base.wte if old else base.embed_tokens
@@ -588,9 +590,8 @@ def source_recursive(p: Parts) -> Any:
 @case
 def source_of_the_loop(p: Parts) -> Any:
     """Between two layers of one machine."""
-    loop = p.model.transformer if hasattr(p.model, "transformer") else p.model.model
     with p.model.trace(PROMPT) as tracer:
-        call = next(op for op in loop.source if op.name in ("decoder_layer_0", "block_0"))
+        call = next(op for op in p.loop.source if op.name in ("decoder_layer_0", "block_0"))
         for _ in tracer.iter[2]:
             between = call.output.save()
             call.output = call.output * 2
@@ -691,7 +692,7 @@ def cache_after_edit(p: Parts) -> Any:
 
 @case
 def edited_model(p: Parts) -> Any:
-    layers = "transformer.h" if hasattr(module_of(p.model), "transformer") else "model.layers"
+    layers = p.layers.path.removeprefix("model.")
     with p.model.edit() as (_, edited):
         first(edited.get(layers)[1].mlp.output)[:] = 0
     with p.model.trace(PROMPT):

@@ -8,10 +8,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from mesh.errors import BadRequest
 from mesh.interventions.hooks import RemoteLayerError
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
-from tests.interventions.worlds import Remote, equal, remote, whole
+from tests.interventions.worlds import WITH_IMAGES, Remote, equal, module_of, remote, whole
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3", "qwen3_moe")
 GRADIENT_TOLERANCE = 1e-4
@@ -43,12 +45,18 @@ WITH_SCORES = (
     "replace_output", "edit_in_place", "skip_mlp", "modules_called_by_hand", "source_recursive",
     "attentions", "edited", "batched", "through_a_skip", "attribution_patching",
 )  # fmt: skip
+INSIDE_A_WHOLE = (
+    "every_layer", "batch_with_padding", "generate_iter", "generate_past_the_window", "source_read",
+    "source_of_the_loop", "edited_model", "attentions", "of_the_residual",
+)  # fmt: skip
 ELSEWHERE = (
     *(("qwen3_5", 2, name) for name in WITH_STATES),
     *(("gpt_oss", 3, name) for name in WITH_SCORES),
+    *((WITH_IMAGES, 3, name) for name in INSIDE_A_WHOLE),
     ("lfm2", 3, "generate_by_prompt_lookup"),
 )
-"""What is different in layers with running states, and where an MLP gives more than a tensor."""
+"""What is different in layers with running states, where an MLP gives more than a tensor, and where
+text is a part of what a model is for."""
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
@@ -97,6 +105,16 @@ def test_a_span_nobody_looks_into_takes_one_message_as_in_plain_chat(hops: int) 
     with world.model.trace(PROMPT):
         Parts(world.model).layers[0].output.save()
     assert world.channel.messages == hops + hops * 4 + hops + 1
+
+
+def test_a_model_for_images_has_the_parts_that_it_has_at_the_client() -> None:
+    """A request names all of them; those for images refuse to compute."""
+    (ours, theirs) = (
+        module_of(model) for model in (remote(WITH_IMAGES, 1).model, whole(WITH_IMAGES))
+    )
+    assert {name for name, _ in ours.named_modules()} == {n for n, _ in theirs.named_modules()}
+    with pytest.raises(BadRequest, match="only text is served"):
+        ours(input_ids=torch.tensor([[5]]), pixel_values=torch.zeros(1, 3, 28, 28))
 
 
 @pytest.mark.parametrize("layer", [0, 1, 3])

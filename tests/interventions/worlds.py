@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from nnsight.modeling.transformers import TransformersModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.interventions.weights import KEPT_BYTES
@@ -25,6 +30,7 @@ from tests.checkpoints import make_checkpoint
 torch.set_num_threads(1)
 
 LAYERS = 6
+WITH_IMAGES = "gemma3 with images"
 CPU = torch.device("cpu")
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-interventions-")
 
@@ -32,10 +38,24 @@ _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-interventions-")
 @cache
 def checkpoint(family: str) -> Manifest:
     """A random fp32 checkpoint of six layers."""
+    directory = Path(_DIRECTORY.name) / family
+    if family == WITH_IMAGES:
+        return read_manifest(_with_images(directory, checkpoint("gemma3").directory))
     more: dict[str, Any] = {"embd_pdrop": 0.0} if family == "gpt2" else {}
-    return read_manifest(
-        make_checkpoint(Path(_DIRECTORY.name) / family, family, layers=LAYERS, **more)
-    )
+    return read_manifest(make_checkpoint(directory, family, layers=LAYERS, **more))
+
+
+def _with_images(directory: Path, text: Path) -> Path:
+    """A checkpoint of a model for images and the text of another."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28}
+    eye = sizes | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    causal = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
+    config = Gemma3Config(text_config=causal.config.to_dict(), vision_config=eye)
+    model = Gemma3ForConditionalGeneration(config)
+    model.model.language_model, model.lm_head = causal.model, causal.lm_head
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(text).save_pretrained(directory)
+    return directory
 
 
 @cache
