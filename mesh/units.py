@@ -34,10 +34,13 @@ def memory_size(count: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``3 h``."""
+    """``40 s``, ``12 min``, ``3 h``, ``4 days``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def memory_limit_mb(text: str, total_mb: int) -> int | None:

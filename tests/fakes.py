@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from mesh.api.services import Lack, LackKind
@@ -47,6 +47,7 @@ from mesh.types import (
 )
 
 MOMENT = datetime(2030, 1, 1, tzinfo=UTC)
+_AT = (datetime.now(UTC) - timedelta(hours=3)).isoformat()
 PROMPT_TOKENS = 5
 FILLER = "x" * 2000
 """The text of each token of the model ``endless``."""
@@ -425,7 +426,7 @@ class ScriptedView:
                 }
             ],
             "reasons": ["device=cpu: no accelerator found"],
-            "warnings": [{"message": "The disk is nearly full.", "fix": "Free some."}],
+            "warnings": [{"at": _AT, "message": "The disk is nearly full.", "fix": "Free some."}],
         }
 
     def peers(self) -> list[dict[str, Any]]:

@@ -186,8 +186,21 @@ def _notes(picture: dict[str, Any], *, everything: bool) -> list[str]:
     left = sum(max(0, many - _NOTES) for many in seen.values())
     if left and not everything:
         lines.append(f"note: {left} more on how the models are computed: `hearthnet status --all`")
-    warnings = picture["warnings"]
-    return [*lines, *(f"warning: {each['message']} {each['fix']}".rstrip() for each in warnings)]
+    return [*lines, *map(_warning, picture["warnings"])]
+
+
+def _warning(row: dict[str, Any]) -> str:
+    """What was said once, and how long ago: it may not be so any more."""
+    from datetime import UTC, datetime
+
+    from mesh.units import lasting
+
+    said = f"warning: {row['message']} {row['fix']}".rstrip()
+    at = row.get("at")
+    if at is None:
+        return said
+    age = datetime.now(UTC) - datetime.fromisoformat(at)
+    return f"{said} ({lasting(max(0.0, age.total_seconds()))} ago)"
 
 
 def _show_work(picture: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: S
     assert f"loading: slow:0-3 · {how_far} · needs 812 MiB · for 2 s\n" in status.out
     held = "3 of 8 streams, 1.5 of 16 MiB buffered, 7 events per minute"
     assert re.search(rf"attic\S*  echo:0-5  {held}  2\n", status.out)
-    assert "warning: The disk is nearly full. Free some.\n" in status.err
+    assert "warning: The disk is nearly full. Free some. (3 h ago)\n" in status.err
     assert "device=cpu: no accelerator found" in status.err
     assert not any("\x1b" in text for text in (models.out, peers.out, status.out, status.err))
 

@@ -174,7 +174,7 @@ def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
         "the ends of m are loading.",
         "It is paused",
         "Long ago. (5 h ago)",
-        "Deaf. (0 min ago)",
+        "Deaf. (0 s ago)",
     ):
         assert what in notes
 

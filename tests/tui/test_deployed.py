@@ -140,8 +140,8 @@ def test_a_transfer_says_what_is_known_of_it(changed: dict[str, Any], words: str
 
 
 def test_times_are_short() -> None:
-    assert [lasting(s) for s in (0.4, 119, 120, 7199, 7200)] == [
-        "0 s", "119 s", "2 min", "120 min", "2 h",
+    assert [lasting(s) for s in (0.4, 119, 120, 7199, 7200, 9600 * 3600)] == [
+        "0 s", "119 s", "2 min", "120 min", "2 h", "400 days",
     ]  # fmt: skip
 
 

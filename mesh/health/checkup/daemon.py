@@ -11,6 +11,7 @@ from typing import Any
 
 from mesh.health.checkup.findings import Finding, fine, note, wrong
 from mesh.health.skew import skew, version_of
+from mesh.units import lasting
 
 _RECENT = timedelta(hours=1)
 _SEEN_NOW = ("no_multicast", "clock_skew")
@@ -109,5 +110,4 @@ def _warnings(rows: Iterable[Mapping[str, Any]], now: datetime) -> Iterator[Find
 
 
 def _ago(age: timedelta) -> str:
-    minutes = int(age.total_seconds()) // 60
-    return f"{minutes} min ago" if minutes < 120 else f"{minutes // 60} h ago"
+    return f"{lasting(max(0.0, age.total_seconds()))} ago"

@@ -14,6 +14,7 @@ from mesh.events.intake import SKEW_S
 from mesh.health.checkup.findings import Finding, fine, note, wrong
 from mesh.health.checkup.network import NAME_ONE, let_in
 from mesh.health.skew import version_of
+from mesh.units import lasting
 
 _APART_S = 5.0
 """Two machines that have their time from the network are not so far apart."""
@@ -145,9 +146,7 @@ def _clock(said: str, apart_s: float) -> Finding:
 
 def _apart(ahead_s: float) -> str:
     """``12 s ahead of``, ``3 min behind``."""
-    amount = abs(ahead_s)
-    shown = f"{amount:.0f} s" if amount < 120 else f"{amount / 60:.0f} min"
-    return f"{shown} {'ahead of' if ahead_s > 0 else 'behind'}"
+    return f"{lasting(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'}"
 
 
 def _absent(members: Sequence[Row], seen: set[str | None]) -> Iterator[Finding]:
