@@ -126,7 +126,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
             "messages.1.tool_calls.0.function.arguments",
             "the text of a JSON object",
         ),
-        (_message(role="user", content=[IMAGE]), "messages.1.content.0.type", "'text'"),
+        (_message(role="user", content=[IMAGE]), "messages.1.content.0", "'image_url' are not"),
         (_message(role="assistant"), "messages.1", "content is missing"),
         (_message(role="user", content="x", nmae="y"), "messages.1.nmae", "Unknown field"),
         (_message(content="x"), "messages.1.role", "missing"),

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from mesh.api.bodies import Strict, only
+from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import ResponseFormat, schema_of
 from mesh.api.openai.sampling import INT32, Effort, Hint, Refused, SamplingBody, thinking
 from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
@@ -88,9 +88,14 @@ class ChatMessage(Strict):
     own answers carry besides text and calls is taken while it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = (
-        None
-    )
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart, only_types("parts", "text")]],
+            Field(max_length=MAX_PARTS, fail_fast=True),
+        ]
+        | None
+    ) = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning_content: str | None = None
     parsed: Hint = None  # beside `content` in what OpenAI's clients parsed
