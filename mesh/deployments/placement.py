@@ -56,14 +56,25 @@ def require_pins(
 ) -> None:
     """Raise BadRequest where layers are pinned to a machine that may not be used; `names` are what
     people call the nodes."""
-    usable = {m.node for m in machines if not wish.nodes or m.node in wish.nodes}
-    missing = sorted(names.get(pin.node, pin.node) for pin in wish.pins if pin.node not in usable)
-    if missing:
+    pinned, there = {pin.node for pin in wish.pins}, {m.node for m in machines}
+    left_out = pinned - set(wish.nodes) if wish.nodes else set()
+    if left_out:
         raise BadRequest(
-            f"layers are pinned to {', '.join(dict.fromkeys(missing))}, which may not be used now.",
+            f"layers are pinned to {_listed(left_out, names)}, and the deployment is for other"
+            f" machines only: {_listed(wish.nodes, names)}.",
+            fix="Name all of them as `nodes`, or pin the layers to one of these.",
+            param="layers",
+        )
+    if away := pinned - there:
+        raise BadRequest(
+            f"layers are pinned to {_listed(away, names)}, which may not be used now.",
             fix="Start that node, or pin the layers elsewhere.",
             param="layers",
         )
+
+
+def _listed(nodes: Collection[NodeId], names: Mapping[NodeId, str]) -> str:
+    return ", ".join(sorted(names.get(node, node) for node in nodes))
 
 
 def make_plan(

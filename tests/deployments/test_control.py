@@ -199,6 +199,18 @@ async def test_what_is_pinned_to_who_was_put_out_says_that_nobody_need_wait() ->
         await home.verbs.deploy({"model": "middle-10", "nodes": ["sofa"]})
 
 
+async def test_layers_that_are_pinned_to_a_machine_that_is_left_out_are_refused_for_that() -> None:
+    home = Verbs(100, 100)
+    first, second = (node.node for node in home.house.nodes)
+    home.here.called = {first: "attic", second: "sofa"}
+    await home.verbs.deploy({"model": "middle-10", "nodes": ["sofa"]})
+    pinned = {"model": "middle-10", "layers": ["attic=0-4", "sofa=5-9"]}
+    with pytest.raises(BadRequest, match=r"pinned to attic, and .* other machines only: sofa"):
+        await home.verbs.deploy(pinned)
+    await home.verbs.deploy(pinned | {"nodes": ["attic", "sofa"]})
+    assert home.held() == {"middle-10"}
+
+
 async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
     home = Verbs(100)
     await home.verbs.deploy({"model": "small-4"})
