@@ -119,7 +119,7 @@ class Reconciler:
         self._follow(view, decision)
         self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
         self._note(view, wanted, decision)
-        self._look_after_asking(view.deployments, decision.unfetched)
+        self._look_after_asking(view, decision.unfetched)
 
     def _follow(self, view: View, decision: Decision) -> None:
         """Begin and end what is decided."""
@@ -284,13 +284,12 @@ class Reconciler:
 
     # Asking
 
-    def _look_after_asking(
-        self, deployments: Mapping[str, Deployment], unfetched: Collection[ShardId]
-    ) -> None:
+    def _look_after_asking(self, view: View, unfetched: Collection[ShardId]) -> None:
         """Ask what is placed here, was deployed from here or is called for, and nothing else. That
         has to be fetched too: unless it is called for it waits for its plan, which may have layers
         for this node, and with what is `unfetched`, whose turn it would take."""
-        here, wanted, resting = self._world.node, dict[ModelId, Deployment](), set[ModelId]()
+        here, deployments = view.node, view.deployments
+        wanted, resting = dict[ModelId, Deployment](), set[ModelId]()
         for each in live(deployments):
             placed = each.plan is not None and here in each.plan.nodes
             if not each.is_wanted:
@@ -311,10 +310,12 @@ class Reconciler:
             waits = waits or self._world.asks(deployment.wish)
             if name not in self.phases.not_yet(loop_time()) and not waits:
                 self._begin(self._asks, model_id, self._ask(deployment, name))
+        serving = {held.model_id for held in view.held}
         alive = {(each.wish.model_id, each.wish.weights_sha256) for each in live(deployments)}
         for model_id, weights in self._world.known().items():
             is_gone = (model_id, weights) not in alive  # others may have come by its name
-            forget = is_gone or model_id not in resting
+            # Layers that stay until others serve them are known by the model that they are of.
+            forget = is_gone or model_id not in resting | serving
             is_idle = (is_gone or model_id not in wanted) and model_id not in self._asks
             if is_idle and (forget or model_id in asked):
                 ending = self._world.ask_no_more(model_id, forget=forget)

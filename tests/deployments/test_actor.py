@@ -44,12 +44,17 @@ class World:
         self.is_odd = False
         """Asked what it serves it breaks."""
         self.drops = 0
+        self.others: list[ServedShard] = []
 
     def deployments(self) -> dict[str, Deployment]:
         return self.log
 
     def held(self) -> list[OwnShard]:
-        return list(self.has.values())
+        """Of what weights they are is known by the models."""
+        return [
+            replace(each, weights_sha256=self.models.get(each.model_id, ""))
+            for each in self.has.values()
+        ]
 
     def failed(self) -> Mapping[ShardId, MeshError]:
         return {}
@@ -57,7 +62,7 @@ class World:
     def served(self) -> list[ServedShard]:
         if self.is_odd:
             raise RuntimeError("a mistake of ours")
-        return []
+        return self.others
 
     def free_mb(self) -> int | None:
         return self.total_mb - sum(held.mb for held in self.has.values())
@@ -69,7 +74,7 @@ class World:
         return None
 
     def asked(self) -> Collection[ModelId]:
-        return self.models.keys()
+        return self.quants.keys()
 
     def asks(self, wish: Wish) -> bool:
         asked = self.models.get(wish.model_id), self.quants.get(wish.model_id)
@@ -85,7 +90,9 @@ class World:
         self.quants = {model.model_id: model.quant}
 
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
-        self.models = {}
+        self.quants = {}
+        if forget:
+            self.models = {}
 
     async def serve(
         self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
@@ -261,6 +268,25 @@ async def test_a_gap_that_a_change_opens_is_told_and_no_other_one(watched: Watch
     watched.wish(["0-2"], "int8")
     await watched.until(("0-2", "int8"))
     assert watched.gaps() == ["builtin:0-3", "builtin:0-2"], "both have one name"
+
+
+async def test_what_moves_to_another_machine_stays_until_that_serves_it(watched: Watched) -> None:
+    old, there = watched.wish(["0-1"]), NodeId("there")
+    await watched.until(("0-1", "none"))
+    assert old.plan is not None
+    moved = replace(old.plan, replicas=(Replica(0, (Span(there, LayerRange(0, 2)),)),))
+    watched.world.log = {old.id: replace(old, plan=moved, author=there)}
+    watched.loop.look()
+    await holds(lambda: not watched.world.quants)  # nobody asks it from here any more
+    for _ in range(3):
+        watched.loop.look()
+        await asyncio.sleep(0.02)
+    assert watched.world.drops == 0
+    wish = old.wish
+    served = ServedShard(there, wish.model_id, wish.weights_sha256, LayerRange(0, 2))
+    watched.world.others = [served]
+    watched.loop.look()
+    await holds(lambda: watched.world.drops == 1 and not watched.world.models)
 
 
 async def test_who_asks_does_it_in_the_format_that_is_wished_by_now(watched: Watched) -> None:
