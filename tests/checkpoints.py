@@ -29,12 +29,12 @@ MORE_FAMILIES = (
     "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text",
     "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi",
     "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "falcon_h1", "bamba", "kimi_linear",
+    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 STATEFUL = (
-    "qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid", "falcon_h1",
-    "bamba", "kimi_linear",
+    "qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
 )  # fmt: skip
 """Those of whose layers some keep a running state."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
@@ -239,6 +239,10 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
     kinds = {"layer_types": [pattern[i % 3] for i in range(layers)]}
     convs = {"layer_types": [("conv", "full_attention", "conv")[i % 3] for i in range(layers)]}
     attends = [i for i in range(layers) if i % 3 == 2]
+    hybrid = kinds | mamba | {
+        "shared_intermediate_size": 32, "embedding_multiplier": 3.0, "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2, "logits_scaling": 2.0,
+    }  # fmt: skip
     by_family: dict[str, dict[str, Any]] = {
         "llama": {"rope_parameters": LLAMA3_ROPE},
         "qwen2": {"rope_parameters": _YARN},
@@ -314,9 +318,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 2}
         | {"mlp_only_layers": [layers - 1]},
         "lfm2_moe": convs | few | {"num_dense_layers": 2},
-        "granitemoehybrid": kinds | mamba
-        | {"num_local_experts": 4, "shared_intermediate_size": 32, "embedding_multiplier": 3.0}
-        | {"residual_multiplier": 0.6, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+        "granitemoehybrid": hybrid | {"num_local_experts": 4},
+        "granitemoehybrid_dense": hybrid | {"num_local_experts": 0},
         "falcon_h1": head | mamba | {
             "mamba_d_ssm": 2 * hidden, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5,
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "key_multiplier": 0.8,
@@ -335,6 +338,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
 _MODEL_TYPES = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "granitemoehybrid_dense": "granitemoehybrid",
 }  # fmt: skip
 """Of families that are not called as their model type is."""
 

@@ -1,8 +1,9 @@
-"""Which models have standard layers, as far as their config alone tells.
+"""Which models have standard layers, as far as their config alone tells: those that are computed
+without transformers' modules in 16 bit as well.
 
 For whoever plans without loading anything. Of the families that the tests look at it is known, and
-of layers that have experts, running states or latent attention that they are not; all others are
-looked at when they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
+of layers that have experts or latent attention that they are not; all others are looked at when
+they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 STANDARD = frozenset(
     {
         "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
-        "smollm3", "granite",
+        "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid",
     }
 )  # fmt: skip
 RECURRENT = frozenset(
@@ -53,7 +54,12 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     text = _text(config)
     named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
     activation = next((name for name in named if name), "silu")
-    return model_type in STANDARD and activation in ACTIVATIONS and _ROPES.issuperset(_ropes(text))
+    return (
+        model_type in STANDARD
+        and experts_met(text) == 1
+        and activation in ACTIVATIONS
+        and _ROPES.issuperset(_ropes(text))
+    )
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:

@@ -9,13 +9,11 @@ no hooks and no sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mesh.shard.attention import Attend, CausalRule, row_exact_attention_of, rule_mask
@@ -24,28 +22,21 @@ from mesh.shard.compiled.parts import (
     FeedForward,
     Growth,
     LayerParts,
-    Norm,
     NotCompilable,
     layer_parts,
 )
-from mesh.shard.cuda.int4 import Int4Linear
 from mesh.shard.kv import OneSession
+from mesh.shard.lean_parts import LeanGate, LeanNorm, lean_feed_forward, lean_product
+from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
-from mesh.shard.packed import PackedRows
 from mesh.shard.selfcheck import rope_types
-from mesh.shard.stacked import whole_of
+from mesh.shard.states import StateCache
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
-Product = Callable[[torch.Tensor], torch.Tensor]
 Turn = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Cosines, and sines with those of the first half negated, (rows, 1, turned width) each; and what
 queries are multiplied by, if they are, (rows, 1, 1)."""
-
-_ACTIVATIONS: dict[str, Product] = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu, "squared_relu": lambda x: F.relu(x).square(),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +78,11 @@ def fused_places(module: Any) -> list[list[Place]]:
         }
         groups += [
             [places[id(linear)] for linear in linears]
-            for linears in (parts.mixer.projections, _feed_forward_of(parts).up)
+            for linears in (
+                parts.mixer.projections,
+                parts.mixer.rates,
+                _feed_forward_of(parts).up,
+            )
             if len(linears) > 1
         ]
     return groups
@@ -129,18 +124,18 @@ class LeanLayers(nn.Module):
         running = self._layers[layers.start : layers.stop]
         turns = {
             kind: self._turn(hidden, positions, kind, growth)
-            for kind, growth in {(of.attention.table, of.attention.growth) for of in running}
+            for kind, growth in {layer.turning for layer in running}
             if kind is not None
         }
         x = hidden.reshape(sessions * rows, width)
         for layer in running:
-            table = layer.attention.table
+            table, _ = layer.turning
             x = layer.run(x, None if table is None else turns[table], past)
         return x.view(sessions, rows, width)
 
     @property
     def places(self) -> list[AttentionPlace]:
-        """The attention of each layer."""
+        """The attention of each layer. Raises NotCompilable where some have a running state."""
         return [layer.place for layer in self._layers]
 
     def _turn(
@@ -159,6 +154,7 @@ class _InCaches:
 
     def __init__(self, caches: Sequence[OneSession], rows: int) -> None:
         self._caches = caches
+        self.states = [cache for cache in caches if isinstance(cache, StateCache)]
         self._rows = rows
         self._rules: dict[int | None, CausalRule] = {}
 
@@ -181,54 +177,23 @@ class _InCaches:
         return y.transpose(1, 2).flatten(0, 1)
 
 
-class _LeanNorm(nn.Module):
-    """`Norm` over the last axis, in fp32 inside."""
-
-    def __init__(self, norm: Norm) -> None:
-        super().__init__()
-        size = len(norm.gamma)
-        self._is_one_kernel = norm.gamma.device.type == "cuda"
-        is_scaled = norm.beta is None and not self._is_one_kernel
-        # x / sqrt(mean(x²) + ε) is x·√n / hypot(|x|, √(nε)): half the operators.
-        self.gamma = norm.gamma * size**0.5 if is_scaled else norm.gamma.clone()
-        self.beta = None if norm.beta is None else norm.beta.clone()
-        self.floor = torch.tensor((size * norm.epsilon) ** 0.5, device=norm.gamma.device)
-        self._epsilon = norm.epsilon
-        # The kernel reads weights in the rows' dtype only: those that lose nothing by it.
-        halves = {dtype: norm.gamma.to(dtype) for dtype in (torch.bfloat16, torch.float16)}
-        self._narrow = {
-            dtype: half
-            for dtype, half in halves.items()
-            if self._is_one_kernel and torch.equal(half.float(), norm.gamma)
-        }
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        """As `x`."""
-        narrow = self._narrow.get(x.dtype)
-        if narrow is not None and self.beta is None:
-            return F.rms_norm(x, narrow.shape, narrow, self._epsilon)
-        wide = x.float()
-        if self.beta is not None:
-            return F.layer_norm(wide, self.gamma.shape, self.gamma, self.beta, self._epsilon).to(
-                x.dtype
-            )
-        if self._is_one_kernel:
-            return F.rms_norm(wide, self.gamma.shape, self.gamma, self._epsilon).to(x.dtype)
-        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * self.gamma).div_(torch.hypot(size, self.floor)).to(x.dtype)
-
-
 class _LeanLayer(nn.Module):
     """See `LayerParts`."""
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
-        self.attention = _attention_of(parts)
-        self._attend = _Attention(self.attention, index)
-        self._feed = _feed_forward(_feed_forward_of(parts))
+        mixer = parts.mixer
+        self.turning: tuple[str | None, Growth | None] = (None, None)
+        self._mix: _Attention | _States
+        if isinstance(mixer, Attention):
+            self.turning = mixer.table, mixer.growth
+            self._mix = _Attention(mixer, index)
+        else:
+            self._mix = _States(lean_recurrence(mixer, index))
+        self._feed = lean_feed_forward(_feed_forward_of(parts))
         self._multiplier = parts.multiplier
         self._norms = [
-            None if norm is None else _LeanNorm(norm)
+            None if norm is None else LeanNorm(norm)
             for norm in (
                 parts.before_mixer,
                 parts.after_mixer,
@@ -240,18 +205,33 @@ class _LeanLayer(nn.Module):
 
     @property
     def place(self) -> AttentionPlace:
-        """Its attention."""
-        return self._attend.place
+        """Its attention. Raises NotCompilable where it has none."""
+        if not isinstance(self._mix, _Attention):
+            raise NotCompilable("some of its layers keep a running state")
+        return self._mix.place
 
     def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
-        y = self._attend.run(x if before is None else before.run(x), turn, past)
+        y = self._mix.run(x if before is None else before.run(x), turn, past)
         y = y if after is None else after.run(y)
         x = torch.add(x, y, alpha=self._multiplier)
         y = self._feed(x if before_feed is None else before_feed.run(x))
         y = y if after_feed is None else after_feed.run(y)
         return torch.add(x, y, alpha=self._multiplier)
+
+
+class _States(nn.Module):
+    """A mixer that keeps states of sessions, which have caches of their own each."""
+
+    def __init__(self, recurrence: LeanRecurrence) -> None:
+        super().__init__()
+        self._recurrence = recurrence
+
+    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
+        """(rows, hidden) normalised -> (rows, hidden)."""
+        assert isinstance(past, _InCaches)  # noqa: S101 - as `places` says
+        return self._recurrence.run(x, past.states)
 
 
 class _Attention(nn.Module):
@@ -265,19 +245,24 @@ class _Attention(nn.Module):
             index, attention.heads, attention.kv_heads, attention.width, attention.window,
             attention.scale, softcap, row_exact_attention_of(softcap),
         )  # fmt: skip
-        self._qkv = _product(attention.projections)
-        self._output = _product((attention.output,))
+        self._qkv = lean_product(attention.projections)
+        self._output = lean_product((attention.output,))
         self._heads = attention.heads
         self._both = attention.heads + attention.kv_heads
         if (attention.query_norm is None) != (attention.key_norm is None):
             raise NotCompilable("it normalises either queries or keys")
-        self.query_norm = None if attention.query_norm is None else _LeanNorm(attention.query_norm)
-        self.key_norm = None if attention.key_norm is None else _LeanNorm(attention.key_norm)
+        self.query_norm = None if attention.query_norm is None else LeanNorm(attention.query_norm)
+        self.key_norm = None if attention.key_norm is None else LeanNorm(attention.key_norm)
+        self.gate = None if attention.gate is None else LeanGate(attention.gate)
 
     def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
         rows, width = len(x), self._of.width
-        projected = self._qkv(x).view(rows, -1, width)
+        projected, gates = self._qkv(x).view(rows, -1, width), None
+        if self.gate is not None:  # a head's numbers of the gate come behind its queries
+            pairs = projected[:, : 2 * self._heads].view(rows, self._heads, 2, width)
+            gates = pairs[:, :, 1].reshape(rows, -1)
+            projected = torch.cat((pairs[:, :, 0], projected[:, 2 * self._heads :]), 1)
         both, values = projected[:, : self._both], projected[:, self._both :]
         if self.query_norm is not None:
             both = self._normed(both)
@@ -286,8 +271,10 @@ class _Attention(nn.Module):
         queries = both[:, : self._heads]
         if turn is not None and (grown := turn[2]) is not None:
             queries = queries * grown.to(x.dtype)
-        y = past(self.place, queries, both[:, self._heads :], values)
-        return self._output(y.reshape(rows, -1))
+        y = past(self.place, queries, both[:, self._heads :], values).reshape(rows, -1)
+        if self.gate is not None and gates is not None:
+            y = self.gate.run(y, gates)
+        return self._output(y)
 
     def _normed(self, both: torch.Tensor) -> torch.Tensor:
         assert self.query_norm is not None and self.key_norm is not None  # noqa: S101, PT018
@@ -312,57 +299,19 @@ def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     return torch.cat((turned, x[..., wide:]), -1)
 
 
-def _feed_forward(part: FeedForward) -> Product:
-    up, down = _product(part.up), _product((part.down,))
-    activated, width = _ACTIVATIONS[part.activation], part.width
-    if not part.is_gated:
-        return lambda x: down(activated(up(x)))
-
-    def gated(x: torch.Tensor) -> torch.Tensor:
-        both = up(x)
-        return down(activated(both[:, :width]).mul_(both[:, width:]))
-
-    return gated
-
-
-def _product(linears: Sequence[Any]) -> Product:
-    """Their product: one for all of them. Raises NotCompilable when there is none."""
-    first = linears[0]
-    if len(linears) == 1:
-        forward: Product = first.forward
-        return forward
-    if isinstance(first, Int4Linear):
-        return lambda x: torch.cat([each(x) for each in linears], -1)
-    if not isinstance(first, PackedRows):
-        return _stacked_product(linears)
-    whole = first.whole
-    if any(not isinstance(each, PackedRows) or each.whole is not whole for each in linears):
-        raise NotCompilable("its products are packed otherwise")
-    return whole.forward
-
-
-def _stacked_product(linears: Sequence[Any]) -> Product:
-    weight = whole_of([each.weight for each in linears])
-    biases = [each.bias for each in linears]
-    bias = None if biases[0] is None else whole_of(biases)
-    return lambda x: F.linear(x, weight, bias)
-
-
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
     layers = module.get_submodule(layer_list_name(module))
     found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
     for parts, _ in found:
         _feed_forward_of(parts)
-        _attention_of(parts)
+        _require_known(parts)
     return found
 
 
-def _attention_of(parts: LayerParts) -> Attention:
-    if not isinstance(parts.mixer, Attention):
-        raise NotCompilable("some of its layers keep a running state")
-    if not parts.mixer.is_standard or parts.scale != 1.0:
+def _require_known(parts: LayerParts) -> None:
+    is_known = not isinstance(parts.mixer, Attention) or parts.mixer.is_standard
+    if not is_known or parts.scale != 1.0:
         raise NotCompilable("its attention is not a standard one")
-    return parts.mixer
 
 
 def _feed_forward_of(parts: LayerParts) -> FeedForward:

@@ -7,11 +7,12 @@ files and, the first time, for the proofs of a family: called on the loading thr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from mesh.errors import UnsupportedFamily
-from mesh.models.families import family_of
+from mesh.models.families import Family, family_of, has_states
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import require_present
 from mesh.models.progress import Progress
@@ -142,11 +143,19 @@ def _lean(
     if kind == "cpu" and dtype == torch.float16:
         return Choice(False, "")
     family = family_of(manifest)
+    require = _require_lean_on_card if kind == "cuda" else require_lean
     try:
-        require_lean(family, manifest.cache_dir, request.settings.kv_tokens)
+        require(family, manifest.cache_dir, request.settings.kv_tokens)
     except NotCompilable as error:
         return Choice(False, f"layers by modules: {family.model_type} has no lean ones, {error}")
     return Choice(True, "")
+
+
+def _require_lean_on_card(family: Family, cache_dir: Path | None, positions: int) -> None:
+    """As `require_lean`. Running states are kept without modules on a CPU only."""
+    if has_states(family.config):
+        raise NotCompilable("some of its layers keep a running state")
+    require_lean(family, cache_dir, positions)
 
 
 def stored_dtype(manifest: Manifest) -> torch.dtype:
@@ -158,7 +167,7 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
     choice = choose_quant(request.quant, host.device, is_int4=manifest.is_int4)
     if choice.value is None:
         return choice
-    require = require_lean
+    require = _require_lean_on_card
     if host.device.type == "cpu":
         # Not before somebody wants it: onnxruntime takes its time to import, and memory.
         from mesh.shard.compiled.proof import require_compilable

@@ -15,8 +15,9 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 LONG_ROWS = 16
-"""What has more rows is a prompt. Also so many at most are computed once more with the next step;
-more are computed by themselves, so that the next time they need not be."""
+"""What has more rows is a prompt. Also so many at most are computed once more with the next step,
+and short ones with their own rows; otherwise they are computed by themselves, so that the next time
+they need not be, and rows of a short step are computed as rows of a short step."""
 
 REACH = 256
 """Rows that are kept behind a mark: a chunk of a prompt, and what may follow its last."""
@@ -129,9 +130,11 @@ class Marks(Generic[States]):
 
     # One forward
 
-    def rows_alone(self, length: int) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) that are to be computed by themselves before any others."""
-        return self._rows_again(length) if self.again > LONG_ROWS else None
+    def rows_alone(self, length: int, rows: int) -> torch.Tensor | None:
+        """Rows (1, rows, hidden) that are to be computed by themselves before a step of `rows`."""
+        is_short_no_more = rows <= LONG_ROWS < self.again + rows
+        is_alone = self.again > LONG_ROWS or is_short_no_more
+        return self._rows_again(length) if is_alone else None
 
     def rows_for(self, length: int, hidden: torch.Tensor) -> torch.Tensor:
         """What is to be computed for a step of these rows (1, rows, hidden) behind the end: they
@@ -146,8 +149,7 @@ class Marks(Generic[States]):
     def commit(self, start: int, rows: int) -> None:
         """A step of so many rows at `start` has succeeded."""
         if rows > 1 and not self.again:
-            states = self._states.snapshot()
-            self._mark(_Mark(start, states, rows > LONG_ROWS, end=start))
+            self._mark(start, is_long=rows > LONG_ROWS)
         if self._step is not None:
             for mark in self._marks:
                 mark.add(start, self._step)
@@ -158,10 +160,13 @@ class Marks(Generic[States]):
         """`rows_alone` are computed."""
         self.again = 0
         self._states.advance()
-        self._mark(_Mark(length, self._states.snapshot(), is_long=False, end=length))
+        self._mark(length, is_long=False)
 
-    def _mark(self, mark: _Mark[States]) -> None:
-        alike = [each for each in self._marks if each.is_long == mark.is_long]
+    def _mark(self, position: int, *, is_long: bool) -> None:
+        """Keep the states as they are, which are those before `position`."""
+        alike = [each for each in self._marks if each.is_long == is_long]
+        if any(each.position == position for each in alike):
+            return
         if len(alike) >= MARKS:
             self._marks.remove(alike[0])
-        self._marks.append(mark)
+        self._marks.append(_Mark(position, self._states.snapshot(), is_long, end=position))

@@ -108,6 +108,7 @@ class _Probe:
         self._rows = rows.to(device, dtype)
         # The layers read the span's config, the view's own forward reads the cut one.
         self._configs: tuple[Any, Any] = (module.config, self._view.config)
+        self._has_states = has_states(module.config)
         self._forward = self._by_modules
 
     def use(self, name: str) -> None:
@@ -146,7 +147,9 @@ class _Probe:
             self._go_by(forward)
         caches = [self._cache() for _ in range(2)]
         chunk = self._step(caches[0], self._rows[:, :_ROWS])
-        self._step(caches[1], self._rows[:, : _SHORT + 1])
+        # Who goes back on running states has rows to compute again, and not with others.
+        beyond = 0 if batched and self._has_states else 1
+        self._step(caches[1], self._rows[:, : _SHORT + beyond])
         caches[1].cut(_SHORT)
         if batched:
             for cache in caches:
@@ -185,7 +188,7 @@ class _Probe:
 
     def _cache(self) -> SessionCache:
         config = self._configs[1]
-        kind = StateCache if has_states(config) else SessionCache
+        kind = StateCache if self._has_states else SessionCache
         return kind(config.num_hidden_layers, 64)
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -200,6 +203,9 @@ class _Probe:
         rows = hidden.shape[1]
         cache.reserve(rows)
         if isinstance(cache, StateCache):
+            if (again := cache.again(rows)) is not None:
+                self._run(again, cache.computed, cache)
+                cache.commit_again()
             hidden = cache.rows_for(hidden)
         output = self._run(hidden, cache.computed, cache)
         cache.commit(rows)

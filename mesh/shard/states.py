@@ -8,14 +8,17 @@ What a forward makes of the states is real with `commit` only; how a session goe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mesh.shard.kv import SessionCache
 from mesh.shard.marks import Marks
 
-_Key = tuple[str, int, int]
+StateKind = Literal["conv", "recurrent"]
+"""The last inputs of a convolution (1, channels, width), or what is made of all."""
+
+_Key = tuple[StateKind, int, int]
 """Of one state: which of a layer's two kinds, the layer, and which of several of that kind."""
 
 _States = Mapping[_Key, torch.Tensor]
@@ -99,10 +102,10 @@ class StateCache(SessionCache):
 
     # One forward
 
-    @property
-    def again(self) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves first."""
-        return self._kept.rows_alone(self.length)
+    def again(self, rows: int) -> torch.Tensor | None:
+        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves before a step
+        of `rows` behind the end."""
+        return self._kept.rows_alone(self.length, rows)
 
     def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
@@ -117,6 +120,16 @@ class StateCache(SessionCache):
     def commit(self, rows: int) -> None:
         self._kept.commit(self.length, rows)
         super().commit(rows)
+
+    # Layers without modules
+
+    def before(self, kind: StateKind, layer: int) -> torch.Tensor | None:
+        """A state of a layer as the last forward has left it, not to be written to."""
+        return self._states.now.get((kind, layer, 0))
+
+    def become(self, kind: StateKind, layer: int, state: torch.Tensor) -> None:
+        """Take what the forward under way makes of it."""
+        self._states.next[kind, layer, 0] = state
 
     # transformers.Cache
 
@@ -141,7 +154,7 @@ class StateCache(SessionCache):
         **_kwargs: Any,
     ) -> torch.Tensor:
         """Take the next inputs of a convolution; returns them behind those that it still needs."""
-        key = ("conv", layer_idx, state_idx)
+        key: _Key = ("conv", layer_idx, state_idx)
         before = self._states.now.get(key)
         if before is not None:
             width, whole = before.shape[-1], torch.cat([before, conv_states], dim=-1)
@@ -155,7 +168,7 @@ class StateCache(SessionCache):
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: Any
     ) -> torch.Tensor:
         """Take what a state has become."""
-        key = ("recurrent", layer_idx, state_idx)
+        key: _Key = ("recurrent", layer_idx, state_idx)
         before = self._states.now.get(key, recurrent_states)
         self._states.next[key] = recurrent_states.to(before.dtype)
         return recurrent_states

@@ -7,8 +7,9 @@ weights by `lean`, and on CUDA those of few rows by graphs that were captured of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,7 +118,8 @@ class TorchRuntime:
         self._captured, why_captured = self._capture(positions, few)
         self.protection = Protection(self._module, loaded.pages, *self._beside)
         at_once = 1 if self._captured is None else FULL_ROWS
-        self.batch_rows = at_once if made.attention.batched and not batch_invariant else 0
+        are_together = made.attention.batched or self.is_lean
+        self.batch_rows = at_once if are_together and not batch_invariant else 0
         self.kernels = self._names(made)
         said = (self._said_of_layers(), why_captured or self._said_of_rows()) if lean else ()
         reasons = made.kernels.reason, made.attention.reason, self.protection.reason, *said
@@ -211,7 +213,8 @@ class TorchRuntime:
 
     def _by_modules(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         view = self._view(layers)
-        if len(steps) > 1 and all(step.hidden.shape[1] == 1 for step in steps):
+        are_single = all(step.hidden.shape[1] == 1 for step in steps)
+        if len(steps) > 1 and are_single and not self._has_states:
             return self._together(view, steps)
         return [self._alone(view, step) for step in steps]
 
@@ -223,26 +226,48 @@ class TorchRuntime:
         return self._run_lean(own, steps)
 
     def _run_lean(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        run = partial(self._run_lean_rows, layers)
+        rows = [self._rows_of(step, run) for step in steps]
+        single = [i for i, each in enumerate(rows) if each.shape[1] == 1]
+        outputs: dict[int, torch.Tensor] = {}
+        # Who has rows to compute once more is not computed with others.
+        for group in (single, *([i] for i in range(len(steps)) if i not in single)):
+            if group:
+                found = run(
+                    [_own_cache(steps[i]) for i in group], torch.cat([rows[i] for i in group])
+                )
+                outputs.update(zip(group, torch.split(found, 1), strict=True))
+        return [outputs[i][:, -step.hidden.shape[1] :] for i, step in enumerate(steps)]
+
+    def _run_lean_rows(
+        self, layers: LayerRange, caches: Sequence[OneSession], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """(sessions, rows, hidden) where each of them is computed up to."""
         assert self._lean is not None  # noqa: S101 - asked before
-        rows = steps[0].hidden.shape[1]
-        hidden = torch.cat([step.hidden for step in steps]) if len(steps) > 1 else steps[0].hidden
-        positions = torch.tensor(
-            [[*range(step.position, step.position + rows)] for step in steps], device=self.device
+        rows = range(hidden.shape[1])
+        positions = [[cache.computed + row for row in rows] for cache in caches]
+        return self._lean.forward(
+            hidden, torch.tensor(positions, device=self.device), caches, layers
         )
-        caches = [_own_cache(step) for step in steps]
-        output: torch.Tensor = self._lean.forward(
-            hidden.to(self.device, self.dtype), positions, caches, layers
-        )
-        return list(output.tensor_split(len(steps)))
+
+    def _rows_of(
+        self, step: StepInput, run: Callable[[Sequence[OneSession], torch.Tensor], object]
+    ) -> torch.Tensor:
+        """What is to be computed for a step, (1, rows, hidden) of which its own come last; `run`
+        has computed what comes before them by itself."""
+        cache, hidden = _own_cache(step), step.hidden.to(self.device, self.dtype)
+        if not isinstance(cache, StateCache):
+            return hidden
+        if (again := cache.again(hidden.shape[1])) is not None:
+            run([cache], again)
+            cache.commit_again()
+        return cache.rows_for(hidden)
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
-        cache, hidden = _own_cache(step), step.hidden.to(self.device, self.dtype)
-        if isinstance(cache, StateCache):
-            if (again := cache.again) is not None:
-                self._run_behind(view, again, cache, step.hooks)
-                cache.commit_again()
-            hidden = cache.rows_for(hidden)
-        return self._run_behind(view, hidden, cache, step.hooks)[:, -step.hidden.shape[1] :]
+        def run(caches: Sequence[OneSession], hidden: torch.Tensor) -> torch.Tensor:
+            return self._run_behind(view, hidden, caches[0], step.hooks)
+
+        return run([_own_cache(step)], self._rows_of(step, run))[:, -step.hidden.shape[1] :]
 
     def _run_behind(
         self, view: nn.Module, hidden: torch.Tensor, cache: OneSession, hooks: Sequence[Hook]

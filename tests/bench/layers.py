@@ -1,7 +1,7 @@
-"""A layer in 16 bit, by transformers' modules, and in 8 and 4 bit: mixtures of experts, and layers
-that keep a running state.
+"""A layer in 16 bit, by transformers' modules and without, and in 8 and 4 bit: mixtures of experts,
+and layers that keep a running state.
 
-Random weights in the shapes of usual models, on one thread; the three take turns within a shape,
+Random weights in the shapes of usual models, on one thread; the four take turns within a shape,
 and so do the rows that are asked, which go to other experts each time. By name only (`python -m
 tests.bench layers`): it takes some minutes to round the weights, and 6 GB.
 """
@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +22,7 @@ from transformers import (
     AutoModel,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
@@ -51,8 +53,13 @@ SHAPES: dict[str, Callable[[], Any]] = {
         hidden_size=2048, intermediate_size=12288, num_hidden_layers=1, vocab_size=128,
         num_attention_heads=32, num_key_value_heads=8, layer_types=["conv"],
     ),
+    "Granite-4.0-H-1B, Mamba 2": lambda: GraniteMoeHybridConfig(
+        hidden_size=1536, shared_intermediate_size=4096, num_hidden_layers=1, vocab_size=128,
+        num_attention_heads=12, num_key_value_heads=4, num_local_experts=0, mamba_n_heads=48,
+        mamba_d_head=64, mamba_d_state=128, mamba_n_groups=1, layer_types=["mamba"],
+    ),
 }  # fmt: skip
-WAYS = ("bf16", "int8", "int4")
+WAYS = ("bf16", "lean", "int8", "int4")
 STEPS = {
     "a token": (1, 1, 128),
     "a token behind 4000": (1, 1, 4000),
@@ -73,7 +80,8 @@ def _qwen(kind: str) -> Any:
 
 
 def measure() -> dict[str, Any]:
-    """Milliseconds of a layer for each of `STEPS`, medians; and the MiB that its weights take."""
+    """Milliseconds of processor time of a layer for each of `STEPS`, medians; and the MiB that its
+    weights take."""
     torch.set_num_threads(1)
     return {name: _of_shape(make()) for name, make in SHAPES.items()}
 
@@ -81,6 +89,8 @@ def measure() -> dict[str, Any]:
 def _of_shape(config: Any) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as folder:
         runtimes = {way: _runtime(config, way, Path(folder)) for way in WAYS}
+        if "+lean" not in runtimes["lean"].kernels:
+            del runtimes["lean"]  # it has none
         found = {
             name: _medians(runtimes, *step, ROUNDS if step[1] < FEW else 3)
             for name, step in STEPS.items()
@@ -103,8 +113,9 @@ def _runtime(config: Any, way: str, folder: Path) -> Runtime:
             torch.nn.init.normal_(parameter, std=0.02)
     layers = LayerRange(0, 1)
     loaded = LoadedSpan(module, module.config, layers, 0, 0, WeakSet(), {})
-    if way == "bf16":
-        return TorchRuntime(loaded, device=torch.device("cpu"), dtype=torch.bfloat16)
+    if way in ("bf16", "lean"):
+        cpu, is_lean = torch.device("cpu"), way == "lean"
+        return TorchRuntime(loaded, device=cpu, dtype=torch.bfloat16, lean=is_lean)
     graphs = quantised_span(loaded, "int8" if way == "int8" else "int4", "0" * 64, folder)
     return CompiledRuntime(graphs, threads=1, positions=POSITIONS)
 
@@ -116,26 +127,28 @@ def _medians(
     taken: dict[str, list[float]] = {way: [] for way in steps}
     for number in range(rounds + 1):
         for way, step in steps.items():
-            started = time.perf_counter()
+            started = time.process_time()
             step()
             if number:
-                taken[way].append(1000 * (time.perf_counter() - started))
+                taken[way].append(1000 * (time.process_time() - started))
     return {way: statistics.median(each) for way, each in taken.items()}
 
 
 def _step(runtime: Runtime, sessions: int, rows: int, behind: int) -> Callable[[], object]:
     drawn = torch.Generator().manual_seed(rows)
     caches = [runtime.new_cache(POSITIONS) for _ in range(sessions)]
+    positions = count(behind, rows)
 
-    def some(count: int) -> torch.Tensor:
-        return torch.randn(1, count, runtime.hidden_size, generator=drawn).to(runtime.dtype)
+    def some(number: int) -> torch.Tensor:
+        return torch.randn(1, number, runtime.hidden_size, generator=drawn).to(runtime.dtype)
 
     for cache in caches:
         for start in range(0, behind, CHUNK):
             runtime.forward([StepInput(cache, start, some(min(CHUNK, behind - start)))])
 
     def step() -> None:
-        steps = [StepInput(cache, behind, some(rows)) for cache in caches]
+        position = next(positions)
+        steps = [StepInput(cache, position, some(rows)) for cache in caches]
         for together in [steps] if runtime.batch_rows else [[each] for each in steps]:
             runtime.forward(together)
 

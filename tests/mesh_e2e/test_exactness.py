@@ -28,6 +28,8 @@ NEAR_TIE = 0.05
 """Logits that are closer may change places as activations are rounded to fp16 at each hop."""
 REPEATING = 160
 BUILT_IN_LAYERS = 8
+NARROW = "qwen3_5 in 16 bit"
+"""Layers that keep running states, computed without transformers' modules."""
 
 TOGETHER = 7
 """Models in one shard process, which takes so many commands at once and no more."""
@@ -67,8 +69,11 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     made = House(root / "cache", directories={"builtin": checkpoint_dir()})
     for family in FAMILIES:
         made.directories[family] = make_checkpoint(root / family, family, layers=LAYERS)
+    made.directories[NARROW] = make_checkpoint(
+        root / "narrow", "qwen3_5", layers=LAYERS, dtype="bfloat16"
+    )
     held = {family: [*chain(*splits(LAYERS))] for family in FAMILIES}
-    held["builtin"] = [*chain(*splits(BUILT_IN_LAYERS))]
+    held |= {"builtin": [*chain(*splits(BUILT_IN_LAYERS))], NARROW: split(LAYERS, 2)}
     names = list(made.directories)
     async with AsyncExitStack() as stack:
         for first in range(0, len(names), TOGETHER):
@@ -77,7 +82,11 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
                 load
                 for name in together
                 for load in loads_of(
-                    made.directories[name], held[name], ModelId(name), max_concurrent_streams=8
+                    made.directories[name],
+                    held[name],
+                    ModelId(name),
+                    max_concurrent_streams=8,
+                    dtype="auto" if name == NARROW else "fp32",
                 )
             ]
             host = await stack.enter_async_context(secure.hosting(made.cache_dir, *loads))
@@ -154,6 +163,17 @@ async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -
                 done = await mesh.generate(greedy(prompt, COUNT), WireDtype.FP16)
                 assert list(done.token_ids) == ids, f"{len(spans)} hops"
         assert compared > 2
+
+
+async def test_answers_at_once_in_16_bit_are_those_of_each_alone(house: House) -> None:
+    prompts = [prompt_ids(384, length, seed=length) for length in (5, 40, 130, 200, 17, 64)]
+    async with house.asking(NARROW) as (_, mesh):
+        await mesh.use(split(LAYERS, 2))
+        requests = [greedy(prompt, 32, f"r{i}") for i, prompt in enumerate(prompts)]
+        together = await asyncio.gather(*map(mesh.generate, requests))
+        for request, done in zip(requests, together, strict=True):
+            alone = await mesh.generate(replace(request, request_id="alone"))
+            assert alone.token_ids == done.token_ids
 
 
 async def test_batched_and_interleaved_requests_equal_each_alone(house: House) -> None:

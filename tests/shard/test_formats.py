@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,25 @@ def test_layers_that_are_not_standard_are_widened_and_it_is_said_why(tmp_path: P
     assert any("qwen3_moe has no lean ones" in reason for reason in loaded.reasons)
 
 
+@needs_halving
+def test_layers_with_running_states_are_lean_but_on_a_card(tmp_path: Path) -> None:
+    stored = make_checkpoint(tmp_path / "states", "qwen3_5", layers=4, dtype="float16")
+    planned = plan(stored, "auto")
+    assert planned.is_halved
+    loaded = load_shard(planned)
+    loaded.load()
+    assert "+lean+" in loaded.descriptor.determinism_class
+    assert any("layers lean: checked" in reason for reason in loaded.reasons)
+    card = replace(HERE, device=torch.device("cuda"))
+    there = plan_shard(planned.request, card).lean
+    assert not there.value
+    assert "keep a running state" in there.reason
+
+
 @pytest.mark.parametrize(("family", "dtype", "format_"), [
     pytest.param("llama", "auto", HALVED_FORMAT, marks=needs_halving), ("llama", "fp32", "fp32"),
     ("llama", "fp16", "fp16"), ("qwen3_moe", "auto", "fp32"),
+    pytest.param("granitemoehybrid_dense", "auto", HALVED_FORMAT, marks=needs_halving),
 ])  # fmt: skip
 def test_a_plan_counts_what_the_shard_counts(
     tmp_path: Path, family: str, dtype: str, format_: str

@@ -26,7 +26,7 @@ from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import HALVED, choose_kernels
 from mesh.shard.packed import HalvedLinear
-from mesh.shard.runtime import StepInput
+from mesh.shard.runtime import StepInput, may_batch
 from mesh.shard.selfcheck import short_steps_keep_bits
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, Site
@@ -35,17 +35,17 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
-MIXED, STATES, LATENT = "a mixture of experts", "keep a running state", "not a standard one"
+MIXED, LATENT = "a mixture of experts", "not a standard one"
 SINGULAR = {
     "qwen3_moe": MIXED,
     "minicpm3": LATENT,
     "gpt_oss": MIXED,
     "glm4_moe": MIXED,
     "gemma4": "called router",
-    "qwen3_5": STATES,
-    "lfm2": STATES,
 }
 """Families whose layers are not standard, and what is said of them."""
+WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense")
+"""Families of whose layers some keep a running state."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
 
 needs_packing = pytest.mark.skipif(
@@ -89,10 +89,11 @@ def outputs(span: TorchRuntime) -> torch.Tensor:
         for start, stop in ((0, 50), (50, 90), (90, 98), (91, 92))
     ]
     pair = [StepInput(cache, 92, hidden[:, 92:93]), StepInput(other, 9, hidden[:, 9:10])]
-    return torch.cat([*found, *span.forward(pair)], 1)
+    groups = [pair] if may_batch(span, pair) else [[each] for each in pair]
+    return torch.cat([*found, *(row for group in groups for row in span.forward(group))], 1)
 
 
-@pytest.mark.parametrize("family", STANDARD)
+@pytest.mark.parametrize("family", sorted({*STANDARD, *WITH_STATES}))
 def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
@@ -125,7 +126,7 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
     # In few bits these are not computed by modules.
-    assert has_other_layers(manifest.config) == (SINGULAR[family] not in (MIXED, STATES, LATENT))
+    assert has_other_layers(manifest.config) == (SINGULAR[family] not in (MIXED, LATENT))
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels
@@ -190,7 +191,7 @@ needs_packed_bf16 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", *WITH_STATES])
 @pytest.mark.parametrize("is_halved", [pytest.param(False, marks=needs_packed_bf16), True])
 def test_a_drafted_row_has_the_bits_of_a_step_of_its_own(family: str, *, is_halved: bool) -> None:
     span = halved(family)[0] if is_halved else runtime(family, dtype=torch.bfloat16)

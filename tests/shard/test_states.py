@@ -17,18 +17,28 @@ from mesh.types import Site
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
 from tests.shard.compiled.spans import COMPILED, compiled, step
 from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime
+from tests.shard.test_lean import WITH_STATES, needs_packing
+from tests.shard.test_lean import runtime as lean
 
 RECURRENT = [family for family in STATEFUL if family in COMPILED]
 """Those that are computed by graphs as well."""
-BOTH = [*(("modules", each) for each in STATEFUL), *(("graphs", each) for each in RECURRENT)]
+ALL = [
+    *(("modules", each) for each in STATEFUL),
+    *(("lean", each) for each in WITH_STATES),
+    *(("graphs", each) for each in RECURRENT),
+]
 
 
 def made(by: str, family: str = "qwen3_5") -> Runtime:
-    """A fresh runtime of a family, by transformers' modules or by graphs."""
-    return runtime(family) if by == "modules" else compiled(None, family, positions=1024)
+    """A fresh runtime of a family: by transformers' modules, without them, or by graphs."""
+    if by == "graphs":
+        return compiled(None, family, positions=1024)
+    return runtime(family) if by == "modules" else lean(family)
 
 
-either = pytest.mark.parametrize("by", ["modules", "graphs"])
+each_way = pytest.mark.parametrize(
+    "by", ["modules", pytest.param("lean", marks=needs_packing), "graphs"]
+)
 
 
 def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
@@ -39,10 +49,12 @@ def fed(span: Runtime, hidden: torch.Tensor, chunk: int = 128) -> KeyValueCache:
     return cache
 
 
-GOING_BACK = ("qwen3_5", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear")
+GOING_BACK = (
+    "qwen3_5", "lfm2", "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "kimi_linear",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("by", "family"), [each for each in BOTH if each[1] in GOING_BACK])
+@pytest.mark.parametrize(("by", "family"), [each for each in ALL if each[1] in GOING_BACK])
 def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(
     by: str, family: str
 ) -> None:
@@ -60,7 +72,7 @@ def test_rows_after_going_back_are_those_of_a_session_that_never_went_on(
         assert relative_error(again, step(span, plain, back + 40, rows(1, seed=2))) < 1e-4
 
 
-@either
+@each_way
 def test_drafts_are_taken_back_however_often_also_two_at_a_time(by: str) -> None:
     span = made(by)
     hidden = rows(120)
@@ -79,7 +91,7 @@ def test_drafts_are_taken_back_however_often_also_two_at_a_time(by: str) -> None
     assert relative_error(last, whole[:, position:]) < 1e-4
 
 
-@either
+@each_way
 def test_where_a_draft_was_taken_back_a_prompt_may_begin_and_go_on(by: str) -> None:
     span = made(by)
     hidden = rows(140)
@@ -91,7 +103,7 @@ def test_where_a_draft_was_taken_back_a_prompt_may_begin_and_go_on(by: str) -> N
     assert relative_error(found, step(span, plain, 100, hidden[:, 100:])) < 1e-4
 
 
-@either
+@each_way
 def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(by: str) -> None:
     span = made(by)
     cache = fed(span, rows(1000))
@@ -104,7 +116,7 @@ def test_what_cannot_be_gone_back_to_ends_the_session_and_says_so(by: str) -> No
     assert relative_error(step(span, cache, 0, rows(9, seed=3)), plain) < 1e-4
 
 
-@either
+@each_way
 def test_a_forward_that_fails_half_way_leaves_the_session_as_it_was(by: str) -> None:
     span = made(by)
     hidden = rows(60)
@@ -127,7 +139,7 @@ class Failing:
         raise RuntimeError("it failed half-way")
 
 
-@either
+@each_way
 def test_a_session_begins_as_another_where_that_has_states(by: str) -> None:
     span = made(by)
     hidden = rows(500)
@@ -151,7 +163,7 @@ def test_models_with_states_are_known_by_what_they_store(family: str) -> None:
     assert (state_bytes(manifest, WHOLE) > 0) is keeps_states(manifest) is has_some
 
 
-@pytest.mark.parametrize(("by", "family"), BOTH)
+@pytest.mark.parametrize(("by", "family"), ALL)
 def test_states_take_no_more_than_was_said(by: str, family: str) -> None:
     span = made(by, family)
     cache = fed(span, rows(700))

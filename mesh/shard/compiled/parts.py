@@ -97,8 +97,9 @@ class Attention:
     @property
     def is_standard(self) -> bool:
         """Whether it has none of what only some families have."""
-        others = self.sinks, self.gate, self.value_norm, self.latent
-        return all(each is None for each in others) and not (self.shares_values or self.turns_pairs)
+        others = self.sinks, self.value_norm, self.latent
+        ways = self.shares_values, self.turns_pairs, self.gate_is_last
+        return all(each is None for each in others) and not any(ways)
 
     @property
     def projected(self) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from mesh.shard.compiled.builder import FLOAT, GraphBuilder
 from mesh.shard.compiled.recurrences import (
+    UNIT_EPSILON,
     ChannelDeltaNet,
     DeltaNet,
     Recurrence,
@@ -21,9 +22,6 @@ from mesh.shard.compiled.recurrences import (
     StateSpace,
 )
 from mesh.shard.compiled.slots import StateShapes
-
-_NORM_EPSILON = 1e-6
-"""Of queries and keys, which are made one long."""
 
 
 def tables_of(mixer: Recurrence) -> dict[str, torch.Tensor]:
@@ -121,7 +119,7 @@ def _unit_heads(graph: GraphBuilder, mixer: DeltaNet | ChannelDeltaNet, x: str) 
     x = graph.op("Reshape", [x, graph.numbers(1, -1, mixer.key_heads, width)])
     # x / sqrt(sum of squares + epsilon), as root mean squares of so many numbers have it.
     scale = graph.constant(torch.full((width,), width**-0.5))
-    epsilon = _NORM_EPSILON / width
+    epsilon = UNIT_EPSILON / width
     x = graph.op("SimplifiedLayerNormalization", [x, scale], axis=-1, epsilon=epsilon)
     return _spread(graph, x, mixer.key_heads, mixer.heads, width)
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+UNIT_EPSILON = 1e-6
+"""Of queries and keys of a `DeltaNet`, which are made one long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Convolution:

@@ -183,7 +183,7 @@ class CompiledRuntime:
         cache = step.cache
         if not isinstance(cache, StateSlotCache):
             return step
-        if (again := cache.again) is not None:
+        if (again := cache.again(step.hidden.shape[1])) is not None:
             self._run([replace(step, hidden=again)], layers)
             cache.commit_again()
         return replace(step, hidden=cache.rows_for(step.hidden))

@@ -95,10 +95,10 @@ class StateSlotCache(SlotCache):
 
     # One forward
 
-    @property
-    def again(self) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves first."""
-        return self.marks.rows_alone(self.length)
+    def again(self, rows: int) -> torch.Tensor | None:
+        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves before a step
+        of `rows` behind the end."""
+        return self.marks.rows_alone(self.length, rows)
 
     def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
