@@ -243,7 +243,8 @@ class ShardDescriptor:
     layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
     next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
     have, 0 where its host does not say. `halved`: `dtype` is fp32, and its weights have 16 bits.
-    `quant` is the format that was asked for, '' where its host does not say.
+    `quant` is the format that was asked for, and `own_quant` that of its host's settings, which it
+    has where nobody asks for one; '' where its host does not say.
     """
 
     shard_id: Annotated[ShardId, _TEXT, printable]
@@ -264,6 +265,7 @@ class ShardDescriptor:
     kv_tokens: Count = 0
     halved: bool = False
     quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
+    own_quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
 
     @property
     def format(self) -> str:

@@ -13,12 +13,14 @@ class LoadedFormat:
     """How a shard is loaded, as far as one knows: '' and 0 where one does not.
 
     `dtype` is what it computes with, `quant` how that was asked for, which earlier versions say of
-    their own shards only, and `kv_tokens` how many positions its caches have.
+    their own shards only, `kv_tokens` how many positions its caches have, and `own` the quant of
+    its node's settings.
     """
 
     dtype: str = ""
     quant: str = ""
     kv_tokens: int = 0
+    own: str = ""
 
 
 UNTOLD = LoadedFormat()
@@ -28,12 +30,12 @@ UNTOLD = LoadedFormat()
 def is_as_wished(loaded: LoadedFormat, wish: Wish, own: str = "") -> bool:
     """Whether a shard fulfils a wish, or nobody knows that it does not.
 
-    `own` is the quant of its node's settings, '' where only that node knows. What was loaded as
+    `own` is the quant of this node's settings where it is its own shard. What was loaded as
     ``auto`` fulfils ``auto``, whatever came of that there.
     """
     if 0 < loaded.kv_tokens < wish.context:
         return False
-    quant = wish.quant or own
+    quant = wish.quant or own or loaded.own
     if not quant or (quant == "auto" and not loaded.quant):
         return True
     if quant == "auto" or not loaded.dtype:

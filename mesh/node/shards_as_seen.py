@@ -39,7 +39,7 @@ def own_shards(held: Holdings, by_hand: Collection[ShardId]) -> list[OwnShard]:
 
 def served_shard(shard: ShardDescriptor) -> ServedShard:
     """A shard that is advertised."""
-    loaded = LoadedFormat(shard.dtype, shard.quant, shard.kv_tokens)
+    loaded = LoadedFormat(shard.dtype, shard.quant, shard.kv_tokens, shard.own_quant)
     return ServedShard(shard.host, shard.model_id, shard.weights_sha256, shard.layers, loaded)
 
 

@@ -107,6 +107,7 @@ def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest
         cache_dir(),
         max_tap_sessions=limits.max_tap_sessions,
         tap_memory_mb=limits.tap_memory_mb,
+        own_quant=config.quant,
     )
 
 

@@ -254,4 +254,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         kv_tokens=settings.kv_tokens,
         halved=runtime.kernels.startswith(HALVED),
         quant=plan.request.quant,
+        own_quant=plan.request.own_quant,
     )

@@ -357,7 +357,8 @@ class SimulatedHouse:
             node.refused.add(load.shard)
             del node.held[load.shard]
             return
-        loaded = LoadedFormat(quant=wish.quant or OWN_QUANT, kv_tokens=max(wish.context, 16))
+        tokens = max(wish.context, 16)
+        loaded = LoadedFormat(quant=wish.quant or OWN_QUANT, kv_tokens=tokens, own=OWN_QUANT)
         node.held[load.shard] = OwnShard(
             load.shard, wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING,
             loaded=loaded,

@@ -136,6 +136,18 @@ def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.booleans(), OPERATIONS)
+@example(
+    2,
+    False,
+    [
+        *[("deploy", 0, 1)] * 2,
+        ("deploy", 0, 2),
+        ("change", 0, 1),
+        *[("step", 0, 0)] * 2,
+        ("evict", 0, 0),
+        ("deploy", 0, 0),  # from a format to what each machine has by itself
+    ],
+)
 def test_with_room_everybody_ends_with_exactly_what_is_wished(
     nodes: int, is_measured: bool, operations: list[tuple[str, int, int]]
 ) -> None:

@@ -65,6 +65,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         kv_tokens=draw(counts),
         halved=draw(st.booleans()),
         quant=draw(st.sampled_from(["", "none", "int8", "auto"])),
+        own_quant=draw(st.sampled_from(["", "none", "auto"])),
     )
     health = ShardHealth(
         draw(st.booleans()), draw(moments), draw(durations), draw(durations),
