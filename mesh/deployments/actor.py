@@ -173,7 +173,6 @@ class Reconciler:
             self._free_mb(),
             world.need_mb,
             not_yet=self.phases.not_yet(loop_time()),
-            own_quant=world.own_quant,
         )
 
     def _free_mb(self) -> int | None:

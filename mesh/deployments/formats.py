@@ -27,15 +27,14 @@ UNTOLD = LoadedFormat()
 """Of a shard of which nobody says how it is loaded."""
 
 
-def is_as_wished(loaded: LoadedFormat, wish: Wish, own: str = "") -> bool:
+def is_as_wished(loaded: LoadedFormat, wish: Wish) -> bool:
     """Whether a shard fulfils a wish, or nobody knows that it does not.
 
-    `own` is the quant of this node's settings where it is its own shard. What was loaded as
-    ``auto`` fulfils ``auto``, whatever came of that there.
+    What was loaded as ``auto`` fulfils ``auto``, whatever came of that there.
     """
     if 0 < loaded.kv_tokens < wish.context:
         return False
-    quant = wish.quant or own or loaded.own
+    quant = wish.quant or loaded.own
     if not quant or (quant == "auto" and not loaded.quant):
         return True
     if quant == "auto" or not loaded.dtype:

@@ -92,7 +92,6 @@ class View:
     nobody knows; then what loads is let in and refused by its process. Of `held`, what is to come
     stands in the order in which it was let in. `need_mb` says what some layers would take.
     `not_yet` are shards whose last try failed and that wait for the next, with the reason.
-    `own_quant` is the number format of the node's own settings.
     """
 
     node: NodeId
@@ -102,7 +101,6 @@ class View:
     free_mb: int | None
     need_mb: Callable[[Deployment, LayerRange], int]
     not_yet: Mapping[ShardId, str] | None = None
-    own_quant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +292,7 @@ def _replace(draft: _Draft, coming: Sequence[OwnShard]) -> None:
             continue
         if held.weights_sha256 != deployment.wish.weights_sha256:
             continue
-        if is_as_wished(held.loaded, deployment.wish, view.own_quant):
+        if is_as_wished(held.loaded, deployment.wish):
             continue
         # Of the same model it may be what went for the same reason, and is not back yet.
         first = [*changing, *(each for each in coming if each.model_id == held.model_id)]
@@ -356,7 +354,7 @@ def _is_covered(view: View, wanted: Wishes, wishing: Sequence[Deployment], held:
         each.layers
         for each in view.held
         if each.state is ShardStage.READY
-        and (each.by_hand or _is_wanted(view, wanted, each))
+        and (each.by_hand or _is_wanted(wanted, each))
         and _same(each, held)
     ]
     return all(
@@ -365,10 +363,10 @@ def _is_covered(view: View, wanted: Wishes, wishing: Sequence[Deployment], held:
     )
 
 
-def _is_wanted(view: View, wanted: Wishes, held: OwnShard) -> bool:
+def _is_wanted(wanted: Wishes, held: OwnShard) -> bool:
     """Whether it is wished for just as it is."""
     deployment, _ = wanted.get(held.shard, (None, None))
-    return deployment is not None and is_as_wished(held.loaded, deployment.wish, view.own_quant)
+    return deployment is not None and is_as_wished(held.loaded, deployment.wish)
 
 
 def _same(one: OwnShard | ServedShard, other: OwnShard) -> bool:

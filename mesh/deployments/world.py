@@ -108,10 +108,6 @@ class World(Protocol):
     def free_mb(self) -> int | None:
         """What is free on the device now; None while nobody knows."""
 
-    @property
-    def own_quant(self) -> str:
-        """The number format of this node's own settings."""
-
     def asked(self) -> Collection[ModelId]:
         """The models that this node asks, held by hand or because they are deployed."""
 

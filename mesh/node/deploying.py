@@ -240,10 +240,6 @@ class House(World):
         memory = self._held.host.health.memory
         return wiring.free_mb(self._config) if memory is None else memory.free_mb
 
-    @property
-    def own_quant(self) -> str:
-        return self._config.quant
-
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         return self.layouts.need_mb(deployment.wish, layers)
 

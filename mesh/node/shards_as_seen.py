@@ -31,7 +31,9 @@ def own_shards(held: Holdings, by_hand: Collection[ShardId]) -> list[OwnShard]:
                 memory.total_mb if memory is not None else 0,
                 ShardStage.LOADING if shard is None else ShardStage.READY,
                 by_hand=name in by_hand,
-                loaded=LoadedFormat(dtype, request.quant, request.settings.kv_tokens),
+                loaded=LoadedFormat(
+                    dtype, request.quant, request.settings.kv_tokens, request.own_quant
+                ),
             )
         )
     return found

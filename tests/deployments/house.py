@@ -265,7 +265,6 @@ class SimulatedHouse:
             View(
                 node.node, self.deployments, self._held(node), served, node.free_mb,
                 need_mb, not_yet=dict.fromkeys(node.refused, "no room after all"),
-                own_quant=OWN_QUANT,
             )
         )  # fmt: skip
 
@@ -300,7 +299,7 @@ class SimulatedHouse:
             for held in node.ready
             if (node.node, held.layers) == (span.node, span.layers)
             and held.model_id == wish.model_id
-            and not is_as_wished(held.loaded, wish, OWN_QUANT)
+            and not is_as_wished(held.loaded, wish)
         }
         change = Change(wish, plan, before, frozenset(anew))
         found = absences(change, (), (), self.machines(), mb_of)
@@ -377,8 +376,7 @@ class SimulatedHouse:
         if not wishing or held.is_to_come:
             return
         is_replaced = any(
-            drop.shard in each.shards_of(node.node)
-            and not is_as_wished(held.loaded, each.wish, OWN_QUANT)
+            drop.shard in each.shards_of(node.node) and not is_as_wished(held.loaded, each.wish)
             for each in wishing
         )
         if is_replaced:

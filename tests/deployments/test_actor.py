@@ -104,7 +104,7 @@ class World:
         name, quant = shard_id(wish.model_id, layers), wish.quant or self.own_quant
         loading = OwnShard(
             name, wish.model_id, wish.weights_sha256, layers, MB * len(layers), ShardStage.LOADING,
-            loaded=LoadedFormat(quant=quant),
+            loaded=LoadedFormat(quant=quant, own=self.own_quant),
         )  # fmt: skip
         assert all(each.state is not ShardStage.LOADING for each in self.held()), "one at a time"
         self.has[name] = loading
@@ -115,7 +115,7 @@ class World:
         except asyncio.CancelledError:
             del self.has[name]
             raise
-        loaded = LoadedFormat(quant if quant != "none" else "fp32", quant)
+        loaded = LoadedFormat(quant if quant != "none" else "fp32", quant, own=self.own_quant)
         self.has[name] = replace(loading, state=ShardStage.READY, loaded=loaded)
 
     async def unserve(self, shard: ShardId) -> int:

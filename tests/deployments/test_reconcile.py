@@ -25,7 +25,6 @@ from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 from tests.deployments.house import (
     LAYER_MB,
-    OWN_QUANT,
     WEIGHTS,
     SimulatedHouse,
     SimulatedNode,
@@ -129,7 +128,7 @@ def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
     return {
         held.shard
         for held in node.held.values()
-        if held.shard in wishes and is_as_wished(held.loaded, wishes[held.shard], OWN_QUANT)
+        if held.shard in wishes and is_as_wished(held.loaded, wishes[held.shard])
         if not held.is_to_come
     }
 
@@ -470,8 +469,9 @@ def test_what_is_loaded_otherwise_than_is_wished_is_loaded_anew(
     dtype: str, quant: str, wished: Quant, context: int, fulfils: bool
 ) -> None:
     deployed = wished_as(deployment(("me", "0-3")), wished, context)
-    held = loaded_as(holding("0-3"), dtype, quant)
-    seen = replace(view(deployed, held, free_mb=0), own_quant="none")
+    held = holding("0-3")
+    held = replace(held, loaded=LoadedFormat(dtype, quant, 4096, own="none"))
+    seen = view(deployed, held, free_mb=0)
     first = reconcile(seen)
     assert [(drop.shard, drop.gap) for drop in first.drops] == [("m:0-3", True)] * (not fulfils)
     assert first.load is None
