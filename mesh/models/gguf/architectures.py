@@ -31,7 +31,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma3": gemmas.GEMMA3,
         "gemma4": gemmas.GEMMA4,
         "phi3": others.PHI3,
-        "glm4moe": others.GLM4_MOE,
+        "glm4moe": deepseeks.GLM4_MOE,
         "deepseek2": deepseeks.DEEPSEEK2,
         "olmo2": others.OLMO2,
         "gpt-oss": others.GPT_OSS,

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu.
+"""DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu; and
+GLM 4.5 to 4.7, which have the same mixtures.
 
 What makes keys and values of a latent is stored as llama.cpp computes with it, in two stacks of a
 matrix for each head, the one for keys turned around; in files of before April 2025, as the models
@@ -10,14 +11,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mesh.models.gguf.architecture import DECODER, Architecture, attentive
+from mesh.models.gguf.architecture import (
+    BY_PLACE,
+    DECODER,
+    HEAD_NORMS,
+    Architecture,
+    attentive,
+    decoder,
+    head_width,
+)
 from mesh.models.gguf.qwens import EXPERTS
-from mesh.models.gguf.rotary import full_rotary
+from mesh.models.gguf.rotary import full_rotary, partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.latents import KEYS, LAYER, VALUES
 
+_MIXTURE = {
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 _OTHERS = ("attn_norm", "attn_q", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-_LAYER = {name: DECODER[name] for name in _OTHERS} | {
+_LATENT = {name: DECODER[name] for name in _OTHERS} | {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -26,11 +42,6 @@ _LAYER = {name: DECODER[name] for name in _OTHERS} | {
     "attn_kv_b": f"self_attn.{LAYER}",
     "attn_k_b": f"self_attn.{KEYS}",
     "attn_v_b": f"self_attn.{VALUES}",
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _SOFTMAX, _SIGMOID = 1, 2
 """How llama.cpp numbers them among the functions that experts are chosen by."""
@@ -40,23 +51,17 @@ _OF_A_LOGARITHM = 0.1
 
 def _deepseek2(said: GgufSettings) -> dict[str, Any]:
     config = attentive(said, "deepseek_v3", "DeepseekV3ForCausalLM")
-    dense = said.whole("leading_dense_block_count", 0, least=0)
+    mixture = _mixture(said)
+    dense = mixture["first_k_dense_replace"]
     said.pass_over("feed_forward_length", "vocab_size")
     inner = said.whole("feed_forward_length") if dense else config["hidden_size"]
-    found = config | _latents(said) | {
+    found = config | _latents(said) | mixture | {
         "num_key_value_heads": config["num_attention_heads"],
         "intermediate_size": inner,
-        "first_k_dense_replace": dense,
         "attention_bias": said.has("blk.0.attn_kv_a_mqa.bias"),
         "n_routed_experts": said.whole("expert_count", 0, least=0) or None,
         "num_experts_per_tok": said.whole("expert_used_count", 1),
         "n_shared_experts": said.whole("expert_shared_count", 0, least=0),
-        "n_group": said.whole("expert_group_count", 1),
-        "topk_group": said.whole("expert_group_used_count", 1),
-        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
-        "routed_scaling_factor": said.real("expert_weights_scale", 1.0),
-        "norm_topk_prob": said.flag("expert_weights_norm", default=False),
-        "num_nextn_predict_layers": 0,
     }  # fmt: skip
     is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
     chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
@@ -108,4 +113,35 @@ def _latents(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-DEEPSEEK2 = Architecture(_deepseek2, _LAYER, experts=EXPERTS)
+def _mixture(said: GgufSettings) -> dict[str, Any]:
+    """Which layers are mixtures, and how experts are chosen, but for how many there are."""
+    return {
+        "n_group": said.whole("expert_group_count", 1),
+        "topk_group": said.whole("expert_group_used_count", 1),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        "first_k_dense_replace": said.whole("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": said.real("expert_weights_scale", 1.0),
+        "norm_topk_prob": said.flag("expert_weights_norm", default=False),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
+    """GLM 4.5 to 4.7."""
+    config = decoder(said, "glm4_moe", "Glm4MoeForCausalLM")
+    width = head_width(said, config)
+    if said.whole("expert_gating_func", _SIGMOID) != _SIGMOID:
+        said.refuse("its experts are not chosen by a sigmoid")
+    return config | _mixture(said) | {
+        "head_dim": width,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
+        "rope_parameters": partial_rotary(said, width),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "n_routed_experts": said.whole("expert_count"),
+        "n_shared_experts": said.whole("expert_shared_count"),
+    }  # fmt: skip
+
+
+DEEPSEEK2 = Architecture(_deepseek2, _LATENT | _MIXTURE, experts=EXPERTS)
+GLM4_MOE = Architecture(_glm4_moe, BY_PLACE | HEAD_NORMS | _MIXTURE, experts=EXPERTS)

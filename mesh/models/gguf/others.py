@@ -14,8 +14,7 @@ from mesh.models.gguf.architecture import (
     head_width,
     kinds,
 )
-from mesh.models.gguf.qwens import EXPERTS
-from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
+from mesh.models.gguf.rotary import full_rotary, longrope, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
@@ -43,19 +42,6 @@ _GPT_OSS = {name: BY_PLACE[name] for name in BY_PLACE if not name.startswith("ff
     "ffn_down_exps.weight": "mlp.experts.down_proj",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
-_GLM4_MOE = (
-    BY_PLACE
-    | HEAD_NORMS
-    | {
-        "ffn_gate_inp": "mlp.gate",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    }
-)
-_SIGMOID = 2
-"""How llama.cpp numbers it among the functions that experts are chosen by."""
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
     | HEAD_NORMS
@@ -147,33 +133,8 @@ def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
     return _TRANSPOSED if name.endswith("_exps") else None
 
 
-def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
-    """GLM 4.5 to 4.7."""
-    config = decoder(said, "glm4_moe", "Glm4MoeForCausalLM")
-    width = head_width(said, config)
-    if said.whole("expert_gating_func", _SIGMOID) != _SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
-    return config | {
-        "head_dim": width,
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
-        "rope_parameters": partial_rotary(said, width),
-        "num_experts_per_tok": said.whole("expert_used_count"),
-        "n_routed_experts": said.whole("expert_count"),
-        "n_shared_experts": said.whole("expert_shared_count"),
-        "n_group": said.whole("expert_group_count", 1),
-        "topk_group": said.whole("expert_group_used_count", 1),
-        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
-        "first_k_dense_replace": said.whole("leading_dense_block_count", 0, least=0),
-        "routed_scaling_factor": said.real("expert_weights_scale", 1.0),
-        "norm_topk_prob": said.flag("expert_weights_norm", default=False),
-        "num_nextn_predict_layers": 0,
-    }
-
-
 PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
-GLM4_MOE = Architecture(_glm4_moe, _GLM4_MOE, experts=EXPERTS)
 GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
 GPT2 = Architecture(
     _gpt2,

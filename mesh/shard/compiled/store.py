@@ -143,7 +143,8 @@ def quantised_span(
         if isinstance(parts.feed_forward, Experts):
             stored |= stored_experts(parts.feed_forward, loaded.late.get(path, {}))
         for rows, linear in latent_rows(parts.mixer):
-            stored |= {id(rows): stored[id(linear)]} if id(linear) in stored else {}
+            if id(linear) in stored:
+                stored[id(rows)] = stored[id(linear)]
     folder = folder_of(weights_sha256, quant, cache_dir)
     progress = progress or Progress()
     progress.begin("rounding", loaded.bytes_read)
