@@ -8,7 +8,7 @@ ends. Knows nothing of what states are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -130,15 +130,18 @@ class Marks(Generic[States]):
 
     # One forward
 
-    def rows_alone(self, length: int, rows: int) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) that are to be computed by themselves before a step of `rows`."""
-        is_short_no_more = rows <= LONG_ROWS < self.again + rows
-        is_alone = self.again > LONG_ROWS or is_short_no_more
-        return self._rows_again(length) if is_alone else None
-
-    def rows_for(self, length: int, hidden: torch.Tensor) -> torch.Tensor:
+    def rows_for(
+        self, length: int, hidden: torch.Tensor, run: Callable[[torch.Tensor], object]
+    ) -> torch.Tensor:
         """What is to be computed for a step of these rows (1, rows, hidden) behind the end: they
-        come last."""
+        come last. Rows before them that are to be computed by themselves were given to `run`."""
+        rows = hidden.shape[1]
+        is_short_no_more = rows <= LONG_ROWS < self.again + rows
+        if self.again > LONG_ROWS or is_short_no_more:
+            run(self._rows_again(length))
+            self.again = 0
+            self._states.advance()
+            self._mark(length, is_long=False)
         self._step = hidden
         return torch.cat([self._rows_again(length), hidden], dim=1) if self.again else hidden
 
@@ -155,12 +158,6 @@ class Marks(Generic[States]):
                 mark.add(start, self._step)
         self._step, self.again = None, 0
         self._states.advance()
-
-    def commit_alone(self, length: int) -> None:
-        """`rows_alone` are computed."""
-        self.again = 0
-        self._states.advance()
-        self._mark(length, is_long=False)
 
     def _mark(self, position: int, *, is_long: bool) -> None:
         """Keep the states as they are, which are those before `position`."""

@@ -203,10 +203,7 @@ class _Probe:
         rows = hidden.shape[1]
         cache.reserve(rows)
         if isinstance(cache, StateCache):
-            if (again := cache.again(rows)) is not None:
-                self._run(again, cache.computed, cache)
-                cache.commit_again()
-            hidden = cache.rows_for(hidden)
+            hidden = cache.rows_for(hidden, lambda again: self._run(again, cache.computed, cache))
         output = self._run(hidden, cache.computed, cache)
         cache.commit(rows)
         return output[:, -rows:]

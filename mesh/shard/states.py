@@ -7,7 +7,7 @@ What a forward makes of the states is real with `commit` only; how a session goe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -102,20 +102,13 @@ class StateCache(SessionCache):
 
     # One forward
 
-    def again(self, rows: int) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves before a step
-        of `rows` behind the end."""
-        return self._kept.rows_alone(self.length, rows)
-
-    def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
+    def rows_for(self, hidden: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
-        behind the end: they come last."""
+        behind the end: they come last. Rows before them that are to be computed by themselves were
+        given to `run`, to be computed from `computed` on."""
+        rows = self._kept.rows_for(self.length, hidden, run)
         self._states.next = {}
-        return self._kept.rows_for(self.length, hidden)
-
-    def commit_again(self) -> None:
-        """What `again` had is computed."""
-        self._kept.commit_alone(self.length)
+        return rows
 
     def commit(self, rows: int) -> None:
         self._kept.commit(self.length, rows)

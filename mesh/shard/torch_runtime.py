@@ -258,10 +258,7 @@ class TorchRuntime:
         cache, hidden = _own_cache(step), step.hidden.to(self.device, self.dtype)
         if not isinstance(cache, StateCache):
             return hidden
-        if (again := cache.again(hidden.shape[1])) is not None:
-            run([cache], again)
-            cache.commit_again()
-        return cache.rows_for(hidden)
+        return cache.rows_for(hidden, partial(run, [cache]))
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
         def run(caches: Sequence[OneSession], hidden: torch.Tensor) -> torch.Tensor:

@@ -183,10 +183,11 @@ class CompiledRuntime:
         cache = step.cache
         if not isinstance(cache, StateSlotCache):
             return step
-        if (again := cache.again(step.hidden.shape[1])) is not None:
+
+        def run(again: torch.Tensor) -> None:
             self._run([replace(step, hidden=again)], layers)
-            cache.commit_again()
-        return replace(step, hidden=cache.rows_for(step.hidden))
+
+        return replace(step, hidden=cache.rows_for(step.hidden, run))
 
     def _run(self, steps: Sequence[StepInput], layers: LayerRange) -> list[torch.Tensor]:
         places, count = _places(steps)

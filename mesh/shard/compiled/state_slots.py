@@ -7,6 +7,7 @@ a session goes back is said in `mesh.shard.marks`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mesh.shard.compiled.slots import Bank, CacheShape, SlotCache, StateArea
@@ -95,19 +96,11 @@ class StateSlotCache(SlotCache):
 
     # One forward
 
-    def again(self, rows: int) -> torch.Tensor | None:
-        """Rows (1, rows, hidden) at `computed` that are to be computed by themselves before a step
-        of `rows` behind the end."""
-        return self.marks.rows_alone(self.length, rows)
-
-    def rows_for(self, hidden: torch.Tensor) -> torch.Tensor:
+    def rows_for(self, hidden: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """What is to be computed, from `computed` on, for a step of these rows (1, rows, hidden)
-        behind the end: they come last."""
-        return self.marks.rows_for(self.length, hidden)
-
-    def commit_again(self) -> None:
-        """What `again` had is computed."""
-        self.marks.commit_alone(self.length)
+        behind the end: they come last. Rows before them that are to be computed by themselves were
+        given to `run`, to be computed from `computed` on."""
+        return self.marks.rows_for(self.length, hidden, run)
 
     def commit(self, rows: int) -> None:
         self.marks.commit(self.length, rows)
