@@ -33,8 +33,21 @@ class Convolution:
         return 1, width - 1, channels
 
 
+class _OfHeads:
+    """What gives so many numbers for each of its heads."""
+
+    __slots__ = ()
+    heads: int
+    width: int
+
+    @property
+    def attended(self) -> int:
+        """How wide a row is behind it."""
+        return self.heads * self.width
+
+
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class DeltaNet(_OfHeads):
     """Gated linear attention by the delta rule (https://arxiv.org/abs/2412.06464).
 
     `projections` give queries, keys and values, which go through a `convolution`, and the gate's
@@ -67,14 +80,9 @@ class DeltaNet:
         """How wide a row is before it."""
         return self.mixed + 2 * self.heads
 
-    @property
-    def attended(self) -> int:
-        """How wide a row is behind it."""
-        return self.heads * self.width
-
 
 @dataclass(frozen=True, slots=True)
-class ChannelDeltaNet:
+class ChannelDeltaNet(_OfHeads):
     """The same where each number of a key decays by itself (Kimi Delta Attention,
     https://arxiv.org/abs/2510.26692), and queries, keys and values have as many heads.
 
@@ -117,11 +125,6 @@ class ChannelDeltaNet:
         """How wide a row is before it."""
         return self.mixed + self.heads + self.attended
 
-    @property
-    def attended(self) -> int:
-        """How wide a row is behind it."""
-        return self.heads * self.width
-
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
@@ -146,7 +149,7 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpace:
+class StateSpace(_OfHeads):
     """A selective state space model (Mamba 2, https://arxiv.org/abs/2405.21060).
 
     `projections` give the gate's numbers, values with what is written and read of the states, all
@@ -177,11 +180,6 @@ class StateSpace:
     def projected(self) -> int:
         """How wide a row is before it."""
         return self.mixed + self.heads
-
-    @property
-    def attended(self) -> int:
-        """How wide a row is behind it."""
-        return self.heads * self.width
 
 
 Recurrence = DeltaNet | ChannelDeltaNet | ShortConvolution | StateSpace
