@@ -19,7 +19,7 @@ from mesh.deployments.wishes import Deployment, Span, Wish, merged
 from mesh.deployments.world import World
 from mesh.discovery.weights import HeldWeights
 from mesh.identity.naming import called
-from mesh.types import LayerRange
+from mesh.types import LayerRange, NodeId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
@@ -68,7 +68,7 @@ class DeploymentRows:
     def seen(self, deployment: Deployment) -> SeenDeployment:
         """One that was wished for."""
         replicas = deployment.plan.replicas if deployment.plan is not None else ()
-        names = called(self._seen.names().items())
+        names = self._names()
         spans = [
             SeenSpan(
                 replica.number, span, names.get(span.node, span.node), self._far(deployment, span)
@@ -82,13 +82,13 @@ class DeploymentRows:
     def read_here(self, deployment: Deployment, far: PhaseProgress) -> SeenDeployment:
         """One that is still to be wished for: this node reads the model first."""
         span = Span(self._seen.node, deployment.wish.whole)
-        names = called(self._seen.names().items())
+        names = self._names()
         reading = SeenSpan(0, span, names.get(span.node, span.node), far)
         return SeenDeployment(deployment, self._missing(deployment), (reading,))
 
     def row(self, seen: SeenDeployment) -> dict[str, Any]:
         """As the API shows it; see `mesh.api.services.DeploymentControl`."""
-        deployment, names = seen.deployment, called(self._seen.names().items())
+        deployment, names = seen.deployment, self._names()
         wish, plan = deployment.wish, deployment.plan
         return {
             "deployment": wish.deployment,
@@ -139,6 +139,10 @@ class DeploymentRows:
         if not deployment.is_wanted:
             now = PhaseProgress(Phase.RESTING)
         return now or PhaseProgress(Phase.QUEUED)
+
+    def _names(self) -> dict[NodeId, str]:
+        """What to call the nodes."""
+        return called(self._seen.names().items())
 
     def _why_for_good(self, span: Span, wish: Wish) -> str | None:
         """Why nobody need wait for a machine that is away; None where it may come back."""

@@ -105,7 +105,7 @@ class Replanner:
     ) -> None:
         """Plan it anew if that is due, and this node's to do."""
         alive = {machine.node for machine in machines}
-        names = called(self._members.names().items())
+        names = self._names()
         refused = self._refused(deployment)
         why = stale(deployment, gone_s, self._members.trusted(), self._limit_s, names)
         why = why or _no_room(refused, names)
@@ -147,7 +147,7 @@ class Replanner:
         plan = deployment.plan
         asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
         wish, before = deployment.wish, without(plan, refused)
-        require_pins(wish, machines, called(self._members.names().items()))
+        require_pins(wish, machines, self._names())
         laid = await self._members.laid_out(wish, before, {})
         new = make_plan(wish, deployment.event, machines, before, asked=asked, why=why, laid=laid)
         if plan is None or _differs(new, plan):
@@ -160,9 +160,13 @@ class Replanner:
         laid = await self._members.laid_out(found.alone(deployment.wish), None, {})
         if plan is None or not laid.replicas:
             return
-        why = found.why(called(self._members.names().items()))
+        why = found.why(self._names())
         await self._members.publish_plan(spread(plan, found, laid.replicas[0], why))
         self._tell("deployment_planned", deployment=deployment.id, reason=why)
+
+    def _names(self) -> dict[NodeId, str]:
+        """What to call the nodes."""
+        return called(self._members.names().items())
 
     def _unplanned(self, deployment: str, error: MeshError) -> None:
         self._tell("deployment_unplanned", deployment=deployment, reason=error.message)
