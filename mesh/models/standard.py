@@ -2,8 +2,8 @@
 without transformers' modules in 16 bit as well.
 
 For whoever plans without loading anything. Of the families that the tests look at it is known, and
-of layers that have experts or latent attention that they are not; all others are looked at when
-they are loaded (`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
+of some layers that they are not; all others are looked at when they are loaded
+(`mesh.shard.lean_proof`, `mesh.shard.compiled.proof`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-STANDARD = frozenset(
+UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
+"""Models whose layers differ in width."""
+STANDARD = UNEQUAL | {
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
+    "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid", "glm4", "ernie4_5",
+}  # fmt: skip
+STANDARD_MIXTURES = frozenset(
     {
-        "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
-        "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid",
+        "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
+        "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
+        "qwen3_next", "lfm2_moe",
     }
 )  # fmt: skip
+"""The same of models that are mixtures of experts, or may be."""
 RECURRENT = frozenset(
     {
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
@@ -28,17 +36,12 @@ LATENT = frozenset(
     {"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"}
 )
 """Models whose keys are made of latents that are computed in few bits."""
-MIXTURES = RECURRENT | LATENT | {
-    "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
-    "granitemoe", "exaone_moe", "ernie4_5_moe", "afmoe",
-}  # fmt: skip
-"""The same of models that are mixtures of experts, or may be."""
-UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
-"""Models whose layers differ in width that are computed in few bits."""
+MIXTURES = STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}
+"""Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
-_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+_ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -55,8 +58,7 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
     activation = next((name for name in named if name), "silu")
     return (
-        model_type in STANDARD
-        and experts_met(text) == 1
+        model_type in (STANDARD if experts_met(text) == 1 else STANDARD_MIXTURES)
         and activation in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
     )

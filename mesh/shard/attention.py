@@ -173,10 +173,10 @@ def attention_of(softcap: float | None, sinks: torch.Tensor | None = None) -> At
     return _attend if softcap is None and sinks is None else _spelt_out(softcap, sinks)
 
 
-def row_exact_attention_of(softcap: float | None) -> Attend:
+def row_exact_attention_of(softcap: float | None, sinks: torch.Tensor | None = None) -> Attend:
     """The same on a CPU, where each row of a step of at most `SHORT_ROWS` has the bits that it has
     in a step of its own: the kernels add up several rows in another order than one."""
-    together = attention_of(softcap)
+    together, is_spelt_out = attention_of(softcap, sinks), softcap is not None or sinks is not None
 
     def attend(
         query: torch.Tensor,
@@ -189,7 +189,7 @@ def row_exact_attention_of(softcap: float | None) -> Attend:
         if not 1 < rows <= SHORT_ROWS:
             return together(query, key, value, rule, scaling)
         dtype = query.dtype
-        if softcap is None and _is_widened(query, key):
+        if not is_spelt_out and _is_widened(query, key):
             query, key, value = query.float(), key.float(), value.float()  # once for all rows
         past, alone = key.shape[2] - rows, rule_mask(q_length=1, local_size=rule.window)
         found = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from mesh.shard.attention import Attend, CausalRule, row_exact_attention_of, rule_mask
 from mesh.shard.compiled.parts import (
     Attention,
+    Experts,
     FeedForward,
     Growth,
     LayerParts,
@@ -26,17 +27,34 @@ from mesh.shard.compiled.parts import (
     layer_parts,
 )
 from mesh.shard.kv import OneSession
+from mesh.shard.lean_experts import lean_mixture
 from mesh.shard.lean_parts import LeanGate, LeanNorm, lean_feed_forward, lean_product
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
-from mesh.shard.selfcheck import rope_types
+from mesh.shard.rotary import Rotary
 from mesh.shard.states import StateCache
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
-Turn = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Cosines, and sines with those of the first half negated, (rows, 1, turned width) each; and what
-queries are multiplied by, if they are, (rows, 1, 1)."""
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """How a layer turns queries and keys by position: see `Attention`."""
+
+    table: str | None = None
+    growth: Growth | None = None
+    is_of_pairs: bool = False
+
+
+class Turn(NamedTuple):
+    """Of the rows of a step: cosines, and sines with those of the first of two numbers that turn
+    together negated, (rows, 1, turned width) each; what queries are multiplied by, if they are,
+    (rows, 1, 1); and whether it is neighbours that turn, or halves."""
+
+    cos: torch.Tensor
+    signed: torch.Tensor
+    growth: torch.Tensor | None
+    is_of_pairs: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +99,7 @@ def fused_places(module: Any) -> list[list[Place]]:
             for linears in (
                 parts.mixer.projections,
                 parts.mixer.rates,
-                _feed_forward_of(parts).up,
+                *_ups(parts.feed_forward),
             )
             if len(linears) > 1
         ]
@@ -97,14 +115,13 @@ class LeanLayers(nn.Module):
     def __init__(self, module: Any) -> None:
         """Raises NotCompilable for layers that are not standard, or whose products are apart."""
         super().__init__()
-        if rope_types(module.config) & {"dynamic", "longrope"}:
-            raise NotCompilable("its rotary embedding depends on how long a session is")
-        self._rotary: Any = getattr(module, "rotary_emb", None)
         self._of_span = nn.ModuleList(
             _LeanLayer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
         )
         # A dict lookup for each layer and forward costs more than some of the operators.
         self._layers: list[_LeanLayer] = list(self._of_span)  # type: ignore[arg-type]
+        tables = (layer.turning.table for layer in self._layers)
+        self._rotary = Rotary(module, (table for table in tables if table is not None))
 
     def forward(
         self,
@@ -123,30 +140,31 @@ class LeanLayers(nn.Module):
         sessions, rows, width = hidden.shape
         running = self._layers[layers.start : layers.stop]
         turns = {
-            kind: self._turn(hidden, positions, kind, growth)
-            for kind, growth in {layer.turning for layer in running}
-            if kind is not None
+            kind: self._turn(hidden, positions, kind)
+            for kind in {layer.turning for layer in running}
         }
         x = hidden.reshape(sessions * rows, width)
         for layer in running:
-            table, _ = layer.turning
-            x = layer.run(x, None if table is None else turns[table], past)
+            x = layer.run(x, turns[layer.turning], past)
         return x.view(sessions, rows, width)
 
     @property
     def places(self) -> list[AttentionPlace]:
-        """The attention of each layer. Raises NotCompilable where some have a running state."""
+        """The attention of each layer. Raises NotCompilable where there is more than that and
+        products."""
         return [layer.place for layer in self._layers]
 
-    def _turn(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kind: str, growth: Growth | None
-    ) -> Turn:
-        cos, sin = self._rotary(hidden, positions, *((kind,) if kind else ()))
-        half = cos.shape[-1] // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+    def _turn(self, hidden: torch.Tensor, positions: torch.Tensor, kind: Turning) -> Turn | None:
+        if kind.table is None:
+            return None
+        cos, sin = self._rotary.halves(hidden, positions, kind.table)
         rows = cos.shape[0] * cos.shape[1]
-        grown = None if growth is None else growth.factors(positions).reshape(rows, 1, 1)
-        return cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1), grown
+        if kind.is_of_pairs:
+            cos, signed = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+        else:
+            cos, signed = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        grown = None if kind.growth is None else kind.growth.factors(positions).reshape(rows, 1, 1)
+        return Turn(cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1), grown, kind.is_of_pairs)
 
 
 class _InCaches:
@@ -183,15 +201,17 @@ class _LeanLayer(nn.Module):
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
         mixer = parts.mixer
-        self.turning: tuple[str | None, Growth | None] = (None, None)
+        self.turning = Turning()
         self._mix: _Attention | _States
         if isinstance(mixer, Attention):
-            self.turning = mixer.table, mixer.growth
+            self.turning = Turning(mixer.table, mixer.growth, mixer.turns_pairs)
             self._mix = _Attention(mixer, index)
         else:
             self._mix = _States(lean_recurrence(mixer, index))
-        self._feed = lean_feed_forward(_feed_forward_of(parts))
-        self._multiplier = parts.multiplier
+        feed = parts.feed_forward
+        self._is_mixture = isinstance(feed, Experts)
+        self._feed = lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
+        self._multiplier, self._scale = parts.multiplier, parts.scale
         self._norms = [
             None if norm is None else LeanNorm(norm)
             for norm in (
@@ -205,9 +225,13 @@ class _LeanLayer(nn.Module):
 
     @property
     def place(self) -> AttentionPlace:
-        """Its attention. Raises NotCompilable where it has none."""
+        """Its attention. Raises NotCompilable where that is not all it has beside products."""
         if not isinstance(self._mix, _Attention):
             raise NotCompilable("some of its layers keep a running state")
+        if self._is_mixture:
+            raise NotCompilable("some of its layers are mixtures of experts")
+        if self._mix.sinks is not None:
+            raise NotCompilable("some of its attention goes into sinks")
         return self._mix.place
 
     def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
@@ -218,7 +242,8 @@ class _LeanLayer(nn.Module):
         x = torch.add(x, y, alpha=self._multiplier)
         y = self._feed(x if before_feed is None else before_feed.run(x))
         y = y if after_feed is None else after_feed.run(y)
-        return torch.add(x, y, alpha=self._multiplier)
+        x = torch.add(x, y, alpha=self._multiplier)
+        return x if self._scale == 1.0 else x * self._scale
 
 
 class _States(nn.Module):
@@ -240,10 +265,11 @@ class _Attention(nn.Module):
     def __init__(self, attention: Attention, index: int) -> None:
         super().__init__()
         self._of = attention
-        softcap = attention.softcap or None
+        softcap, self.sinks = attention.softcap or None, attention.sinks
         self.place = AttentionPlace(
             index, attention.heads, attention.kv_heads, attention.width, attention.window,
-            attention.scale, softcap, row_exact_attention_of(softcap),
+            attention.scale, softcap, self._into_sinks if attention.sinks is not None
+            else row_exact_attention_of(softcap),
         )  # fmt: skip
         self._qkv = lean_product(attention.projections)
         self._output = lean_product((attention.output,))
@@ -253,28 +279,44 @@ class _Attention(nn.Module):
             raise NotCompilable("it normalises either queries or keys")
         self.query_norm = None if attention.query_norm is None else LeanNorm(attention.query_norm)
         self.key_norm = None if attention.key_norm is None else LeanNorm(attention.key_norm)
+        self.value_norm = None if attention.value_norm is None else LeanNorm(attention.value_norm)
         self.gate = None if attention.gate is None else LeanGate(attention.gate)
 
     def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
-        rows, width = len(x), self._of.width
-        projected, gates = self._qkv(x).view(rows, -1, width), None
-        if self.gate is not None:  # a head's numbers of the gate come behind its queries
-            pairs = projected[:, : 2 * self._heads].view(rows, self._heads, 2, width)
-            gates = pairs[:, :, 1].reshape(rows, -1)
-            projected = torch.cat((pairs[:, :, 0], projected[:, 2 * self._heads :]), 1)
-        both, values = projected[:, : self._both], projected[:, self._both :]
+        rows = len(x)
+        both, values, gates = self._parted(self._qkv(x))
         if self.query_norm is not None:
             both = self._normed(both)
         if turn is not None:
             both = _turned(both, turn).to(x.dtype)  # some families turn in fp32
         queries = both[:, : self._heads]
-        if turn is not None and (grown := turn[2]) is not None:
-            queries = queries * grown.to(x.dtype)
+        if turn is not None and turn.growth is not None:
+            queries = queries * turn.growth.to(x.dtype)
         y = past(self.place, queries, both[:, self._heads :], values).reshape(rows, -1)
         if self.gate is not None and gates is not None:
             y = self.gate.run(y, gates)
         return self._output(y)
+
+    def _parted(
+        self, projected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries and keys, and values, (rows, heads, width), and the gate's numbers, (rows, heads
+        * width)."""
+        of, rows, gates = self._of, len(projected), None
+        heads = projected.view(rows, -1, of.width)
+        if self.gate is not None:  # of each head, behind its queries
+            pairs = heads[:, : 2 * self._heads].view(rows, self._heads, 2, of.width)
+            gates = pairs[:, :, 1].reshape(rows, -1)
+            heads = torch.cat((pairs[:, :, 0], heads[:, 2 * self._heads :]), 1)
+        values = heads[:, self._heads :] if of.shares_values else heads[:, self._both :]
+        if self.value_norm is not None:
+            values = self.value_norm.run(values)
+        return heads[:, : self._both], values, gates
+
+    def _into_sinks(self, *step: Any) -> torch.Tensor:
+        # Not bound to the tensor, which another may take the place of where weights are protected.
+        return row_exact_attention_of(self.place.softcap, self.sinks)(*step)
 
     def _normed(self, both: torch.Tensor) -> torch.Tensor:
         assert self.query_norm is not None and self.key_norm is not None  # noqa: S101, PT018
@@ -290,31 +332,38 @@ class _Attention(nn.Module):
 
 def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     """(rows, heads, width) turned by its position, as far as the tables are wide."""
-    cos, sin, _ = turn
-    wide = cos.shape[-1]
+    wide = turn.cos.shape[-1]
     if wide == x.shape[-1]:
-        return torch.addcmul(x * cos, x.roll(wide // 2, -1), sin)
+        return torch.addcmul(x * turn.cos, _partners(x, turn), turn.signed)
     part = x[..., :wide]
-    turned = torch.addcmul(part * cos, part.roll(wide // 2, -1), sin)
+    turned = torch.addcmul(part * turn.cos, _partners(part, turn), turn.signed)
     return torch.cat((turned, x[..., wide:]), -1)
+
+
+def _partners(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """With which each of its numbers turns."""
+    if turn.is_of_pairs:
+        return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    return x.roll(x.shape[-1] // 2, -1)
 
 
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
     layers = module.get_submodule(layer_list_name(module))
     found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
     for parts, _ in found:
-        _feed_forward_of(parts)
-        _require_known(parts)
+        if isinstance(parts.mixer, Attention):
+            _require_known(parts.mixer)
     return found
 
 
-def _require_known(parts: LayerParts) -> None:
-    is_known = not isinstance(parts.mixer, Attention) or parts.mixer.is_standard
-    if not is_known or parts.scale != 1.0:
+def _require_known(attention: Attention) -> None:
+    if attention.latent is not None:
+        raise NotCompilable("its keys are made of latents")
+    if attention.gate_is_last:
         raise NotCompilable("its attention is not a standard one")
 
 
-def _feed_forward_of(parts: LayerParts) -> FeedForward:
-    if not isinstance(parts.feed_forward, FeedForward):
-        raise NotCompilable("it is a mixture of experts")
-    return parts.feed_forward
+def _ups(feed: FeedForward | Experts) -> list[tuple[nn.Module, ...]]:
+    """What rows go through first where it is the same for all of them."""
+    part = feed.shared if isinstance(feed, Experts) else feed
+    return [] if part is None else [part.up]

@@ -24,6 +24,16 @@ _ACTIVATIONS: dict[str, Product] = {
 }  # fmt: skip
 
 
+_FILLED = 32
+"""Torch computes the last of so many numbers, at most, by other means than whole vectors."""
+
+
+def of_each(x: torch.Tensor, function: Product) -> torch.Tensor:
+    """`function` of each of (rows, count) numbers, in whole vectors: a row has the same bits among
+    any others."""
+    return function(F.pad(x, (0, 0, 0, -len(x) % _FILLED)))[: len(x)]
+
+
 class LeanNorm(nn.Module):
     """`Norm` over the last axis, in fp32 inside."""
 

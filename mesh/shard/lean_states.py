@@ -19,14 +19,11 @@ from torch import nn
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.parts import DeltaNet, NotCompilable, ShortConvolution, StateSpace
 from mesh.shard.compiled.recurrences import UNIT_EPSILON, Convolution, Recurrence
-from mesh.shard.lean_parts import LeanGate, Product, lean_product
+from mesh.shard.lean_parts import LeanGate, lean_product, of_each
 from mesh.shard.states import StateCache
 
 _CHUNK = 32
 """Rows of a prompt whose states are computed at once: 64 take as long, 16 a quarter more."""
-
-_FILLED = 32
-"""Torch computes the last of so many numbers, at most, by other means than whole vectors."""
 
 
 class LeanRecurrence(nn.Module):
@@ -58,7 +55,7 @@ def lean_recurrence(mixer: Recurrence, index: int) -> LeanRecurrence:
         return _LeanShortConvolution(mixer, index)
     if isinstance(mixer, StateSpace):
         return _LeanStateSpace(mixer, index)
-    if isinstance(mixer, DeltaNet) and not mixer.is_interleaved:
+    if isinstance(mixer, DeltaNet):
         return _LeanDeltaNet(mixer, index)
     raise NotCompilable("its running states are of another kind")
 
@@ -126,17 +123,22 @@ class _LeanDeltaNet(LeanRecurrence):
         self, x: torch.Tensor, sessions: Sequence[StateCache]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of = self._of
-        mixed, gates = torch.split(self._project(x), [of.mixed, of.attended], -1)
-        written, passed = torch.split(self._rates(x).float(), of.heads, -1)
-        mixed = F.silu(self.convolution.run(mixed, sessions), inplace=True)
         keys = of.key_heads * of.key_width
+        projected, rates = self._project(x), self._rates(x).float()
+        if of.is_interleaved:
+            widths = [keys, keys, of.attended, of.attended]
+            projected = _by_kind(projected, of.key_heads, widths)
+            rates = _by_kind(rates, of.key_heads, [of.heads] * 2)
+        mixed, gates = torch.split(projected, [of.mixed, of.attended], -1)
+        written, passed = torch.split(rates, of.heads, -1)
+        mixed = F.silu(self.convolution.run(mixed, sessions), inplace=True)
         q, k, v = torch.split(mixed, [keys, keys, of.attended], -1)
         rows = _Rows(
             self._unit_heads(q).mul_(of.key_width**-0.5),
             self._unit_heads(k),
             v.reshape(-1, of.heads, of.width),
-            self.decay * _of_each(passed + self.steps, F.softplus),
-            _of_each(written, torch.sigmoid),
+            self.decay * of_each(passed + self.steps, F.softplus),
+            of_each(written, torch.sigmoid),
         )
         return _through_states(rows, sessions, self.index).flatten(1), gates
 
@@ -178,7 +180,7 @@ class _LeanStateSpace(LeanRecurrence):
         mixed = F.silu(self.convolution.run(mixed, sessions), inplace=True)
         keys = of.groups * of.key_width
         values, written, read = torch.split(mixed, [of.attended, keys, keys], -1)
-        steps = _of_each(steps.float() + self.steps, F.softplus)
+        steps = of_each(steps.float() + self.steps, F.softplus)
         values = values.reshape(-1, of.heads, of.width)
         rows = _Rows(
             self._spread(read),
@@ -196,10 +198,11 @@ class _LeanStateSpace(LeanRecurrence):
         return x.repeat_interleave(self._of.heads // self._of.groups, 1)
 
 
-def _of_each(x: torch.Tensor, function: Product) -> torch.Tensor:
-    """`function` of each of (rows, heads) numbers, in whole vectors: a row has the same bits among
-    any others."""
-    return function(F.pad(x, (0, 0, 0, -len(x) % _FILLED)))[: len(x)]
+def _by_kind(x: torch.Tensor, heads: int, widths: Sequence[int]) -> torch.Tensor:
+    """(rows, numbers), of which each head had its share of `widths` beside the others', with what
+    is of one kind together."""
+    each = torch.split(x.view(len(x), heads, -1), [width // heads for width in widths], -1)
+    return torch.cat([part.flatten(1) for part in each], 1)
 
 
 def _through_states(
@@ -225,7 +228,7 @@ def _through_states(
 def _one_by_one(rows: _Rows, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, heads, width) of a `state` (heads, key width, width), and what it becomes."""
     queries, keys, values = (each[:, :, None] for each in (rows.queries, rows.keys, rows.values))
-    decays = _of_each(rows.decays, torch.exp)[..., None, None]
+    decays = of_each(rows.decays, torch.exp)[..., None, None]
     rates = None if rows.rates is None else rows.rates[..., None, None]
     found = []
     for i in range(len(values)):

@@ -18,14 +18,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
 from mesh.shard.cuda import int4
 from mesh.shard.device import DTYPES, short_dtype_name
-from mesh.shard.packed import HalvedLinear, Packed, PackedLinear, PackedRows
+from mesh.shard.packed import (
+    HalvedLinear,
+    Packed,
+    PackedLinear,
+    PackedRows,
+    packed_product,
+    packs,
+)
+from mesh.shard.packed_experts import mixtures_of, pack_experts, stacks_bytes
 from mesh.shard.stacked import stack
 
 PLAIN = "plain"
@@ -41,14 +48,9 @@ _FULL_ROWS = 4
 _TIMINGS = 5
 _TIMED_BYTES = 256 << 20
 
-_TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
-"""Of the formats that are packed: how far a packed product may be from the plain one."""
-
 _OPS = torch.ops.mkldnn
 
 _QUANTIZED = torch.ops.quantized
-
-_LARGEST = torch.finfo(torch.float16).max
 
 Place = tuple[nn.Module, str]
 """A linear layer by the module that it is in and its name there. It holds no weight alive."""
@@ -87,13 +89,14 @@ def choose_kernels(
 ) -> Kernels:
     """Replace the linear layers of `module` where that pays, freeing their old weights.
 
-    Each of `together` becomes one product: its layers read the same rows. `halved`: the weights
-    are still as they are stored, in 16 bit, and `dtype` is fp32; afterwards everything of `module`
-    is. Where those kernels are not to be had, all of it becomes fp32, and is packed as such.
+    Each of `together` becomes one product: its layers read the same rows; with some, experts are
+    packed as well. `halved`: the weights are still as they are stored, in 16 bit, and `dtype` is
+    fp32; afterwards everything of `module` is. Where those kernels are not to be had, all of it
+    becomes fp32, and is packed as such.
     """
     if device.type == "cuda" and together:
         return _stack_all(together)
-    if dtype not in _TOLERANCE or device.type != "cpu":
+    if not packs(dtype) or device.type != "cpu":
         return Kernels(PLAIN, "kernels plain: packed weights are for bf16 and fp32 on the CPU")
     kind: type[Packed] = PackedLinear
     if halved:
@@ -103,7 +106,8 @@ def choose_kernels(
     why_not = None if kind is HalvedLinear else _packing_fails(dtype)
     if why_not is not None:
         return Kernels(PLAIN, f"kernels plain: {why_not}")
-    replaced = _pack_all(_groups(module, together), kind, progress or Progress())
+    mixtures = mixtures_of(module) if together else []
+    replaced = _pack_all(_groups(module, together), mixtures, kind, progress or Progress())
     if kind is HalvedLinear:
         module.float()
     if not replaced:
@@ -191,10 +195,12 @@ def _groups(module: nn.Module, together: Sequence[Sequence[Place]]) -> list[list
     return groups
 
 
-def _pack_all(groups: list[list[Place]], kind: type[Packed], progress: Progress) -> int:
+def _pack_all(
+    groups: list[list[Place]], mixtures: Sequence[nn.Module], kind: type[Packed], progress: Progress
+) -> int:
     """How many layers were replaced."""
-    progress.begin("packing", sum(map(_size, groups)))
-    replaced = 0
+    progress.begin("packing", sum(map(_size, groups)) + stacks_bytes(mixtures))
+    replaced = pack_experts(mixtures, kind, progress)
     for group in groups:
         size = _size(group)  # known before only
         if _replace(group, kind):
@@ -217,10 +223,8 @@ def _replace(group: list[Place], kind: type[Packed]) -> bool:
         for layer in layers
     ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    if kind is HalvedLinear and not _halves(weight):
-        return False
-    packed = kind(weight, _bias(layers, weights))
-    if not _agrees(packed, weight, _bias(layers, weights)):
+    packed = packed_product(kind, weight, _bias(layers, weights))
+    if packed is None:
         return False
     first = 0
     for (parent, name), rows in zip(group, weights, strict=True):
@@ -241,31 +245,11 @@ def _bias(layers: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tenso
     )
 
 
-def _halves(weight: torch.Tensor) -> bool:
-    """Whether fp16 has these numbers, which fbgemm would cut off silently.
-
-    bf16 has fewer digits, and more range than weights need; what is below the smallest normal
-    number of fp16 loses digits that no product shows.
-    """
-    return bool(weight.abs().max() <= _LARGEST)
-
-
 def _leave_the_file(module: nn.Module) -> None:
     # What is left may lie in a mapping of the whole checkpoint file, which a single norm keeps.
     for parameter in module.parameters():
         if parameter.nbytes <= _SMALL_BYTES:
             parameter.data = parameter.data.clone()
-
-
-def _agrees(packed: Packed, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    exact = isinstance(packed, HalvedLinear)
-    probe = torch.linspace(-1, 1, packed.in_features, dtype=weight.dtype).expand(2, -1)
-    if exact:
-        probe, weight = probe.float(), weight.float()
-        bias = None if bias is None else bias.float()
-    expected = F.linear(probe, weight, bias).float()
-    error = (packed(probe).float() - expected).norm()
-    return bool(error <= _TOLERANCE[weight.dtype] * expected.norm() + 1e-6)
 
 
 @cache
@@ -276,7 +260,7 @@ def halving_fails() -> str | None:
     weight = torch.eye(32)
     try:
         with torch.inference_mode():
-            same = _agrees(HalvedLinear(weight, None), weight, None)
+            same = packed_product(HalvedLinear, weight, None) is not None
     except RuntimeError as error:
         return f"the fp16 linear operator failed ({error})"
     return None if same else "the fp16 linear operator gave other results"
@@ -292,7 +276,7 @@ def _packing_fails(dtype: torch.dtype) -> str | None:
     weight = torch.eye(32, dtype=dtype)
     try:
         with torch.inference_mode():
-            same = _agrees(PackedLinear(weight, None), weight, None)
+            same = packed_product(PackedLinear, weight, None) is not None
     except RuntimeError as error:
         return f"the packed linear operator failed ({error})"
     return None if same else "the packed linear operator gave other results"

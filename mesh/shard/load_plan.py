@@ -152,9 +152,11 @@ def _lean(
 
 
 def _require_lean_on_card(family: Family, cache_dir: Path | None, positions: int) -> None:
-    """As `require_lean`. Running states are kept without modules on a CPU only."""
+    """As `require_lean`. Running states, and experts, go without modules on a CPU only."""
     if has_states(family.config):
         raise NotCompilable("some of its layers keep a running state")
+    if experts_met(family.config.to_dict()) < 1:
+        raise NotCompilable("it is a mixture of experts")
     require_lean(family, cache_dir, positions)
 
 

@@ -19,6 +19,11 @@ _PIECE = 16
 """With oneDNN more rows than these are filled up to a multiple of them: it keeps compiled kernels
 for each count of rows, a thousand of them take 300 MB, and prompts have any length."""
 
+_TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
+"""By the dtypes that are packed: how far a packed product may be from the plain one."""
+
+_LARGEST = torch.finfo(torch.float16).max
+
 # Torch has no public name for these; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
@@ -122,6 +127,41 @@ def _alike_rows() -> Sequence[int]:
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     packed = _QUANTIZED.linear_prepack_fp16(weight, None)
     return alike_rows(lambda rows: _fbgemm(rows, packed), weight.shape[1], _ALIKE_ROWS)
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether there is a layout for products in `dtype`."""
+    return dtype in _TOLERANCE
+
+
+def packed_product(
+    kind: type[Packed], weight: torch.Tensor, bias: torch.Tensor | None
+) -> Packed | None:
+    """The layer with this weight, (out, in), packed; None where that would give other numbers."""
+    if kind is HalvedLinear and not _halves(weight):
+        return None
+    packed = kind(weight, bias)
+    return packed if _agrees(packed, weight, bias) else None
+
+
+def _halves(weight: torch.Tensor) -> bool:
+    """Whether fp16 has these numbers, which fbgemm would cut off silently.
+
+    bf16 has fewer digits, and more range than weights need; what is below the smallest normal
+    number of fp16 loses digits that no product shows.
+    """
+    return bool(weight.abs().max() <= _LARGEST)
+
+
+def _agrees(packed: Packed, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    exact = isinstance(packed, HalvedLinear)
+    probe = torch.linspace(-1, 1, packed.in_features, dtype=weight.dtype).expand(2, -1)
+    if exact:
+        probe, weight = probe.float(), weight.float()
+        bias = None if bias is None else bias.float()
+    expected = F.linear(probe, weight, bias).float()
+    error = (packed(probe).float() - expected).norm()
+    return bool(error <= _TOLERANCE[weight.dtype] * expected.norm() + 1e-6)
 
 
 class PackedRows(nn.Module):

@@ -8,6 +8,7 @@ tests.bench layers`): it takes some minutes to round the weights, and 6 GB.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import tempfile
 import time
@@ -101,7 +102,8 @@ def _of_shape(config: Any) -> dict[str, dict[str, float]]:
 
 def _runtime(config: Any, way: str, folder: Path) -> Runtime:
     torch.manual_seed(0)
-    module = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    # Of its own: a span's config says by which code its experts are computed.
+    module = AutoModel.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
     setattr(
         module,
         "embedding_norm" if hasattr(module, "embedding_norm") else "norm",

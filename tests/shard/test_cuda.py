@@ -29,10 +29,10 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, NodeId, Site
 from tests.checkpoints import FAMILIES, WINDOW
 from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows
-from tests.shard.test_lean import SINGULAR, WITH_STATES
+from tests.shard.test_lean import MIXTURES, SINGULAR, WITH_STATES
 
 CAPPED = {"gemma2"}
-STANDARD = [each for each in FAMILIES if each not in (*SINGULAR, *WITH_STATES)]
+STANDARD = [each for each in FAMILIES if each not in (*SINGULAR, *WITH_STATES, *MIXTURES)]
 DEVICES = [
     pytest.param((CPU, torch.float32), id="cpu"),
     pytest.param((torch.device("cuda"), torch.bfloat16), id="cuda", marks=pytest.mark.gpu),

@@ -35,15 +35,12 @@ from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error,
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
-MIXED, LATENT = "a mixture of experts", "not a standard one"
-SINGULAR = {
-    "qwen3_moe": MIXED,
-    "minicpm3": LATENT,
-    "gpt_oss": MIXED,
-    "glm4_moe": MIXED,
-    "gemma4": "called router",
-}
+LATENT = "made of latents"
+SINGULAR = {"minicpm3": LATENT, "gemma4": "called router"}
 """Families whose layers are not standard, and what is said of them."""
+MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe")
+ALSO = ("qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense")
+"""Families that have what none of the others has."""
 WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense")
 """Families of whose layers some keep a running state."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
@@ -93,7 +90,7 @@ def outputs(span: TorchRuntime) -> torch.Tensor:
     return torch.cat([*found, *(row for group in groups for row in span.forward(group))], 1)
 
 
-@pytest.mark.parametrize("family", sorted({*STANDARD, *WITH_STATES}))
+@pytest.mark.parametrize("family", sorted({*STANDARD, *ALSO}))
 def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
@@ -126,7 +123,7 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
     manifest = checkpoint(family)
     assert not has_standard_layers(manifest.config, manifest.model_type)
     # In few bits these are not computed by modules.
-    assert has_other_layers(manifest.config) == (SINGULAR[family] not in (MIXED, LATENT))
+    assert has_other_layers(manifest.config) == (SINGULAR[family] != LATENT)
     span = runtime(family)
     assert not span.is_lean
     assert span.kernels == by_modules(family).kernels
@@ -191,7 +188,9 @@ needs_packed_bf16 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", *WITH_STATES])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "mistral", "gpt2", "ernie4_5_moe", *MIXTURES, *WITH_STATES]
+)
 @pytest.mark.parametrize("is_halved", [pytest.param(False, marks=needs_packed_bf16), True])
 def test_a_drafted_row_has_the_bits_of_a_step_of_its_own(family: str, *, is_halved: bool) -> None:
     span = halved(family)[0] if is_halved else runtime(family, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mesh.shard import linear
+from mesh.shard import linear, packed
 from mesh.shard.linear import PACKED, PLAIN, choose_kernels, fill_rows, halving_fails
 from mesh.shard.packed import HalvedLinear, PackedLinear
 from tests.shard.spans import plain_kernels
@@ -128,7 +128,7 @@ def test_fp16_and_gpus_keep_their_own_kernels() -> None:
 
 
 def test_a_kernel_that_is_missing_or_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_agrees", lambda *_: False)
+    monkeypatch.setattr(packed, "_agrees", lambda *_: False)
     module = layers()
     kernels = choose_kernels(module, torch.bfloat16, CPU)
     assert kernels.name == PLAIN

@@ -39,7 +39,8 @@ class Router:
     """`weight` (experts, hidden) scores them, by softmax or, where it `is_sigmoid`, each by itself;
     `correction` (experts,) is added only while the `count` best are chosen. Their scores are
     divided by their sum where it `normalises`, and what they give is multiplied by `scale`. Where
-    there are `groups` they are of some of those alone."""
+    there are `groups` they are of some of those alone. All of that is what `module` does, which is
+    in the `block` of the mixture."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -48,7 +49,9 @@ class Router:
     is_sigmoid: bool
     normalises: bool
     scale: float
-    groups: Groups | None = None
+    groups: Groups | None
+    module: nn.Module
+    block: nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,8 @@ def _router(reader: PartsReader, block: str) -> Router:
         normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method"))),
         scale=float(getattr(found, "routed_scaling_factor", getattr(found, "route_scale", 1.0))),
         groups=_groups(found),
+        module=found,
+        block=owner,
     )
 
 

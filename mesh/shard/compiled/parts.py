@@ -95,13 +95,6 @@ class Attention:
     rates: tuple[nn.Module, ...] = ()
 
     @property
-    def is_standard(self) -> bool:
-        """Whether it has none of what only some families have."""
-        others = self.sinks, self.value_norm, self.latent
-        ways = self.shares_values, self.turns_pairs, self.gate_is_last
-        return all(each is None for each in others) and not any(ways)
-
-    @property
     def projected(self) -> int:
         """How wide a row is before it."""
         both = 2 if self.latent is None else 1

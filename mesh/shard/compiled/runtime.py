@@ -18,7 +18,7 @@ from torch import nn
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
-from mesh.shard.compiled.parts import Attention, LayerParts, NotCompilable
+from mesh.shard.compiled.parts import Attention, LayerParts
 from mesh.shard.compiled.passes import (
     KEPT_ROWS,
     Attending,
@@ -41,8 +41,8 @@ from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
 from mesh.shard.memory import settle
+from mesh.shard.rotary import Rotary
 from mesh.shard.runtime import KeyValueCache, StepInput, prepare, require_batch
-from mesh.shard.selfcheck import rope_types
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
@@ -272,26 +272,16 @@ def _rotary_tables(
 ) -> dict[str | None, dict[str, torch.Tensor]]:
     """``cos`` and ``sin`` (positions, half the turned width) by the tables' names, and ``growth``
     (positions,) where queries grow."""
-    if rope_types(module.config) & {"dynamic", "longrope"}:
-        raise NotCompilable("its rotary embedding depends on how long a session is")
+    rotary = Rotary(module, (each.table for each in attentions if each.table is not None))
+    at, like = torch.arange(positions + SPARE), torch.zeros(1)
     tables: dict[str | None, dict[str, torch.Tensor]] = {}
-    rotary = getattr(module, "rotary_emb" if hasattr(module, "rotary_emb") else "pos_emb", None)
     for name, growth in {(each.table, each.growth) for each in attentions}:
         if name is None:
             continue
-        kind = (name,) if name else ()
-        # A float tells it in which dtype to answer, its value nothing.
-        assert rotary is not None  # noqa: S101 - names are of its tables
-        both = rotary(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
-        if isinstance(both, torch.Tensor):  # of complex numbers, as DeepSeek 2 has them
-            both = both.real, both.imag
-        half = both[0].shape[-1] // 2
-        if not torch.equal(both[0][..., :half], both[0][..., half:]):  # most say all twice
-            half *= 2
-        cos, sin = (each[0, :, :half].float().contiguous() for each in both)
+        cos, sin = (each[0].float().contiguous() for each in rotary.halves(like, at[None], name))
         tables[name] = {"cos": cos, "sin": sin}
         if growth is not None:
-            tables[name]["growth"] = growth.factors(torch.arange(len(cos)))
+            tables[name]["growth"] = growth.factors(at)
     return tables
 
 
