@@ -25,6 +25,10 @@ from mesh.shard.packed import HalvedLinear, packed_memory
 _ALIGNMENT = 64
 """As torch's own memory: kernels may give other last bits on memory that is aligned otherwise."""
 
+MOST_PACKED = 16_000
+"""Packed weights that are protected. Each has a mapping of its own then, and one more behind it;
+Linux gives a process 65,530, and mixtures have tens of thousands of experts."""
+
 Range = tuple[int, int]
 """Address and size in bytes."""
 
@@ -36,10 +40,17 @@ class Protection:
     what it frees, so they become writable again when this goes.
     """
 
-    def __init__(self, module: nn.Module, pages: WeakSet[Pages], *beside: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        pages: WeakSet[Pages],
+        *beside: nn.Module,
+        most_packed: int = MOST_PACKED,
+    ) -> None:
         """Moves the modules' tensors where it has to; nothing may compute with them meanwhile.
 
-        `pages` are those that some of them lie in already; those they are moved to are added.
+        `pages` are those that some of them lie in already; those they are moved to are added. Of
+        packed weights the largest are protected, `most_packed` of them.
         """
         known = list(pages)
         modules = module, *beside
@@ -49,7 +60,8 @@ class Protection:
             known.append(fresh)
         owned = _all(modules)
         packed = [each.tensor for each in owned if packed_memory(each.tensor) is not None]
-        inner = [each for tensor in packed if (each := _inner_pages(tensor))[1]]
+        inner = sorted({_inner_pages(tensor) for tensor in packed}, key=lambda area: -area[1])
+        inner = [area for area in inner if area[1]][:most_packed]
         areas = [area for area in (*_ranges(known), *inner) if set_writable(*area, writable=False)]
         self.total_bytes, self.protected_bytes = _sizes(owned, areas)
         self.total_bytes += _hidden_bytes(module)
@@ -130,12 +142,13 @@ def _inner_pages(tensor: torch.Tensor) -> Range:
 def _sizes(owned: Sequence[Belonging], areas: Sequence[Range]) -> tuple[int, int]:
     """Bytes of all tensors, and of those which lie in `areas`."""
     total = protected = 0
+    whole = set(areas)
     for tensor in {id(each.tensor): each.tensor for each in owned}.values():
         packed = packed_memory(tensor)
         if packed is not None:
             total += packed[1]
             inner = _inner_pages(tensor)
-            protected += inner[1] if inner in areas else 0
+            protected += inner[1] if inner in whole else 0
         elif tensor.layout is torch.strided:
             total += tensor.nbytes
             on_cpu = tensor.device.type == "cpu"

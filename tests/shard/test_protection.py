@@ -18,6 +18,7 @@ from mesh.models.pages import PAGE_BYTES
 from mesh.shard import protection
 from mesh.shard.belongings import belongings
 from mesh.shard.packed import packed_memory
+from mesh.shard.protection import Protection
 from mesh.shard.taps.borrowing import sharing
 from mesh.shard.taps.tree import SpanTree
 from mesh.shard.torch_runtime import TorchRuntime
@@ -96,6 +97,16 @@ def test_packed_weights_are_protected_but_for_their_edges() -> None:
         safe += not writable(address + size // 2)
         assert size < 2 * PAGE_BYTES or not writable(address + size // 2)
     assert safe
+
+
+def test_no_more_packed_weights_are_protected_than_a_process_has_mappings_for() -> None:
+    span = runtime("qwen3_moe")
+    packed = [each.tensor for each in belongings(span.loaded.module) if each.tensor.is_mkldnn]
+    del span.protection  # they are free to be protected anew
+    few = Protection(span.loaded.module, span.loaded.pages, most_packed=3)
+    middles = [address + size // 2 for address, size in map(packed_memory, packed) if size]
+    assert sum(not writable(middle) for middle in middles) == 3
+    assert few.protected_bytes < few.total_bytes
 
 
 WRITER = """
