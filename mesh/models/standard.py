@@ -25,6 +25,8 @@ STANDARD_MIXTURES = frozenset(
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
+IN_16_BIT_ALONE = UNEQUAL | {"phimoe", "minimax_m2", "hy_v3"}
+"""Mixtures of experts of which that holds, and that are not computed in few bits."""
 RECURRENT = frozenset(
     {
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
@@ -58,14 +60,14 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
     activation = next((name for name in named if name), "silu")
     return (
-        model_type in (STANDARD if experts_met(text) == 1 else STANDARD_MIXTURES)
+        model_type in (STANDARD if experts_met(text) == 1 else STANDARD_MIXTURES | IN_16_BIT_ALONE)
         and activation in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
     )
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:
-    """Whether nothing but transformers' modules computes its layers, as is certain."""
+    """Whether its layers are not computed in few bits, as is certain."""
     text = _text(config)
     known = text.get("model_type")
     are_unequal = text.get("global_head_dim") or text.get("per_layer_config")

@@ -27,7 +27,7 @@ from mesh.shard.compiled.parts import (
     layer_parts,
 )
 from mesh.shard.kv import OneSession
-from mesh.shard.lean_experts import lean_mixture
+from mesh.shard.lean_experts import LeanBeside, lean_mixture
 from mesh.shard.lean_parts import LeanGate, LeanNorm, lean_feed_forward, lean_product
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
@@ -209,7 +209,8 @@ class _LeanLayer(nn.Module):
         else:
             self._mix = _States(lean_recurrence(mixer, index))
         feed = parts.feed_forward
-        self._is_mixture = isinstance(feed, Experts)
+        self.beside = None if parts.beside is None else LeanBeside(parts.beside)
+        self._is_mixture = isinstance(feed, Experts) or self.beside is not None
         self._feed = lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
         self._multiplier, self._scale = parts.multiplier, parts.scale
         self._norms = [
@@ -241,6 +242,7 @@ class _LeanLayer(nn.Module):
         y = y if after is None else after.run(y)
         x = torch.add(x, y, alpha=self._multiplier)
         y = self._feed(x if before_feed is None else before_feed.run(x))
+        y = y if self.beside is None else self.beside.run(x, y)
         y = y if after_feed is None else after_feed.run(y)
         x = torch.add(x, y, alpha=self._multiplier)
         return x if self._scale == 1.0 else x * self._scale

@@ -6,12 +6,14 @@ A row has the same bits in any company, as everything that a row goes through by
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import nn
 
-from mesh.shard.compiled.experts import Experts, Router
-from mesh.shard.lean_parts import Product, lean_feed_forward, lean_product, of_each
+from mesh.shard.compiled.parts import Beside, Experts
+from mesh.shard.lean_parts import LeanNorm, Product, lean_feed_forward, lean_product, of_each
 
 _ALONE = 32
 """Rows of the largest batch of steps; more are a prompt."""
@@ -19,7 +21,7 @@ _ALONE = 32
 
 def lean_mixture(part: Experts) -> Product:
     """What it makes of (rows, hidden)."""
-    experts, chosen = part.up.owner, _chosen_by(part.router)
+    experts, chosen = part.up.owner, _chosen_by(part.router.module, part.router.block)
     shared = None if part.shared is None else lean_feed_forward(part.shared)
     gate = None if part.shared_gate is None else lean_product((part.shared_gate,))
 
@@ -36,18 +38,35 @@ def lean_mixture(part: Experts) -> Product:
     return mixed
 
 
-def _chosen_by(router: Router) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+class LeanBeside(nn.Module):
+    """See `Beside`."""
+
+    def __init__(self, part: Beside) -> None:
+        super().__init__()
+        self._experts = (part.experts,)  # no child: its weights are not this one's
+        self._chosen = _chosen_by(part.router, None)
+        self.before, self.after = LeanNorm(part.before), LeanNorm(part.after)
+        self.after_feed_forward = LeanNorm(part.after_feed_forward)
+
+    def run(self, x: torch.Tensor, fed: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden), and what feed-forward gave of them: as that."""
+        weights, index = self._chosen(x)
+        y = self._experts[0](self.before.run(x), index, weights)
+        return self.after_feed_forward.run(fed) + self.after.run(y)
+
+
+def _chosen_by(
+    router: Any, block: Any
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """What tells of (rows, hidden) how much each of which experts counts, (rows, chosen) both. A
     router's product of several rows may have other bits than that of one."""
-    module: Any = router.module
-    block: Any = router.block
+    # Some blocks hand their router a tensor of theirs, and all call it as the router does.
+    _, *others = signature(router.forward).parameters
 
     def chosen(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # LFM 2 has the bias beside its router, if it has one.
-        takes_bias = hasattr(block, "use_expert_bias")
-        beside = (getattr(block, "expert_bias", None),) if takes_bias else ()
+        beside = {name: getattr(block, name, None) for name in others}
         each = torch.split(x, 1) if len(x) <= _ALONE else [x]
-        _, weights, index = zip(*(module(rows, *beside) for rows in each), strict=True)
+        _, weights, index = zip(*(router(rows, **beside) for rows in each), strict=True)
         return torch.cat(weights), torch.cat(index)
 
     return chosen

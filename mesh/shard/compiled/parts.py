@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVATION_NAMES",
     "Attention",
+    "Beside",
     "ChannelDeltaNet",
     "DeltaNet",
     "Experts",
@@ -106,6 +107,19 @@ class Attention:
         return self.heads * (self.width if self.latent is None else self.latent.rank)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Experts that a layer has beside its feed-forward, as Gemma 4: their router sees rows as they
+    are, they see them behind the norm `before`, and what they give, behind `after`, is added to
+    what feed-forward gives, behind `after_feed_forward`."""
+
+    router: nn.Module
+    experts: nn.Module
+    before: Norm
+    after: Norm
+    after_feed_forward: Norm
+
+
 Mixer = Attention | Recurrence
 """Where rows see those before them: the only part of a layer that is computed for each session by
 itself."""
@@ -125,6 +139,7 @@ class LayerParts:
     hidden: int
     scale: float = 1.0
     """What comes out of the layer is multiplied by that."""
+    beside: Beside | None = None
 
 
 def _all_there() -> None:
@@ -150,6 +165,7 @@ def layer_parts(
         float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
         config.hidden_size,
         _scale_of(reader),
+        _beside(reader),
     )
     reader.require_all_read()
     return parts
@@ -275,6 +291,20 @@ def _scale_of(reader: PartsReader) -> float:
         return 1.0
     reader.read.add(id(reader.layer))
     return float(scale)
+
+
+def _beside(reader: PartsReader) -> Beside | None:
+    experts = reader.find("experts")
+    if experts is None:
+        return None
+    reader.get("router.proj")
+    name = "feedforward_layernorm"
+    before, after, after_ff = (
+        reader.norm(each) for each in (f"pre_{name}_2", f"post_{name}_2", f"post_{name}_1")
+    )
+    if before is None or after is None or after_ff is None:
+        raise NotCompilable("it has experts beside its feed-forward that are not normalised")
+    return Beside(reader.get("router"), experts, before, after, after_ff)
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:

@@ -30,11 +30,13 @@ from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.feed_forward import FeedForward
 from mesh.shard.compiled.formats import BlockLinear, BlockMatrix, Quant, dense_weight, rows_of
 from mesh.shard.compiled.latent import LatentLinear, LatentRows
-from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mixer
+from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mixer, NotCompilable
 
 
 def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
-    """The linear layers that each product of a layer is made of."""
+    """The linear layers that each product of a layer is made of. Raises NotCompilable."""
+    if parts.beside is not None:
+        raise NotCompilable("it has experts beside its feed-forward")
     mixer, feed_forward = parts.mixer, parts.feed_forward
     found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
     if mixer.rates:
