@@ -379,6 +379,11 @@ class WeightsCorrupted(ShardError, code="weights_corrupted", http_status=503, re
     """A shard's weights in memory are not those that it loaded; it has stopped serving them."""
 
 
+class WeightsDamaged(WeightsCorrupted, code="weights_damaged"):
+    """Weights on this node's disk are not what was fetched, or read, any more; nobody is given
+    them."""
+
+
 class DiskFull(ShardError, code="disk_full", http_status=507):
     """A file cannot be written, or would exceed what this node gives for such files."""
 

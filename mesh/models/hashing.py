@@ -12,6 +12,7 @@ This module knows nothing of layers or torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 
 from mesh import codec
 from mesh.codec import Fault, Sha256
-from mesh.errors import BadCheckpoint
+from mesh.errors import BadCheckpoint, WeightsDamaged
 from mesh.models.header import TensorEntry
 
 _BUFFER_BYTES = 1024 * 1024
@@ -37,6 +38,7 @@ _LONG_BYTES = 1 << 30
 _MAX_CACHED_BYTES = 64 << 20
 """Half a million tensors."""
 _TOLD_EVERY_S = 5.0
+_REST_S = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,39 @@ def hash_tensors(
     return {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}, hashed
 
 
+def has_changed(entry: TensorEntry, share: float = 1.0) -> bool:
+    """Whether the bytes of a hashed tensor are others by now, or its disk gives none of them.
+
+    Blocks; with so small a `share` of the time, of a core's as of the disk's. Raises OSError where
+    its file cannot be read for another reason.
+    """
+    try:
+        return _digest(entry, share) != entry.sha256
+    except BadCheckpoint:
+        return True
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return True
+
+
+def require_unchanged(entries: Iterable[TensorEntry]) -> None:
+    """Raise WeightsDamaged where one of these `has_changed`. Blocks: reads all of them."""
+    for entry in entries:
+        if has_changed(entry):
+            raise damaged(entry)
+
+
+def damaged(entry: TensorEntry) -> WeightsDamaged:
+    """What is said of one that has changed."""
+    return WeightsDamaged(
+        f"{entry.name} in {entry.file} is not what it was: the disk or another program has changed"
+        " it.",
+        fix="What hearthnet has fetched it fetches again by itself, from whoever has it; copy or"
+        " download other files again. Test the disk if this repeats.",
+    )
+
+
 def fingerprint(file: Path) -> list[Any]:
     """What is another as soon as the file is: JSON-able. Raises OSError."""
     status = file.stat()
@@ -138,8 +173,8 @@ def read_cached(source: Path, form: type[T]) -> T | None:
         return None
 
 
-def _digest(entry: TensorEntry) -> str:
-    digest = hashlib.sha256()
+def _digest(entry: TensorEntry, share: float = 1.0) -> str:
+    digest, rest = hashlib.sha256(), _Rest(share)
     buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(entry.nbytes, 1))))
     remaining = entry.nbytes
     with entry.file.open("rb", buffering=0) as stream:
@@ -153,7 +188,25 @@ def _digest(entry: TensorEntry) -> str:
                 )
             digest.update(buffer[:count])
             remaining -= count
+            rest.take(is_last=not remaining)
     return digest.hexdigest()
+
+
+class _Rest:
+    """As long as leaves what was done since its beginning that share of the time."""
+
+    def __init__(self, share: float) -> None:
+        self._times = 1 / share - 1
+        self._began, self._owed_s = time.perf_counter(), 0.0
+
+    def take(self, *, is_last: bool) -> None:
+        """Rest, unless that can be put off: waking up often costs more."""
+        now = time.perf_counter()
+        self._owed_s += (now - self._began) * self._times
+        if self._owed_s and (is_last or self._owed_s >= _REST_S):
+            time.sleep(self._owed_s)
+            now, self._owed_s = time.perf_counter(), 0.0
+        self._began = now
 
 
 def _cache_file(cache_dir: Path, fingerprint: list[Any]) -> Path:

@@ -182,6 +182,13 @@ class PartialWriter:
             if self._unfinished.pop(name, None) is not None:
                 self._note(f"x {self._index[name]}")
 
+    def drop(self, name: str) -> None:
+        """A tensor that was here is not any more. Raises DiskFull."""
+        with self._working():
+            self._note(f"d {self._index[name]}")
+            with self._guard:
+                self.complete.discard(name)
+
     def differing(self, name: str) -> list[int]:
         """Which pieces of a tensor that was WRONG before are other ones now that it is complete."""
         before = self._suspects.pop(name, {})
@@ -341,6 +348,13 @@ def lock_directory(directory: Path) -> int:
             fix="Wait until it is done.",
         ) from error
     return fd
+
+
+def drop_tensor(directory: Path, name: str) -> None:
+    """Have a tensor count as missing that has changed since it came. Blocks. Raises Busy while
+    somebody writes there, BadCheckpoint, DiskFull."""
+    with PartialWriter(directory) as writer:
+        writer.drop(name)
 
 
 def remove_partial(directory: Path) -> None:

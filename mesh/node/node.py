@@ -328,6 +328,7 @@ class Node:
     def asker_changed(self) -> None:
         """An asker or shard came or went: neighbours and askers are told."""
         self._held.home.look()
+        self.weights.shards_changed()
         self._deployments.reconciler.look()
         self._network.advertise()
 

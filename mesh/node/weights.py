@@ -5,29 +5,37 @@ Part of the composition root, like `mesh.node.node`, which owns it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from mesh.config import Config
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.weights import Arriving, HeldWeights
+from mesh.errors import MeshError, WeightsDamaged
 from mesh.health.eventstream import EventFeed
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.node import wiring
 from mesh.node.holdings import Holdings
 from mesh.paths import cache_dir
+from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
-from mesh.types import Endpoint, ModelId, host_port
+from mesh.types import Endpoint, ModelId, ShardId, host_port
+
+logger = logging.getLogger(__name__)
 
 TELL_BYTES_S = 2.0
 """Others are told so often, at most, how far a fetch is; of layers that are there, at once."""
+REREAD_FIRST_S, REREAD_EVERY_S = 600.0, 86400.0
+"""All that is here is read again so long after a start, and after it was the last time."""
 
 
 class Weights:
@@ -48,7 +56,11 @@ class Weights:
         self._config = config
         self._key = key
         self._store = store
+        self._held = held
         self._models = held.models
+        self._damaged: frozenset[ShardId] = frozenset()
+        """Shards whose weights had changed on the disk when they were loaded again."""
+        self._rereading: set[asyncio.Task[None]] = set()
         self._address = address
         self._told: Sequence[HeldWeights] = ()
         self._told_at = -math.inf
@@ -68,9 +80,11 @@ class Weights:
         self.fetcher.first_command = start
         if self._config.is_distributed:
             self.fetcher.start()
+        self._spawn(self._reread_all(), "read weights again")
 
     async def stop(self) -> None:
         """End what is fetched; what has come stays on the disk."""
+        await end(self._rereading)
         await self.pulls.close()
         await self.fetcher.stop()
 
@@ -98,10 +112,38 @@ class Weights:
         ]
         self.fetcher.hear(heard, len(others))
 
+    def shards_changed(self) -> None:
+        """Have a checkpoint read again of which a shard has found that it has changed on the disk:
+        what has is fetched again, and the shard loads with it."""
+        host = self._held.host
+        failed = {name for name, why in host.failed.items() if isinstance(why, WeightsDamaged)}
+        for name in failed - self._damaged:
+            model = self._models.get(host.wanted[name].model_id)
+            if model is not None:
+                self._spawn(self._reread(model.weights_sha256), f"read {name} again")
+        self._damaged = frozenset(failed)
+
     def known(self, model: str) -> tuple[ModelId, str] | None:
         """The checkpoint that is meant by a name, of those of which this node or another has
         something. Raises BadRequest when there are several."""
         return meant(model, self._peers, self.fetcher.holdings)
+
+    async def _reread_all(self) -> None:
+        await asyncio.sleep(REREAD_FIRST_S)
+        while True:
+            await self._reread("")
+            await asyncio.sleep(REREAD_EVERY_S)
+
+    async def _reread(self, weights_sha256: str) -> None:
+        try:
+            await self.fetcher.reread(weights_sha256)
+        except MeshError as error:
+            logger.warning("weights are not read again: %s", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = spawn(work, name)
+        self._rereading.add(task)
+        task.add_done_callback(self._rereading.discard)
 
     def _in_use(self) -> set[Path]:
         return {Path(model.directory) for model in self._models.values()}

@@ -27,6 +27,7 @@ from mesh.errors import (
     MeshError,
     WeightsCorrupted,
 )
+from mesh.models.hashing import require_unchanged
 from mesh.processes.messages import Handlers
 from mesh.processes.worker import Worker
 from mesh.shard.commands import (
@@ -212,6 +213,9 @@ class ShardProcess(Worker):
             place = replace(place, endpoint=endpoint)
         self._service.require_absent(request.shard_id)
         plan = await queue.load(lambda: plan_shard(request, place))
+        if command.because:  # what it was loaded from may have changed, too
+            stored = plan.manifest.layer_tensors(plan.request.layers)
+            await queue.load(lambda: require_unchanged(stored))
         room_for = partial(room.loading, plan.shard_id, plan.need, plan.progress)
         async with room_for():
             loaded = await queue.load(lambda: self._load_shard(plan))

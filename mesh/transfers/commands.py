@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.discovery.weights import HeldWeights
+from mesh.errors import MeshError
 from mesh.processes.messages import ProcessMessage, Request, Start
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
@@ -157,7 +158,28 @@ class RemoveCheckpoint(Request[Path], frozen=True):
     directory: Path
 
 
+class Reread(Request[int], frozen=True):
+    """Have everything that is here read again, slowly, or a checkpoint at once; answered with how
+    many tensors have changed on the disk."""
+
+    weights_sha256: str = ""
+
+
 # What it says
+
+
+class Damaged(ProcessMessage, frozen=True):
+    """A tensor has changed on the disk since it came, and counts as missing. With these layers
+    (None: everything) and perhaps the ends all is here again that was; nothing can be done about a
+    checkpoint that was not fetched."""
+
+    model_id: ModelId
+    weights_sha256: str
+    directory: Path
+    error: MeshError
+    is_fetched: bool
+    layers: tuple[LayerRange, ...] | None
+    ends: bool
 
 
 class Idle(ProcessMessage, frozen=True):

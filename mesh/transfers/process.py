@@ -51,6 +51,7 @@ from mesh.transfers.commands import (
     Peers,
     PullRepository,
     RemoveCheckpoint,
+    Reread,
     ServeCheckpoint,
     StartFetcher,
     Transfer,
@@ -59,6 +60,7 @@ from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.hub import origin_of
 from mesh.transfers.outside import CLAIM_PATIENCE, HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace
+from mesh.transfers.rereading import Rereading
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId
@@ -89,9 +91,10 @@ class FetcherProcess(Worker):
 
     most_at_once = 64
 
-    def __init__(self) -> None:
+    def __init__(self, rereading: type[Rereading] = Rereading) -> None:
         super().__init__()
         self._shelf = Shelf()
+        self._rereading = rereading(self._shelf, self.say)
         self._parts: _Parts | None = None
         self._offered_early: list[LocalCheckpoint] = []
         """While it starts, by a daemon that did not know of them when it was told to."""
@@ -115,6 +118,7 @@ class FetcherProcess(Worker):
             PullRepository: self._order,
             FetchHeaders: self._order,
             RemoveCheckpoint: self._order,
+            Reread: self._reread,
             Peers: self._hear,
             MakeWay: lambda command: self._share.make_way(command.is_on),
             ServeCheckpoint: self._offer,
@@ -186,6 +190,11 @@ class FetcherProcess(Worker):
                 return await parts.outside.headers(order, parts.start.cache_dir)
             case RemoveCheckpoint():
                 return await self._delete(order.directory)
+
+    async def _reread(self, command: Reread) -> int:
+        found = await self._rereading.all(command.weights_sha256)
+        await self._tell_holdings()
+        return found
 
     def _hear(self, command: Peers) -> None:
         self._peers = command
@@ -297,7 +306,7 @@ class FetcherProcess(Worker):
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
         self.members.require_trusted(link, "weights", "weights")
-        return WeightsServer(link, self._shelf, self._serving_pace, self._count)
+        return WeightsServer(link, self._shelf, self._rereading, self._serving_pace, self._count)
 
     def _keep_only(self, members: frozenset[NodeId]) -> None:
         for link in self._listener.links if self._listener is not None else ():
@@ -318,9 +327,9 @@ def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     return StoredCheckpoint(manifest, origin, None, snapshot is not None, seen)
 
 
-def main() -> None:
+def main(rereading: type[Rereading] = Rereading) -> None:
     """Be the process, until told to stop or until the daemon is gone."""
-    asyncio.run(FetcherProcess().run())
+    asyncio.run(FetcherProcess(rereading).run())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from mesh.errors import (
     BadRequest,
@@ -23,6 +24,7 @@ from mesh.errors import (
 )
 from mesh.processes.tasks import spawn
 from mesh.transfers.pacing import Pace
+from mesh.transfers.rereading import Rereading
 from mesh.transfers.shelf import Shelf
 from mesh.wire.limits import WEIGHTS_LIMITS
 from mesh.wire.link import Link
@@ -38,6 +40,20 @@ _PATIENCE_S = 30.0
 """How long a peer may take nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked, and the look at it that has to end before it is answered."""
+
+    ask: WeightsAsk
+    looking: asyncio.Task[None] | None
+
+    def end(self) -> None:
+        """It is answered, or nobody waits for that."""
+        if self.looking is not None:
+            self.looking.cancel()
+            self.looking.add_done_callback(_forgotten)
+
+
 class WeightsServer:
     """A `LinkHandler`: answers the questions of one link, one after the other.
 
@@ -45,13 +61,19 @@ class WeightsServer:
     """
 
     def __init__(
-        self, link: Link, shelf: Shelf, pace: Pace, on_sent: Callable[[int], None]
+        self,
+        link: Link,
+        shelf: Shelf,
+        rereading: Rereading,
+        pace: Pace,
+        on_sent: Callable[[int], None],
     ) -> None:
         self._link = link
         self._shelf = shelf
+        self._rereading = rereading
         self._pace = pace
         self._on_sent = on_sent
-        self._waiting: deque[WeightsAsk] = deque()
+        self._waiting: deque[_Question] = deque()
         self._task: asyncio.Task[None] | None = None
 
     def message(self, message: Message) -> None:
@@ -61,31 +83,46 @@ class WeightsServer:
         if len(self._waiting) >= MAX_WAITING:
             self._fail(message, Busy("Too many questions at once.", fix="Ask fewer at a time."))
             return
-        self._waiting.append(message)
+        self._waiting.append(_Question(message, self._begun(message)))
         if self._task is None or self._task.done():
             self._task = spawn(self._answer_all(), "send weights")
 
     def closed(self, error: MeshError | None) -> None:
         """Nobody waits for answers any more."""
+        for question in self._waiting:
+            question.end()
         self._waiting.clear()
         if self._task is not None:
             self._task.cancel()
 
+    def _begun(self, ask: WeightsAsk) -> asyncio.Task[None] | None:
+        """The look at what it asks for, while others are answered."""
+        if ask.part is not Part.TENSOR:
+            return None
+        looking = self._rereading.before_giving(ask.weights_sha256, ask.name)
+        return asyncio.create_task(looking, name=f"read {ask.name}")
+
     async def _answer_all(self) -> None:
         while self._waiting:
-            ask = self._waiting.popleft()
+            question = self._waiting.popleft()
+            ask = question.ask
             try:
-                await as_mesh_error(self._answer(ask), "sending weights", _unforeseen)
+                await as_mesh_error(self._answer(question), "sending weights", _unforeseen)
             except (LinkLost, PipelineStalled) as error:
                 logger.info("peer=%s weights not sent: %s", self._link.peer.node_name, error)
                 self._link.close("it takes nothing")
                 return
             except MeshError as error:
                 self._fail(ask, error)
+            finally:
+                question.end()
 
-    async def _answer(self, ask: WeightsAsk) -> None:
+    async def _answer(self, question: _Question) -> None:
+        ask = question.ask
         if ask.start > ask.stop:
             raise BadRequest("A part cannot end before it begins.", fix="Update hearthnet.")
+        if question.looking is not None:
+            await question.looking
         size = await asyncio.to_thread(self._shelf.size, ask.weights_sha256, ask.part, ask.name)
         start, stop = min(ask.start, size), min(ask.stop, size)
         if start == stop:
@@ -109,6 +146,11 @@ class WeightsServer:
     def _fail(self, ask: WeightsAsk, error: MeshError) -> None:
         with suppress(LinkLost):
             self._link.send(Failure(error.to_dict(), ask.session))
+
+
+def _forgotten(looking: asyncio.Task[None]) -> None:
+    if not looking.cancelled():
+        looking.exception()
 
 
 def _unforeseen(error: Exception) -> MeshError:

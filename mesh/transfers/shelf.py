@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,21 @@ logger = logging.getLogger(__name__)
 class StoredCheckpoint:
     """A checkpoint in one place; `complete` names the tensors of a partial one, None: all.
     `is_read`: this machine has read it at its `origin` itself. `seen` has the fingerprints of files
-    that nobody here writes to: one that is another now has other weights."""
+    that nobody here writes to: one that is another now has other weights. `damaged` are tensors
+    whose bytes are others without that."""
 
     manifest: Manifest
     origin: str
     complete: frozenset[str] | None
     is_read: bool = False
     seen: Mapping[Path, list[Any]] = field(default_factory=dict)
+    damaged: frozenset[str] = frozenset()
 
     @property
     def names(self) -> frozenset[str]:
         """The tensors that are here."""
-        return frozenset(self.manifest.tensors) if self.complete is None else self.complete
+        here = frozenset(self.manifest.tensors) if self.complete is None else self.complete
+        return here - self.damaged if self.damaged else here
 
     @property
     def place(self) -> Path:
@@ -99,6 +102,20 @@ class Shelf:
             if gone is not None:
                 self._documents.pop(gone.manifest.weights_sha256, None)
 
+    def lose(self, place: Path, name: str, *, is_noted: bool) -> None:
+        """A tensor has changed there: it is here no longer. `is_noted`: nor by the journal."""
+        with self._guard:
+            self.version += 1
+            kept = self._kept.get(place)
+            if kept is None:
+                return
+            if is_noted and kept.complete is not None:
+                fewer = replace(kept, complete=kept.complete - {name})
+            else:
+                fewer = replace(kept, damaged=kept.damaged | {name})
+            self._kept[place] = fewer
+            self._documents.pop(kept.manifest.weights_sha256, None)
+
     def claim(self, origin: str, model_id: ModelId, directory: Path) -> None:
         """Have others know that this node fetches a repository from the hub, so that they wait."""
         with self._guard:
@@ -128,6 +145,13 @@ class Shelf:
         """What is in this place."""
         with self._guard:
             return self._kept.get(place)
+
+    def still(self, place: Path, name: str) -> StoredCheckpoint | None:
+        """What is in this place, if it has this tensor and was not replaced. Blocks."""
+        kept = self.at(place)
+        if kept is None or name not in kept.names or not self._is_as_read(kept, name):
+            return None
+        return kept
 
     def all(self) -> list[StoredCheckpoint]:
         """Everything that is here."""
@@ -163,12 +187,23 @@ class Shelf:
 
     # For others
 
+    def having(self, sha256: str, name: str) -> StoredCheckpoint:
+        """A copy of the checkpoint that has this tensor. Blocks. Raises as `size`."""
+        self._require(sha256)
+        for kept in self.of(sha256):
+            if name in kept.names and self._is_as_read(kept, name):
+                return kept
+        raise WeightsMissing(
+            f"This node does not have tensor {name[:128]} of checkpoint {sha256[:12]}.",
+            fix="Ask another node.",
+        )
+
     def size(self, sha256: str, part: Part, name: str) -> int:
         """How many bytes a part has. Raises ModelNotFound, WeightsMissing, BadRequest."""
         if part is Part.DOCUMENT:
             return len(self._document(sha256))
         if part is Part.TENSOR:
-            return self._with_tensor(sha256, name).manifest.tensors[name].nbytes
+            return self.having(sha256, name).manifest.tensors[name].nbytes
         manifest = self._require(sha256).manifest
         file = _file(manifest, part, name)
         if part is Part.FILE:
@@ -180,7 +215,7 @@ class Shelf:
         if part is Part.DOCUMENT:
             return self._document(sha256)[start:stop]
         if part is Part.TENSOR:
-            entry = self._with_tensor(sha256, name).manifest.tensors[name]
+            entry = self.having(sha256, name).manifest.tensors[name]
             return _read(entry.file, entry.offset + start, stop - start)
         file = _file(self._require(sha256).manifest, part, name)
         return _read(file, start, stop - start)
@@ -205,7 +240,7 @@ class Shelf:
             text, version = self._documents.get(sha256), self.version
         if text is None:
             kept = self._require(sha256)
-            document = documents.document_of(kept.manifest, kept.origin, kept.complete)
+            document = documents.document_of(kept.manifest, kept.origin, kept.names)
             text = documents.encode(document)
             with self._guard:
                 if version == self.version:  # else more may have come meanwhile
@@ -219,16 +254,6 @@ class Shelf:
                 f"This node has nothing of checkpoint {sha256[:12]}.", fix="Ask another node."
             )
         return found[0]
-
-    def _with_tensor(self, sha256: str, name: str) -> StoredCheckpoint:
-        self._require(sha256)
-        for kept in self.of(sha256):
-            if name in kept.names and self._is_as_read(kept, name):
-                return kept
-        raise WeightsMissing(
-            f"This node does not have tensor {name[:128]} of checkpoint {sha256[:12]}.",
-            fix="Ask another node.",
-        )
 
     def _is_as_read(self, kept: StoredCheckpoint, name: str) -> bool:
         """Whether the tensor's file is still the one that was hashed; else none of it is given."""

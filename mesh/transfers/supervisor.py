@@ -11,16 +11,18 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import structs, to_builtins
 
 from mesh.discovery.interfaces import Reach
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadValue, MeshError, ProcessLost
 from mesh.processes.lifecycle import ChildEnding, ProcessState
 from mesh.processes.messages import Handlers, Request
 from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
+    Damaged,
     Ensure,
     FetchHeaders,
     Holds,
@@ -33,11 +35,13 @@ from mesh.transfers.commands import (
     Peers,
     PullRepository,
     RemoveCheckpoint,
+    Reread,
     ServeCheckpoint,
     StartFetcher,
     Transfer,
 )
 from mesh.transfers.hub import HubSettings, hub_settings
+from mesh.transfers.repairs import Repairs
 from mesh.transfers.shelf import Holding
 from mesh.types import LayerRange, ModelId, NodeId
 from mesh.wire.websocket import ANY_ADDRESS, BACKLOG
@@ -49,6 +53,8 @@ MAX_LIARS = 1024
 
 OnOrder = Callable[[str], None]
 Notify = Callable[[str, dict[str, Any]], None]
+
+_A = TypeVar("_A")
 
 
 class FetcherSupervisor(RestingSupervisor):
@@ -62,10 +68,12 @@ class FetcherSupervisor(RestingSupervisor):
         notify: Notify = lambda kind, fields: None,
         hub: Callable[[], HubSettings] = hub_settings,
         is_used: Callable[[], bool] = lambda: False,
+        module: str = "mesh.transfers.process",
     ) -> None:
         """`hub` is asked in a thread, whenever it is needed, and `is_used`, while weights move,
-        whether somebody is answered on this machine."""
-        super().__init__("the fetcher", "mesh.transfers.process", start)
+        whether somebody is answered on this machine. `module` calls `mesh.transfers.process.main`.
+        """
+        super().__init__("the fetcher", module, start)
         self.holdings: tuple[Holding, ...] = ()
         """What is here, by checkpoint."""
         self.transfers: tuple[Transfer, ...] = ()
@@ -81,9 +89,15 @@ class FetcherSupervisor(RestingSupervisor):
         self._makes_way = False
         self._peers = Peers(())
         self._advertised: tuple[Sequence[PeerHolding], int] = ((), 0)
-        self._liars: dict[tuple[NodeId, str], Lied] = {}
-        """Who gave wrong bytes, and of which checkpoint: of that it is asked no more, unless it has
-        withdrawn it and offers it anew."""
+        self._liars: dict[tuple[NodeId, str], tuple[Lied, HeldWeights]] = {}
+        """Who gave wrong bytes, of which checkpoint, and what it offered of it: of that it is asked
+        no more before it has withdrawn some of it, as who finds that its disk has changed it does.
+        """
+        self.repairs = Repairs(
+            lambda damaged: self.ensure(
+                damaged.model_id, damaged.weights_sha256, damaged.layers, ends=damaged.ends
+            )
+        )
         self._numbers = itertools.count(1)
         self._orders = 0
         """How many wait for what they have ordered."""
@@ -146,6 +160,13 @@ class FetcherSupervisor(RestingSupervisor):
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
         await self._order(RemoveCheckpoint(directory))
+        self.repairs.forget(directory)
+
+    async def reread(self, weights_sha256: str = "") -> int:
+        """Have what is here compared with its hashes once more: all of it, in a small part of the
+        time, or this checkpoint, at once. How many tensors have changed: they are said, and fetched
+        again where that is possible. Raises MeshError."""
+        return await self._order(Reread(weights_sha256))
 
     def offer(self, model: LocalCheckpoint) -> None:
         """Give this to others as well."""
@@ -164,6 +185,7 @@ class FetcherSupervisor(RestingSupervisor):
         return self.port is not None and is_well
 
     async def stop(self) -> None:
+        await self.repairs.close()
         await super().stop()
         if self.listener is not None:
             self.listener.close()
@@ -171,10 +193,15 @@ class FetcherSupervisor(RestingSupervisor):
     def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """What other nodes advertise now, and how many of those are up."""
         self._advertised = (peers, neighbours)
-        offered = {(peer.node, peer.held.weights_sha256) for peer in peers}
-        liars = self._liars = {key: lied for key, lied in self._liars.items() if key in offered}
+        offered = {(peer.node, peer.held.weights_sha256): peer.held for peer in peers}
+        liars = self._liars = {
+            key: (lied, before)
+            for key, (lied, before) in self._liars.items()
+            if key in offered and not _has_withdrawn(before, offered[key])
+        }
         honest = [peer for peer in peers if (peer.node, peer.held.weights_sha256) not in liars]
-        if self._peers != (now := Peers(tuple(honest), neighbours, tuple(liars.values()))):
+        said = tuple(lied for lied, _ in liars.values())
+        if self._peers != (now := Peers(tuple(honest), neighbours, said)):
             self._peers = now
             self.tell(now)
 
@@ -194,6 +221,7 @@ class FetcherSupervisor(RestingSupervisor):
             Holds: self._holds,
             Moves: self._moves,
             Lied: self._lied,
+            Damaged: self._damaged,
             Idle: self._idle,
         }
 
@@ -235,7 +263,7 @@ class FetcherSupervisor(RestingSupervisor):
 
     # Private
 
-    async def _order(self, order: Request[Path]) -> Path:
+    async def _order(self, order: Request[_A]) -> _A:
         """What one fetcher after the other is asked for until one answers. Raises its error, and
         Busy when there will be no other."""
         self._orders += 1
@@ -277,7 +305,10 @@ class FetcherSupervisor(RestingSupervisor):
         logger.error("%s gave wrong bytes of %s", answer.node_name, answer.tensor)
         while len(self._liars) >= MAX_LIARS:
             del self._liars[next(iter(self._liars))]
-        self._liars[answer.node, answer.weights_sha256] = answer
+        key = answer.node, answer.weights_sha256
+        for peer in self._advertised[0]:
+            if (peer.node, peer.held.weights_sha256) == key:
+                self._liars[key] = answer, peer.held
         self.hear(*self._advertised)
         self._notify(
             "weights_lied",
@@ -288,6 +319,19 @@ class FetcherSupervisor(RestingSupervisor):
                 "tensor": answer.tensor,
             },
         )
+
+    def _damaged(self, answer: Damaged) -> None:
+        error = answer.error
+        logger.error("model=%s %s", answer.model_id, error)
+        self._notify("warning", {"code": error.code, "message": error.message, "fix": error.fix})
+        if answer.is_fetched:
+            self.repairs.take(answer)
+
+
+def _has_withdrawn(before: HeldWeights, now: HeldWeights) -> bool:
+    """Whether somebody offers less of a checkpoint than before."""
+    lost_ends = before.ends and not now.ends
+    return lost_ends or any(span.lacking(now.layers) for span in before.layers)
 
 
 def _listening_socket(start: StartFetcher) -> socket.socket:

@@ -16,10 +16,12 @@ import httpx
 import pytest
 
 from mesh.cli.local_node import LocalNode
+from mesh.models.hashing import has_changed
 from mesh.models.manifest import read_manifest
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.ndif import client
+from tests.transfers.test_fetcher import spoil
 from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -73,8 +75,8 @@ def advertised(node: LocalNode, of: LocalNode) -> int:
 
 
 def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
-    own = ("--dtype", "fp32", "--device", "cpu")
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS, dtype="float16")
+    own = ("--dtype", "fp16", "--device", "cpu")
     attic = own_node("attic", "--model", f"{checkpoint}=toy", *own)
     sofa = own_node("sofa", "--layers", "none", *own)
     attic.wait_ready()
@@ -110,6 +112,22 @@ def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: 
     refused = verb(sofa, "rm", "toy", "--yes")
     assert "model_in_use" in refused.stderr
     assert Path(directory).is_dir()
+
+    weight = "model.layers.5.mlp.up_proj.weight"
+    spoil(Path(directory), weight)  # which it computes with: the file is mapped
+
+    def said() -> list[str]:
+        rows = sofa.get("/mesh/v1/status")["warnings"]
+        return [row["message"] for row in rows if row["code"] == "weights_damaged"]
+
+    wait_for(said)
+    assert [weight in each for each in said()] == [True]
+    assert f"{weight} in {directory}" in verb(sofa, "doctor").stdout
+    wait_for(lambda: not has_changed(read_manifest(Path(directory)).tensors[weight]))
+    wait_for(lambda: served_by(attic) == {"attic", "sofa"} == served_by(sofa))
+    together = answer(attic)
+    assert {hop["node"] for hop in together["hearthnet"]["route"]} == {"attic", "sofa"}
+    assert together["choices"] == alone["choices"]
 
 
 def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(

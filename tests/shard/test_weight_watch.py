@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mesh.errors import WeightsCorrupted
+from mesh.errors import WeightsCorrupted, WeightsDamaged
 from mesh.models.manifest import read_manifest
 from mesh.processes.attempts import MAX_RELOADS
 from mesh.shard.local_shard import LocalShard
@@ -24,8 +24,10 @@ from tests import secure
 from tests.checkpoints import make_checkpoint
 from tests.shard.asker import Asker
 from tests.shard.spans import rows
+from tests.transfers.test_fetcher import spoil
 
 SHARD = ShardId("toy:1-3")
+WEIGHT = "model.layers.2.mlp.up_proj.weight"
 TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="writes to /proc/PID/mem")
@@ -53,14 +55,14 @@ def strike(pid: int, file: Path, offset: int) -> None:
 class Struck:
     """A shard process, and what the daemon thinks of it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, cache_dir: Path | None = None) -> None:
         self._changed = asyncio.Event()
         self.manifest = read_manifest(
             make_checkpoint(directory, "llama", layers=4, dtype="float16")
         )
         shard = {
             "directory": str(directory), "model_id": "toy", "layers": "1-3", "dtype": "fp16",
-            "advertise_host": "127.0.0.1",
+            "advertise_host": "127.0.0.1", "cache_dir": cache_dir,
         }  # fmt: skip
         requests = [secure.request(**shard)]
         self.host = ShardSupervisor(secure.start_command(), requests, self._changed.set)
@@ -86,7 +88,7 @@ class Struck:
         return await asker.step(0, 0, rows(3), session)
 
     def strike(self) -> None:
-        entry = self.manifest.tensors["model.layers.2.mlp.up_proj.weight"]
+        entry = self.manifest.tensors[WEIGHT]
         assert self.host.pid is not None
         strike(self.host.pid, entry.file, entry.offset + entry.nbytes // 2)
 
@@ -118,6 +120,25 @@ async def test_weights_that_change_in_memory_are_withdrawn_and_loaded_again(tmp_
             assert torch.equal(await here.answer(await here.asker(), 1), right)
         with pytest.raises(Exception, match="serves no shard"):
             await here.answer(await here.asker(), 1)
+    finally:
+        await here.host.stop()
+
+
+async def test_weights_that_change_on_the_disk_are_no_fault_of_the_memory(tmp_path: Path) -> None:
+    """They are mapped: what is in memory changes with the file, and loading it again is no help."""
+    here = await asyncio.to_thread(Struck, tmp_path / "toy", cache_dir=tmp_path / "cache")
+    here.host.start()
+    try:
+        await secure.settled(here.host)
+        right = await here.answer(await here.asker(), 1)
+        await asyncio.to_thread(spoil, here.manifest.directory, WEIGHT)
+        await here.until(lambda: isinstance(here.host.failed.get(SHARD), WeightsDamaged))
+        error = here.host.failed[SHARD]
+        assert f"{WEIGHT} in {here.manifest.tensors[WEIGHT].file} is not what it was" in str(error)
+        await asyncio.to_thread(spoil, here.manifest.directory, WEIGHT)  # back
+        here.host.try_again()
+        await here.until(here.served)
+        assert torch.equal(await here.answer(await here.asker(), 1), right)
     finally:
         await here.host.stop()
 

@@ -63,9 +63,11 @@ class House:
         name: str,
         *directories: Path,
         is_used: Callable[[], bool] = lambda: False,
+        lies: bool = False,
         **changes: Any,
     ) -> Fetcher:
-        """Start one that has these checkpoints; `is_used`: whether its machine answers somebody."""
+        """Start one that has these checkpoints; `is_used`: whether its machine answers somebody.
+        One that `lies` gives what is there, whatever that is by now."""
         key = self.keys[name]
         members = [TlsMaterial.of(other, []).certificate for other in self.keys.values()]
         start = StartFetcher(
@@ -84,6 +86,7 @@ class House:
             notify=lambda *event: events.append(event),
             hub=lambda: self.hub,
             is_used=is_used,
+            module="tests.transfers.lying" if lies else "mesh.transfers.process",
         )
         supervisor.start()
         fetcher = self.fetchers[name] = Fetcher(name, key, supervisor, events)

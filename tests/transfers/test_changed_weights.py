@@ -22,7 +22,7 @@ async def test_a_liar_is_said_to_be_one_until_it_offers_its_weights_anew(
 ) -> None:
     copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
     async with house(tmp_path, "liar", "empty") as made:
-        liar, empty = made.start("liar", copy), made.start("empty", patience_s=1.5)
+        liar, empty = made.start("liar", copy, lies=True), made.start("empty", patience_s=1.5)
         await up(liar, empty)
         await asyncio.to_thread(spoil, copy)
         made.introduce()

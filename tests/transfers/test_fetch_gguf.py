@@ -133,7 +133,7 @@ async def test_a_setting_that_is_another_is_refused(tmp_path: Path, checkpoint: 
     await asyncio.to_thread(write_gguf, checkpoint, file, "Q8_0")
     manifest = await asyncio.to_thread(read_manifest, file)
     async with house(tmp_path, "liar", "empty") as made:
-        liar, empty = made.start("liar", file), made.start("empty", patience_s=0.5)
+        liar, empty = made.start("liar", file, lies=True), made.start("empty", patience_s=0.5)
         await up(liar, empty)
         made.introduce()
         await asyncio.to_thread(change, manifest, "rope_freqs.weight")

@@ -166,7 +166,7 @@ async def test_two_give_each_a_part_and_a_third_from_who_is_at_it(
 async def test_a_liar_is_named_and_asked_no_more(tmp_path: Path, whole: Manifest) -> None:
     copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
     async with house(tmp_path, "honest", "liar", "empty") as made:
-        liar = made.start("liar", copy)
+        liar = made.start("liar", copy, lies=True)
         honest, empty = made.start("honest", whole.directory), made.start("empty")
         await up(honest, liar, empty)
         await asyncio.to_thread(spoil, copy)
@@ -189,7 +189,7 @@ async def test_a_liar_is_remembered_when_the_fetcher_has_rested(
 ) -> None:
     copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
     async with house(tmp_path, "honest", "liar", "empty") as made:
-        liar = made.start("liar", copy)
+        liar = made.start("liar", copy, lies=True)
         honest = made.start("honest", whole.directory)
         empty = made.start("empty", idle_s=0.5, unasked_s=0.5)
         await up(honest, liar, empty)
@@ -343,9 +343,11 @@ def right(directory: Path, whole: Manifest) -> set[str]:
     return present
 
 
-def spoil(directory: Path) -> None:
-    """Change a bit of every tensor, or change it back, as a bad disk does: nobody touched it."""
-    for entry in read_manifest(directory).tensors.values():
+def spoil(directory: Path, *names: str) -> None:
+    """Change a bit of these tensors, or of every one, or change it back, as a bad disk does: nobody
+    touched it."""
+    tensors = read_manifest(directory).tensors
+    for entry in [tensors[name] for name in names or tensors]:
         before = entry.file.stat()
         with entry.file.open("r+b") as stream:
             stream.seek(entry.offset)

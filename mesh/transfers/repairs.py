@@ -1,0 +1,64 @@
+"""Fetches again what has changed on the disk since it came.
+
+Tries until it is there: somebody who has it may be away for long. Use on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from mesh.errors import MeshError
+from mesh.processes.tasks import end, spawn
+from mesh.transfers.commands import Damaged
+
+logger = logging.getLogger(__name__)
+
+
+class Repairs:
+    """`take` what is damaged, `forget` what is to be fetched no more, `close` at the end."""
+
+    first_s: float = 5.0
+    """What else is damaged is found meanwhile, and others hear that it is not offered any more."""
+    again_s: float = 1800.0
+
+    def __init__(self, ensure: Callable[[Damaged], Awaitable[object]]) -> None:
+        """`ensure` has all of it here that was; raises MeshError."""
+        self._ensure = ensure
+        self._wanted: dict[Path, list[Damaged]] = {}
+        self._tasks: dict[Path, asyncio.Task[None]] = {}
+
+    def take(self, damaged: Damaged) -> None:
+        """Fetch this again."""
+        wanted = self._wanted.setdefault(damaged.directory, [])
+        if all((each.layers, each.ends) != (damaged.layers, damaged.ends) for each in wanted):
+            wanted.append(damaged)
+        if damaged.directory not in self._tasks:
+            work = self._repair(damaged.directory, wanted)
+            self._tasks[damaged.directory] = spawn(work, f"repair {damaged.directory}")
+
+    def forget(self, directory: Path) -> None:
+        """It is to be removed."""
+        self._wanted.pop(directory, None)
+        if (task := self._tasks.pop(directory, None)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Fetch nothing any more."""
+        await end(self._tasks.values())
+
+    async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
+        wait_s = self.first_s
+        while wanted:
+            await asyncio.sleep(wait_s)
+            try:
+                await self._ensure(wanted[0])
+                del wanted[0]
+                wait_s = 0.0
+            except MeshError as error:
+                logger.warning("%s is not whole again yet: %s", directory, error)
+                wait_s = self.again_s
+        logger.info("%s is whole again", directory)
+        self.forget(directory)

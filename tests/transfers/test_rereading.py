@@ -1,0 +1,143 @@
+"""What changes on the disk after it came: it is found, said, given to nobody and fetched again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import TransferFailed, WeightsDamaged
+from mesh.models.manifest import Manifest
+from mesh.types import LayerRange
+from tests.transfers.house import MODEL, Fetcher, House, house, up
+from tests.transfers.test_fetcher import right, spoil, whole
+
+__all__ = ["whole"]
+
+LAYER = "model.layers.2.mlp.up_proj.weight"
+
+
+async def keeper_of(
+    made: House, whole: Manifest, *, lies: bool = False, patience_s: float = 30.0
+) -> tuple[Fetcher, Path]:
+    """One who has fetched all of it from ``full``, and where that lies."""
+    full, keeper = (
+        made.start("full", whole.directory),
+        made.start("keeper", lies=lies, patience_s=patience_s),
+    )
+    keeper.supervisor.repairs.first_s = 0.5
+    await up(full, keeper)
+    made.introduce()
+    return keeper, await keeper.supervisor.ensure(MODEL, whole.weights_sha256)
+
+
+async def until(so: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not so():  # noqa: ASYNC110 - processes have no event for it
+            await asyncio.sleep(0.02)
+
+
+async def test_an_honest_machine_whose_disk_has_changed_is_no_liar(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper", "empty") as made:
+        keeper, directory = await keeper_of(made, whole)
+        await asyncio.to_thread(spoil, directory, LAYER)
+        empty = made.start("empty")
+        await up(empty)
+        empty.supervisor.hear(keeper.holding())
+        fetched = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
+        await until(lambda: keeper.events)
+        await until(lambda: keeper.supervisor.holdings[0].layers != whole.layers_here())
+        empty.supervisor.hear(keeper.holding())
+        await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
+        empty.supervisor.hear(keeper.holding())
+        assert await asyncio.to_thread(right, await fetched, whole) == set(whole.tensors)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert empty.events == []
+        ((kind, said),) = keeper.events
+        assert (kind, said["code"]) == ("warning", WeightsDamaged.code)
+        assert LAYER in said["message"]
+        assert str(directory) in said["message"]
+
+
+async def test_what_has_changed_is_found_though_nobody_asks_for_it(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        assert await keeper.supervisor.reread() == 0
+        await asyncio.to_thread(spoil, directory)
+        made.fetchers["full"].supervisor.hear([])
+        assert await keeper.supervisor.reread(whole.weights_sha256) == len(whole.tensors)
+        assert await asyncio.to_thread(right, directory, whole) == set()
+        await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert await keeper.supervisor.reread() == 0
+
+
+async def test_what_nobody_has_is_fetched_once_somebody_has_it(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole, patience_s=0.2)
+        keeper.supervisor.repairs.again_s = 0.1
+        keeper.supervisor.hear([])
+        await asyncio.to_thread(spoil, directory, LAYER)
+        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await asyncio.sleep(2 * keeper.supervisor.repairs.first_s)
+        assert LAYER not in await asyncio.to_thread(right, directory, whole)
+        made.introduce()
+        await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
+async def test_what_is_removed_is_not_fetched_again(tmp_path: Path, whole: Manifest) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        await asyncio.to_thread(spoil, directory, LAYER)
+        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await keeper.supervisor.remove(directory)
+        await asyncio.sleep(2 * keeper.supervisor.repairs.first_s)
+        assert not await asyncio.to_thread(directory.exists)
+
+
+async def test_a_file_of_somebody_elses_is_left_alone_and_not_offered(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
+    async with house(tmp_path, "giver", "empty") as made:
+        giver, empty = made.start("giver", copy), made.start("empty", patience_s=0.5)
+        await up(giver, empty)
+        await asyncio.to_thread(spoil, copy, LAYER)
+        assert await giver.supervisor.reread() == 1
+        assert giver.supervisor.holdings[0].layers == (LayerRange(0, 2), LayerRange(3, 8))
+        made.introduce()
+        with pytest.raises(TransferFailed, match="has 1 of the tensors that are missing"):
+            await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        assert empty.events == []
+        assert [kind for kind, _ in giver.events] == ["warning"]
+
+
+async def test_who_lied_and_then_finds_out_is_asked_again(tmp_path: Path, whole: Manifest) -> None:
+    """What is wrong on its disk was right when it was looked at last."""
+    async with house(tmp_path, "full", "keeper", "empty") as made:
+        keeper, directory = await keeper_of(made, whole, lies=True)
+        await asyncio.to_thread(spoil, directory, LAYER)
+        empty = made.start("empty", patience_s=0.5)
+        await up(empty)
+        empty.supervisor.hear(keeper.holding())
+        for _ in range(2):
+            with pytest.raises(TransferFailed, match="keeper: It gave wrong bytes"):
+                await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+            empty.supervisor.hear(keeper.holding())
+        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        empty.supervisor.hear(keeper.holding())
+        await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
+        empty.supervisor.hear(keeper.holding())
+        fetched = await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        assert await asyncio.to_thread(right, fetched, whole) == set(whole.tensors)
+        assert [kind for kind, _ in empty.events] == ["weights_lied"]
