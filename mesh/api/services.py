@@ -217,9 +217,9 @@ class DeploymentControl(Protocol):
         unless it is used | None, "nodes": [ids], "layers": [pins], "level": HOT, WARM or COLD,
         "resting", "state", "missing", "epoch", "why", "error", "by", "wished_at", "spans":
         [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
-        "bytes_per_s", "eta_s", "reason"}]}`` of each; what `nodes` and `layers` say is as an order
-        may have it. Those that are still to be wished for, as their models are read first, are
-        among them; `error` says why that did not come to it."""
+        "bytes_per_s", "eta_s", "reason", "error"}]}`` of each; what `nodes` and `layers` say is as
+        an order may have it. Those that are still to be wished for, as their models are read first,
+        are among them; `error` says why that did not come to it."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from mesh.cli.output import note, print_table, say
-from mesh.errors import BadRequest, NotEnoughMemory, NotFound, NotReady, from_dict
+from mesh.errors import BadRequest, MeshError, NoRoute, NotFound, NotReady, from_dict
 from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
@@ -84,13 +84,21 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
             )
         failed = failures.lasting(spans, asyncio.get_running_loop().time())
         if failed and row["state"] == "FAILED":
-            raise NotEnoughMemory(
-                f"{failed[0]['node']} cannot hold layers {failed[0]['layers']}:"
-                f" {failed[0]['reason']}",
-                fix="It is tried again by itself; see `hearthnet status`, or end it with"
-                " `hearthnet evict`.",
-            )
+            raise _failure(failed[0])
         await asyncio.sleep(POLL_S)
+
+
+def _failure(span: dict[str, Any]) -> MeshError:
+    """What a span has failed with, in its machine's words; earlier versions say no code."""
+    said = span.get("error") or {"code": NoRoute.code, "message": span["reason"], "fix": ""}
+    again = "It is tried again by itself; `hearthnet evict` ends that."
+    return from_dict(
+        {
+            **said,
+            "message": f"{span['node']} cannot hold layers {span['layers']}: {said['message']}",
+            "fix": f"{said['fix']} {again}".strip(),
+        }
+    )
 
 
 async def within(seconds: float | None, work: Coroutine[Any, Any, _T], what: str) -> _T:

@@ -41,8 +41,8 @@ class Phase(StrEnum):
 class PhaseProgress:
     """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
     `bytes_per_s`; while it is deployed they count what it is at: reading, packing. `reason` says
-    what it waits for or why it failed. `lacks_memory`: its machine has no room for it, in memory or
-    on its disk."""
+    what it waits for or why it failed, with what to do about it; `error` is that where it failed.
+    `lacks_memory`: its machine has no room for it, in memory or on its disk."""
 
     phase: Phase
     done: int = 0
@@ -50,6 +50,7 @@ class PhaseProgress:
     reason: str | None = None
     lacks_memory: bool = False
     bytes_per_s: float = 0.0
+    error: MeshError | None = None
 
     @property
     def eta_s(self) -> float | None:
@@ -65,6 +66,7 @@ class PhaseProgress:
             "bytes_per_s": self.bytes_per_s,
             "eta_s": self.eta_s,
             "reason": self.reason,
+            "error": None if self.error is None else self.error.to_dict(),
         }
 
 
@@ -106,11 +108,13 @@ class Phases:
         reason: str | None = None,
         *,
         lacks_memory: bool = False,
+        error: MeshError | None = None,
     ) -> None:
         """It is in this phase now."""
         before = self._now.get(shard)
         kept = before if before is not None and before.phase is phase else PhaseProgress(phase)
-        now = self._now[shard] = replace(kept, reason=reason, lacks_memory=lacks_memory)
+        now = replace(kept, reason=reason, lacks_memory=lacks_memory, error=error)
+        self._now[shard] = now
         if before is None or (before.phase, before.lacks_memory) != (phase, lacks_memory):
             self._on_change(shard, now)
 
@@ -132,7 +136,7 @@ class Phases:
         reason = f"{error.message} {error.fix}".strip()
         self._failures[shard] = _Failure(reason, now + wait_s(count), count)
         lacks = error.code in (NotEnoughMemory.code, DiskFull.code)
-        self.put(shard, Phase.FAILED, reason, lacks_memory=lacks)
+        self.put(shard, Phase.FAILED, reason, lacks_memory=lacks, error=error)
 
     def ready(self, shard: ShardId) -> None:
         """It is served."""

@@ -16,20 +16,24 @@ from mesh.codec import MAX_TEXT, Int63, Text
 
 MAX_SPANS = 64
 MAX_MODELS = 64
+_Said = Annotated[str, Meta(max_length=MAX_TEXT), codec.printable]
 
 
 @dataclass(frozen=True, slots=True)
 class SpanProgress:
     """A shard that is to be there and is not yet. `phase` is a word of `mesh.deployments.phases`,
     `done_bytes` of `total_bytes` have come; `reason` says what it waits for or why it failed.
-    `lacks_memory`: the node has no room for it."""
+    `lacks_memory`: the node has no room for it. Of one that failed, `code` is that of the error,
+    and `fix` the end of `reason`; earlier versions say neither."""
 
     shard_id: Text
     phase: Text
     done_bytes: Int63 = 0
     total_bytes: Int63 = 0
-    reason: Annotated[str, Meta(max_length=MAX_TEXT), codec.printable] = ""
+    reason: _Said = ""
     lacks_memory: bool = False
+    code: _Said = ""
+    fix: _Said = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class DeploymentsHere:
             for shard in deployment.shards_of(self.house.node):
                 now = self.reconciler.phases.get(shard)
                 if now is not None and now.phase is not Phase.READY:
-                    spans.append(_told(shard, now))
+                    spans.append(told_of(shard, now))
         asks = [name for name, asker in self._held.askers.items() if asker.is_ready]
         return NodeProgress(tuple(spans[:MAX_SPANS]), tuple(asks[:MAX_MODELS]))
 
@@ -102,9 +102,13 @@ class DeploymentsHere:
         await self.reconciler.stop()
 
 
-def _told(shard: ShardId, now: PhaseProgress) -> SpanProgress:
-    reason = shortened(now.reason or "")
-    return SpanProgress(shard, now.phase.value, now.done, now.total, reason, now.lacks_memory)
+def told_of(shard: ShardId, now: PhaseProgress) -> SpanProgress:
+    """What neighbours are told of a span; `Layouts.told` reads it."""
+    reason, error = shortened(now.reason or ""), now.error
+    code, fix = ("", "") if error is None else (error.code, shortened(error.fix))
+    return SpanProgress(
+        shard, now.phase.value, now.done, now.total, reason, now.lacks_memory, code, fix
+    )
 
 
 def _folders(config: Config) -> list[Path]:

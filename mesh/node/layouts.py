@@ -20,7 +20,8 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
-from mesh.errors import MeshError, UnsupportedFamily, WeightsMismatch
+from mesh.discovery.progress import SpanProgress
+from mesh.errors import MeshError, UnsupportedFamily, WeightsMismatch, from_dict
 from mesh.node.estimates import Estimates
 from mesh.node.shards_as_seen import becomes_free_mb, served_shard
 from mesh.routing.machines import ITEMSIZE
@@ -146,9 +147,18 @@ class Layouts:
                     each.total_bytes,
                     each.reason or None,
                     each.lacks_memory,
+                    error=_error(each),
                 )
         return None
 
     def _lacks(self, shard: ShardId, node: NodeId) -> bool:
         told = self.told(node, shard)
         return told is not None and told.lacks_memory
+
+
+def _error(said: SpanProgress) -> MeshError | None:
+    """Why it failed, as far as its node says."""
+    if not said.code:
+        return None
+    message = said.reason.removesuffix(said.fix).strip()
+    return from_dict({"code": said.code, "message": message, "fix": said.fix})

@@ -10,7 +10,7 @@ import pytest
 
 from mesh.cli.bringing_up import bring_up
 from mesh.cli.deploying import EVICTED_S, PlacedSpan, follow, until_unloaded
-from mesh.errors import NoRoute, NotEnoughMemory, NotReady
+from mesh.errors import DiskFull, NoRoute, NotReady
 from tests.simulation.virtual_loop import run_virtually
 from tests.tui.house import deployment, span
 
@@ -49,8 +49,23 @@ def test_what_fails_again_and_again_is_given_up() -> None:
 
     async def main() -> None:
         async with asyncio.timeout(250):
-            with pytest.raises(NotEnoughMemory, match="sofa cannot hold layers 0-3: nobody has it"):
+            with pytest.raises(NoRoute, match="sofa cannot hold layers 0-3: nobody has it"):
                 await followed(at)
+
+    run_virtually(main)
+
+
+def test_what_fails_is_said_as_what_it_is() -> None:
+    full = DiskFull("The disk of /models is full.", fix="Free some room.")
+    failed = {**row("FAILED", reason=str(full))}
+    failed["spans"] = [{**failed["spans"][0], "error": full.to_dict()}]
+
+    async def main() -> None:
+        async with asyncio.timeout(60):
+            with pytest.raises(DiskFull) as caught:
+                await followed(lambda now: failed)
+        assert caught.value.message == "sofa cannot hold layers 0-3: The disk of /models is full."
+        assert caught.value.fix.startswith("Free some room. It is tried again by itself")
 
     run_virtually(main)
 

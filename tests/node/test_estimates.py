@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mesh import codec
 from mesh.capacity import Capacity, Device, Speed
 from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
@@ -18,17 +19,28 @@ from mesh.config import Config
 from mesh.config.sections import HostSection
 from mesh.deployments.laid import AvailableNode, Gap, Laid
 from mesh.deployments.laying import NOTHING, RoomAdjustments
+from mesh.deployments.phases import Phases
 from mesh.deployments.placement import gaps, make_plan
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, Offering, ShardStore
+from mesh.discovery.progress import NodeProgress
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, MeshError, ModelNotFound, UnsupportedFamily, WeightsMismatch
+from mesh.errors import (
+    BadRequest,
+    DiskFull,
+    MeshError,
+    ModelNotFound,
+    TransferFailed,
+    UnsupportedFamily,
+    WeightsMismatch,
+)
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
+from mesh.node.deployments_here import told_of
 from mesh.node.estimates import EstimateContext, Estimates
 from mesh.node.layouts import Layouts
 from mesh.node.served_speed import AskedTimes
@@ -41,7 +53,16 @@ from mesh.shard.footprint import ends_mb, estimate
 from mesh.shard.load_plan import HostedOn, plan_shard
 from mesh.shard.loading import load_shard
 from mesh.shard.settings import ShardSettings
-from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
+from mesh.types import (
+    Done,
+    Endpoint,
+    HopTiming,
+    LayerRange,
+    ModelId,
+    NodeId,
+    RouteHop,
+    shard_id,
+)
 from tests.checkpoints import make_checkpoint
 from tests.coded_files import Form, awq, fp8, packed, write_coded
 from tests.discovery.network import advertised
@@ -419,6 +440,32 @@ async def test_what_may_rest_makes_the_room_that_it_says_it_takes(store: ShardSt
     assert layouts.taken_mb(wish, said.layers) == 400
     assert layouts.taken_mb(wish, other) == layouts.need_mb(wish, other) == 30
     assert layouts.taken_mb(replace(wish, quant="int8"), said.layers) < 400
+
+
+async def test_why_a_span_failed_elsewhere_is_said_here_as_there(store: ShardStore) -> None:
+    shard = shard_id(ModelId("toy"), LayerRange(0, 4))
+    phases = Phases(lambda shard, now: None)
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
+    for error in (
+        DiskFull("The disk of /models is full.", fix="Free some room."),
+        UnsupportedFamily("It cannot be cut.", fix=""),
+        TransferFailed(f"{'Nobody has it. ' * 40}", fix="Start the node that has it."),
+    ):
+        phases.failed(shard, error, 0.0)
+        now = phases.get(shard)
+        assert now is not None
+        said = decoded_progress(NodeProgress((told_of(shard, now),)))
+        store.update(NodeInfo(NEAR, "Near", "", "test"), Offering(progress=said))
+        told = layouts.told(NEAR, shard)
+        assert told is not None
+        assert told.error is not None
+        assert (told.error.code, told.error.fix) == (error.code, error.fix)
+        assert told.error.message[:200] == error.message[:200]
+
+
+def decoded_progress(progress: NodeProgress) -> NodeProgress:
+    """As it arrives."""
+    return codec.convert(codec.plain(progress), NodeProgress)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])

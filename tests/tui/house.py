@@ -192,7 +192,7 @@ def span(
     return {
         "replica": replica, "node_id": key, "node": name, "layers": layers, "phase": phase,
         "done_bytes": done, "total_bytes": total, "reason": reason,
-        "bytes_per_s": 0.0, "eta_s": None,
+        "bytes_per_s": 0.0, "eta_s": None, "error": None,
     }  # fmt: skip
 
 
