@@ -7,6 +7,7 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route, WebSocketRoute
 
 from mesh.api import (
@@ -94,6 +95,7 @@ def create_app(
         exception_handlers={
             MeshError: faults.on_mesh_error,
             HTTPException: faults.on_http_exception,
+            ClientDisconnect: faults.on_client_gone,
             Exception: faults.on_exception,
         },
     )

@@ -133,6 +133,11 @@ def _asked_without_an_id(routes: Sequence[BaseRoute], begun: str) -> list[str]:
     return [path for path in paths if path.startswith(begun) and "{" not in path]
 
 
+def on_client_gone(_request: Request, _error: Exception) -> Response:
+    """Handler for clients that leave before their request has come whole: nothing failed here."""
+    return Response(status_code=499)  # nobody reads it
+
+
 def on_exception(request: Request, _error: Exception) -> Response:
     """Handler for everything else; Starlette raises it again and uvicorn logs it."""
     response = error_response(unforeseen(), request.url.path)

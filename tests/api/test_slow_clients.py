@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -75,6 +76,22 @@ async def test_slow_body_is_refused_and_cut(quick: Served) -> None:
     said = await trickle(quick, head, b" ")
     assert said.startswith(b"HTTP/1.1 400")
     assert b"did not arrive within" in said
+
+
+async def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
+    quick: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n"
+    async with raw(quick) as (_, writer):
+        writer.write(head + b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)  # the rest of it is waited for
+    with caplog.at_level(logging.INFO):
+        async with asyncio.timeout(LONG_S):
+            while "/v1/completions" not in caplog.text:
+                await asyncio.sleep(0.01)
+    assert ": 499 in " in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_slow_body_that_nobody_asked_for_is_cut(quick: Served) -> None:
