@@ -135,6 +135,10 @@ class NotRunning(MeshError, code="not_running", http_status=503, retryable=True)
     """No daemon answers at the expected address."""
 
 
+class NodeStopped(MeshError, code="node_stopped", http_status=503, retryable=True):
+    """The node was stopped, and the answer had not ended when its `drain_seconds` were over."""
+
+
 class AlreadyRunning(MeshError, code="already_running", http_status=409):
     """A daemon already uses this state directory."""
 

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from mesh.api.services import CoordinationView, ReadyQuestion
 from mesh.api.sse import unless_gone
-from mesh.errors import BadRequest, NotReady
+from mesh.errors import BadRequest, NodeStopped, NotReady
 from mesh.types import LayerRange
 
 MAX_WAIT_S = 30
@@ -32,9 +32,10 @@ def routes(coordination: CoordinationView, closing: asyncio.Event) -> list[Route
         if question is None:
             return JSONResponse(await coordination.view())
         answer = coordination.when_ready(question)
-        found = await unless_gone(request.receive, answer, closing)
-        if found is None:
-            raise NotReady("This node stops.", fix="Ask again when it is back.")
+        try:
+            found = await unless_gone(request.receive, answer, closing)
+        except NodeStopped:
+            raise NotReady("This node stops.", fix="Ask again when it is back.") from None
         return JSONResponse(found)
 
     return [Route("/mesh/v1/coordination", view)]

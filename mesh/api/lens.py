@@ -66,8 +66,6 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
         caller = caller_of(request)
         reading = generations.lens(body.to_request(caller.principal), body.top)
         found = await unless_gone(request.receive, reading)
-        if found is None:
-            return Response(status_code=499)  # nobody reads it
         caller.charge(found["prompt_tokens"])
         return JSONResponse({"model": body.model, **found})
 

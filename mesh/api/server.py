@@ -26,6 +26,8 @@ from mesh.errors import BadValue, PortInUse, no_such_address
 from mesh.types import host_port
 
 _GRACE_S = 5
+_TELLING_S = 2.0
+"""How long clients have to read that their answers end."""
 _MAX_MESSAGE_BYTES = 64 << 10
 _BACKLOG = 128
 _DATE_S = 1.0
@@ -124,11 +126,14 @@ class ApiServer:
         return fields
 
     async def close(self, grace_s: float = _GRACE_S) -> None:
-        """Stop listening; running answers get `grace_s` seconds, then they are cancelled."""
+        """Stop listening; running answers get `grace_s` seconds, then their clients are told that
+        they end."""
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._app.state.closing.set()
         self._server.leave()
         await self._task
+        if untold := self._server.server_state.tasks:
+            await asyncio.wait(untold, timeout=_TELLING_S)
         await self._app.state.kept.close()
 
 

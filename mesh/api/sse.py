@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mesh.api.faults import error_body, error_response, unforeseen
-from mesh.errors import BadRequest, MeshError
+from mesh.errors import BadRequest, MeshError, NodeStopped
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,12 @@ def last_event_id(request: Request) -> int | None:
 
 async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, _T], closing: asyncio.Event | None = None
-) -> _T | None:
-    """The result of `work`; None when the client left first or `closing` was set.
+) -> _T:
+    """The result of `work`, which has ended in any case when this does. The request's body must
+    have been read.
 
-    The request's body must have been read. `work` has ended in any case when this returns.
+    Raises what `work` does, ClientDisconnect when the client left first, and NodeStopped when
+    `closing` was set or the server waits for the request no longer.
     """
     task = asyncio.create_task(work, name="api-answer")
     watchers = {asyncio.create_task(_disconnected(receive), name="api-disconnect")}
@@ -77,7 +79,11 @@ async def unless_gone(
         await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        return None
+        if closing is not None and closing.is_set():
+            raise _stopped()
+        raise ClientDisconnect
+    except asyncio.CancelledError:  # a request is cancelled by a server that closes, and only then
+        raise _stopped() from None
     finally:
         abandoned = not task.done()
         for each in (task, *watchers):
@@ -85,6 +91,13 @@ async def unless_gone(
         outcome, *_ = await asyncio.gather(task, *watchers, return_exceptions=True)
         if abandoned and isinstance(outcome, Exception):
             logger.warning("closing an abandoned answer failed", exc_info=outcome)
+
+
+def _stopped() -> NodeStopped:
+    return NodeStopped(
+        "This node was stopped before the answer had ended.",
+        fix="Ask again when it is up, or ask another node.",
+    )
 
 
 class Chunks(Protocol):
@@ -129,9 +142,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks end, the client leaves or the server closes."""
-        await unless_gone(receive, self._run(scope, receive, send), self._closing)
-        if self._started and self._closing is not None and self._closing.is_set():
-            await send({"type": "http.response.body", "body": b""})
+        try:
+            await unless_gone(receive, self._run(scope, receive, send), self._closing)
+        except ClientDisconnect:
+            pass
+        except NodeStopped as error:
+            is_endless = self._closing is not None
+            if self._started and is_endless:  # nothing is missing
+                await send({"type": "http.response.body", "body": b""})
+            else:
+                await self._end_with(error, scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._ping_s is None:
@@ -158,11 +178,8 @@ class EventStream(Response):
                 async for chunk in self._chunks:
                     await self._send(send, chunk)
         except MeshError as error:
-            await self._end_pings()
-            if not self._started:
-                await error_response(error, scope["path"])(scope, receive, send)
-                return
-            await self._fail(send, error)
+            await self._end_with(error, scope, receive, send)
+            return
         except Exception:
             await self._end_pings()
             if self._started:
@@ -172,6 +189,14 @@ class EventStream(Response):
         await self._end_pings()
         if not self._started:
             await self._send(send, b"")  # a stream without a single event is a stream as well
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _end_with(self, error: MeshError, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._end_pings()
+        if not self._started:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        await self._fail(send, error)
         await send({"type": "http.response.body", "body": b""})
 
     async def _fail(self, send: Send, error: MeshError) -> None:

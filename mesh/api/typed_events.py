@@ -53,8 +53,7 @@ class TypedAnswer:
 
     async def whole(self, request: Request) -> Response:
         """The whole answer. Raises MeshError; the generation ends with the client."""
-        answer = await unless_gone(request.receive, self._written())
-        return Response(status_code=499) if answer is None else JSONResponse(answer)
+        return JSONResponse(await unless_gone(request.receive, self._written()))
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The server-sent events, whole ones. Raises MeshError."""

@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_before_its_body_is_whole_is_no_failure(
         await asyncio.sleep(0.05)  # the rest of it is waited for
     with caplog.at_level(logging.INFO):
         async with asyncio.timeout(LONG_S):
-            while "/v1/completions" not in caplog.text:
+            while "/v1/completions" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     assert ": 499 in " in caplog.text
     assert "Traceback" not in caplog.text

@@ -130,3 +130,38 @@ async def test_closing_ends_event_streams_cleanly() -> None:
             assert {line async for line in lines} <= {"", ": ping"}
         await asyncio.wait_for(closing, 5)
         assert api.view.unwatched.is_set()
+
+
+async def test_closing_tells_clients_that_their_answers_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = [{"role": "user", "content": "x"}]
+    chat, message = "/v1/chat/completions", "/v1/messages"
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (path, {"model": model, "stream": stream, **form})
+        for model, stream in (("stuck", True), ("stuck", False), ("silent", True))
+        for path, form in (
+            (chat, {"messages": said}),
+            ("/v1/responses", {"input": "x"}),
+            (message, {"messages": said, "max_tokens": 9}),
+            ("/api/chat", {"messages": said}),
+        )
+    ]
+    bodies += [
+        (chat, {"model": "stuck", "messages": said, "stream": True, "resumable": True}),
+        (f"{message}/count_tokens", {"model": "silent", "messages": said}),
+    ]
+    async with serving() as api, httpx.AsyncClient(trust_env=False, timeout=10) as http:
+        asked = [asyncio.create_task(http.post(api.url + path, json=one)) for path, one in bodies]
+        async with asyncio.timeout(5):
+            while len(api.generations.requests) < len(bodies):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.wait_for(api.server.close(grace_s=0.2), 5)
+        answers = await asyncio.gather(*asked)
+    for (path, one), answer in zip(bodies, answers, strict=True):
+        last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
+        assert "node_stopped" in last, (path, one, answer.text)
+        assert "Ask again when it is up" in last
+        json.loads(last)
+        assert answer.status_code == (503 if last == answer.text.strip() else 200)
+    assert "Traceback" not in caplog.text

@@ -20,7 +20,7 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.field_names import FieldNames
 from mesh.api.services import ApiSettings, Generations
-from mesh.api.sse import EventStream
+from mesh.api.sse import EventStream, unless_gone
 from mesh.api.typed_events import TypedAnswer
 from mesh.types import GenerationRequest
 
@@ -64,7 +64,8 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
         body = await read_body(request, AskedBody, settings)
         asked = asked_by(request, body, f"count_{secrets.token_hex(16)}")
         with _NAMES.in_errors():
-            return JSONResponse({"input_tokens": await generations.count(asked)})
+            tokens = await unless_gone(request.receive, generations.count(asked))
+        return JSONResponse({"input_tokens": tokens})
 
     return [
         Route("/v1/messages", create, methods=["POST"]),

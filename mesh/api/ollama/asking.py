@@ -16,6 +16,7 @@ from mesh.api.ollama.models import Catalogue
 from mesh.api.ollama.schemas import OllamaChatBody, OllamaGenerateBody
 from mesh.api.ollama.streaming import LineStream, lines, whole
 from mesh.api.services import ApiSettings, Generations
+from mesh.api.sse import unless_gone
 from mesh.errors import NoRoute, NotSupported
 from mesh.types import GenerationRequest, TokenDelta
 
@@ -73,7 +74,7 @@ class _Asking:
         asked = body.to_request(model, f"ollama-{secrets.token_hex(16)}", caller.principal)
         asked = replace(asked, may_wake=caller.may_wake)
         if body.is_empty:
-            await self._load(asked)
+            await unless_gone(request.receive, self._load(asked))
             last = {"done": True, "done_reason": "load"}
             return JSONResponse({**head(body.model), **form(TokenDelta("", ())), **last})
         frames = self.generations.generate(asked)

@@ -46,8 +46,6 @@ async def whole(
     """The whole answer as one object. Raises MeshError; the generation ends with the client."""
     watch = Stopwatch()
     ended = await unless_gone(request.receive, collected(_watched(frames, watch), 1, caller))
-    if ended is None:
-        return Response(status_code=499)  # nobody reads it
     ((said, done),) = ended
     return JSONResponse({**head(model), **form(said.answer), **watch.last(done)})
 

@@ -22,6 +22,7 @@ from mesh.api.openai.response_output import ResponseWriter
 from mesh.api.openai.streaming import streamed
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
+from mesh.api.sse import unless_gone
 from mesh.api.typed_events import TypedAnswer
 
 _NAMES = FieldNames(
@@ -66,7 +67,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         body, caller = await read_body(request, ResponseBody, settings), caller_of(request)
         asked = body.to_request(f"count_{secrets.token_hex(16)}", caller.principal)
         with _NAMES.in_errors():
-            tokens = await generations.count(replace(asked, may_wake=caller.may_wake))
+            counting = generations.count(replace(asked, may_wake=caller.may_wake))
+            tokens = await unless_gone(request.receive, counting)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     return [

@@ -91,8 +91,6 @@ async def whole(
     """The whole answer as one object, with a choice for each of `styles`. Raises MeshError; the
     generation ends with the client."""
     ended = await unless_gone(request.receive, collected(frames, len(styles), caller))
-    if ended is None:
-        return Response(status_code=499)  # nobody reads it
     all_done = [done for _, done in ended]
     body = head.whole(
         [
@@ -119,7 +117,8 @@ def streamed(
     streams.keep(owner, answer_id, chunks, failure=failure)
     kept = streams.follow(owner, answer_id, -1)
     # The id is in every chunk, but a connection may break before the first.
-    return EventStream(kept, headers={"X-Stream-Id": answer_id}, ping_s=settings.ping_s)
+    named = {"X-Stream-Id": answer_id}
+    return EventStream(kept, headers=named, ping_s=settings.ping_s, failure=failure)
 
 
 async def events(
