@@ -167,6 +167,8 @@ class _Calls:
 
     def _arguments(self, number: int, function: Mapping[str, Any]) -> str:
         schema: Mapping[str, Any] = function["parameters"]
+        if schema.get("properties") == {}:  # a function of none, whose caller would invent some
+            schema = {"additionalProperties": False, **schema}
         kinds = schema.get("type", "object")
         if kinds == "object" or (isinstance(kinds, list) and "object" in kinds):
             schema, why = {**schema, "type": "object"}, self._objection

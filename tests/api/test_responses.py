@@ -331,6 +331,7 @@ async def test_an_answer_is_bound_to_a_schema_and_a_refusal_of_one_names_its_fie
             ({"text": {"format": form}}, "text.format.schema"),
             ({"tools": [tool]}, "tools.0.parameters"),
             ({"max_output_tokens": 5000}, "max_output_tokens"),
+            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ):
             asked: Any = {"model": "toy", "input": ASK, **more}
             with pytest.raises(openai.BadRequestError) as refused:

@@ -328,3 +328,12 @@ async def test_what_is_called_is_called_with_an_object(schema: dict[str, Any]) -
     async with asking(HERMES, number) as (client, _):
         choice = await whole(client, tools=[tool], tool_choice="required", max_tokens=60)
         assert isinstance(json.loads(choice.message.tool_calls[0].function.arguments), dict)
+
+
+@pytest.mark.parametrize("named", [{}, {"parameters": {"type": "object", "properties": {}}}])
+async def test_a_function_without_parameters_is_called_with_none(named: dict[str, Any]) -> None:
+    tool: Any = {"type": "function", "function": {"name": "now", **named}}
+    invented = '<tool_call>{"name": "now", "arguments": {"zone": "here"}}</tool_call>'
+    async with asking(HERMES, invented) as (client, _):
+        choice = await whole(client, tools=[tool], tool_choice="required", max_tokens=60)
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {}

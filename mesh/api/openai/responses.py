@@ -31,6 +31,7 @@ _NAMES = FieldNames(
         (re.compile(r"\bresponse_format\b"), "text.format"),
         (re.compile(r"\b(tools\.\d+)\.function\b"), r"\1"),
         (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
+        (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
     ),
     said="input",
 )
