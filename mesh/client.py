@@ -33,7 +33,7 @@ from mesh.errors import (
     from_dict,
 )
 from mesh.paths import StatePaths
-from mesh.runtime import DaemonRecord, read_daemon
+from mesh.runtime import DaemonRecord, read_daemon, required_daemon
 
 _READ_S = 60.0
 """Longer than the server's pause between keep-alive comments."""
@@ -45,6 +45,7 @@ _SIGN_S = 1000.0
 """A checkpoint that is deployed for the first time is read to its last byte."""
 _DEPLOYMENTS = "/mesh/v1/deployments"
 _WEIGHTS = "/mesh/v1/weights"
+_START_ONE = "Start one with `hearthnet up`, or name another with --host or --state-dir."
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -388,18 +389,18 @@ class Client:
 def locate(host: str | None, state_dir: Path, api_key: str | None) -> Client:
     """A client of the daemon at URL `host`, else of the one that runs with `state_dir`.
 
-    Raises NotRunning when `state_dir` has no running daemon.
+    Raises NotRunning when `state_dir` has no running daemon; FileRefused when it is not ours to
+    look into.
     """
-    record = read_daemon(StatePaths(state_dir).runtime_file)
+    paths = StatePaths(state_dir)
     if host is not None:
+        record = read_daemon(paths.runtime_file)
         url = host if "://" in host else f"http://{host}"
         # The owner's key goes to the daemon that wrote it down, under the very name it gave.
         if record is not None and url.rstrip("/") == record.api_url:
             return client_of(record, api_key)
         return Client(url, api_key=api_key)
-    if record is None:
-        raise not_running(f"No hearthnet daemon runs with the state directory {state_dir}.")
-    return client_of(record, api_key)
+    return client_of(required_daemon(paths, _START_ONE), api_key)
 
 
 def client_of(record: DaemonRecord, api_key: str | None = None) -> Client:
@@ -425,9 +426,7 @@ def trusting_nobody() -> ssl.SSLContext:
 
 def not_running(message: str) -> NotRunning:
     """The error for a daemon that is not there."""
-    return NotRunning(
-        message, fix="Start one with `hearthnet up`, or name another with --host or --state-dir."
-    )
+    return NotRunning(message, fix=_START_ONE)
 
 
 def _unreachable(url: str, pid: int) -> NotRunning:

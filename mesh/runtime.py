@@ -19,7 +19,7 @@ import psutil
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.errors import AlreadyRunning
+from mesh.errors import AlreadyRunning, FileRefused, NotRunning
 from mesh.paths import StatePaths
 
 if sys.platform == "win32":
@@ -100,6 +100,25 @@ def read_daemon(file: Path) -> DaemonRecord | None:
     except (OSError, Fault):
         return None
     return record if record.is_alive else None
+
+
+def required_daemon(paths: StatePaths, fix: str) -> DaemonRecord:
+    """The daemon that runs now. Raises NotRunning, with what is to be done then; FileRefused where
+    this user may not see whether there is one."""
+    record = read_daemon(paths.runtime_file)
+    if record is not None:
+        return record
+    try:
+        paths.runtime_file.open("rb").close()
+    except PermissionError:
+        raise FileRefused(
+            f"Whether a daemon runs with {paths.root} is not for this user to see.",
+            fix="See whose the directory is: what `sudo` made belongs to root, and a daemon that"
+            " was started with it is stopped with it.",
+        ) from None
+    except OSError:
+        pass
+    raise NotRunning(f"No hearthnet daemon runs with the state directory {paths.root}.", fix=fix)
 
 
 @contextmanager

@@ -12,7 +12,15 @@ from mesh.cli.options import AskedDaemon
 from mesh.cli.ports import require_free
 from mesh.cli.starting import require_device
 from mesh.config import Config, client_host, load_config
-from mesh.errors import ConfigError, Forbidden, MeshError, NotFound, NotRunning, Unauthorized
+from mesh.errors import (
+    ConfigError,
+    FileRefused,
+    Forbidden,
+    MeshError,
+    NotFound,
+    NotRunning,
+    Unauthorized,
+)
 from mesh.health.checkup.findings import Examination, Finding, failed, fine, note, wrong
 from mesh.paths import StatePaths, cache_dir, models_dir
 
@@ -68,7 +76,7 @@ def _client(daemon: AskedDaemon, config: Config, findings: list[Finding]) -> Cli
     except NotRunning:
         fix = "`hearthnet up --detach` starts one."
         findings.append(note("daemon", f"No daemon runs with {config.state_dir}.", fix))
-    except ConfigError as error:  # what is named is no URL
+    except (ConfigError, FileRefused) as error:  # what is named is no URL, or not ours to see
         findings.append(failed("daemon", error))
     return None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from mesh.cli.output import INTERRUPTED, note, print_json
-from mesh.errors import BadRequest, NotRunning
+from mesh.errors import BadRequest
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -59,7 +59,7 @@ class AskedDaemon:
     json: bool = False
 
     def client(self) -> Client:
-        """A client of it, to be closed. Raises NotRunning and ConfigError."""
+        """A client of it, to be closed. Raises as `locate_daemon`."""
         return locate_daemon(self.state_dir, self.host, self.api_port)
 
     def ask(self, question: Callable[[Client], Awaitable[_T]]) -> _T:
@@ -155,22 +155,16 @@ def state_paths(state_dir: Path | None) -> StatePaths:
 
 def running_daemon(paths: StatePaths, otherwise: str) -> DaemonRecord:
     """The daemon that runs with this state directory. Raises NotRunning, with what is to be done
-    `otherwise`."""
-    from mesh.runtime import read_daemon
+    `otherwise`; FileRefused."""
+    from mesh.runtime import required_daemon
 
-    record = read_daemon(paths.runtime_file)
-    if record is None:
-        raise NotRunning(
-            f"No hearthnet daemon runs with the state directory {paths.root}.",
-            fix=f"{otherwise}, unless another --state-dir was meant.",
-        )
-    return record
+    return required_daemon(paths, f"{otherwise}, unless another --state-dir was meant.")
 
 
 def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None) -> Client:
     """A client of the daemon that the flags name, else the environment, else the default one.
 
-    Raises NotRunning and ConfigError.
+    Raises NotRunning, FileRefused and ConfigError.
     """
     from mesh.client import locate
     from mesh.config import client_host, load_config

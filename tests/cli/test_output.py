@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from mesh import errors
+from mesh.cli.options import running_daemon
 from mesh.cli.output import one_line, print_table, printable, report
 from mesh.cli.status import print_accounts, print_models, print_peers, print_ready
 from mesh.cli.up import make_first_key
+from mesh.client import locate
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
 from mesh.identity.recovery import recovery_key
@@ -25,6 +27,7 @@ from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon, sole_use
 from tests.cli.conftest import COMMAND
 from tests.discovery.test_peering import free_ports
+from tests.other_users import ANNA, as_user
 
 
 @pytest.mark.parametrize(
@@ -155,6 +158,33 @@ def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"pid": 1}', "\x00"):
         file.write_text(text)
         assert read_daemon(file) is None
+
+
+def test_what_another_user_started_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    """As after `sudo hearthnet up`: to start one more here, or nothing to stop, would be wrong."""
+    paths = StatePaths(tmp_path / "state").create()
+    DaemonRecord.for_this_process(
+        api_url="http://127.0.0.1:1", api_port=1, port=2, api_key=None
+    ).write(paths.runtime_file)
+    if os.geteuid() == 0:
+        with as_user(ANNA) as anna:
+            anna.submit(_refused, paths).result()
+    else:
+        paths.root.chmod(0)
+        try:
+            _refused(paths)
+        finally:
+            paths.root.chmod(0o700)
+
+
+def _refused(paths: StatePaths) -> None:
+    with pytest.raises(errors.FileRefused, match="not for this user"):
+        locate(None, paths.root, None)
+    with pytest.raises(errors.FileRefused, match="not for this user"):
+        running_daemon(paths, "There is nothing to stop")
+    with pytest.raises(errors.BadValue) as taken:
+        paths.create()
+    assert "`sudo`" in taken.value.fix
 
 
 def test_a_peer_that_never_answered_is_listed_by_its_address(
