@@ -24,7 +24,7 @@ from mesh.errors import BadRequest
 from mesh.interventions.caches import Caches
 from mesh.interventions.hooks import Hooks, SpanInterleaver
 from mesh.interventions.hop import JobHop
-from mesh.interventions.weights import KEPT_BYTES, RemoteParameters, RemoteWeights
+from mesh.interventions.weights import KEPT_BYTES, RemoteTensors, RemoteWeights
 from mesh.shard.taps.messages import TapCall, TapSpan
 
 Log = Callable[[str], None]
@@ -192,9 +192,9 @@ class RemoteSpans:
             path = f"{number}.{name}" if name else str(number)
             state = module.__dict__[STATE]
             module.__dict__["forward"] = RemoteForward(module, state, self, path, number)
-            module.__dict__["_parameters"] = RemoteParameters(
-                module._parameters, self._weights, path, number
-            )
+            tables = {"_parameters": module._parameters, "_buffers": _as_elsewhere(module)}
+            for table, stubs in tables.items():
+                module.__dict__[table] = RemoteTensors(stubs, self._weights, path, number)
         self._weights.remember(number, layer)
 
     def _run_here(self, number: int) -> None:
@@ -237,6 +237,18 @@ class RemoteForward(Controller):  # type: ignore[misc]  # nnsight is untyped her
     def __deepcopy__(self, memo: Any) -> Any:
         """A copy of the module is the job's own: it runs here, with copies of the weights."""
         return Controller(self.module_ref(), self.state).__deepcopy__(memo)
+
+
+def _as_elsewhere(module: nn.Module) -> dict[str, Any]:
+    """Its buffers; those of a checkpoint, which has not been read here, as stubs."""
+    # What is in none is made from the config here as there.
+    made_here = module._non_persistent_buffers_set
+    return {
+        name: buffer
+        if buffer is None or name in made_here
+        else torch.empty_like(buffer, device="meta")
+        for name, buffer in dict.items(module._buffers)
+    }
 
 
 def _between_layers(model: Any) -> BadRequest:

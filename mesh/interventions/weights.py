@@ -1,4 +1,5 @@
-"""Weights of remote layers: fetched when read. And whether the job has changed a layer.
+"""Weights of remote layers, buffers among them: fetched when read. And whether the job has changed
+a layer.
 
 A layer whose weights, submodules, attributes or hooks the job has touched would compute something
 else on its hop than in the job; it is then run in the job, with all its weights fetched.
@@ -10,13 +11,13 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch._guards import detect_fake_mode
 
 from mesh.interventions.unread import UnreadTensor, unread_again, unread_parameter
 from mesh.interventions.unseen import checksum
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -27,6 +28,8 @@ class WeightHop(Protocol):
         """A copy of it."""
 
 
+TABLES = ("_parameters", "_buffers")
+"""Where a module has its weights."""
 KEPT_BYTES = 256 << 20
 """Of values that were read and nobody else has: those read first are fetched again if needed."""
 
@@ -39,7 +42,7 @@ class RemoteWeights:
         self._kept_bytes = kept_bytes
         self._readable: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
         """How those are read again whose values are here, in the order in which they were read."""
-        self._seen: dict[tuple[str, str], nn.Parameter] = {}
+        self._seen: dict[tuple[str, str], torch.Tensor] = {}
         self._checksums: dict[tuple[str, str], int] = {}
         """Of those that were fetched, as they were then."""
         self._parts: dict[int, list[_Part]] = {}
@@ -59,41 +62,44 @@ class RemoteWeights:
         """Whether running the layer on its hop would miss something the job did to it."""
         return any(part.is_changed() or self._is_edited(part) for part in self._parts[layer])
 
-    def weight(self, path: str, name: str, layer: int, stub: torch.Tensor) -> nn.Parameter:
+    def weight(self, path: str, name: str, layer: int, stub: torch.Tensor) -> torch.Tensor:
         """The weight `name` of the module `path`, which looks like `stub`; the same object every
         time, fetched when it is read."""
         key, hop = (path, name), self._hop_of[layer]
         if key not in self._seen:
+            is_buffer = not isinstance(stub, torch.nn.Parameter)
 
             def fetch() -> torch.Tensor:
                 self._make_room(stub.nbytes)
                 weight = hop.fetch_weight(path, name)
                 self._checksums[key] = checksum(weight)
-                self._readable[key] = fetch
+                if not is_buffer:  # which is small
+                    self._readable[key] = fetch
                 return weight
 
-            self._seen[key] = unread_parameter(stub, fetch)
+            self._seen[key] = (
+                UnreadTensor.of(stub.shape, stub.dtype, fetch)
+                if is_buffer
+                else unread_parameter(stub, fetch)
+            )
         return self._seen[key]
 
     def pull(self, layer: int) -> int:
         """Put all weights of the layer into its modules here; how many bytes that is."""
         size = 0
         for part in self._parts[layer]:
-            real: dict[str, Any] = {}
-            for name, stub in dict.items(part.parameters):
-                real[name] = stub
-                if stub is not None and stub.is_meta:
-                    weight = real[name] = self.weight(part.path, name, layer, stub)
-                    if isinstance(weight, UnreadTensor):
-                        weight.filled()
-                    self._readable.pop((part.path, name), None)  # it is needed here from now on
-                    weight.requires_grad_(weight.requires_grad or stub.requires_grad)
-                    size += weight.nbytes
-            part.module.__dict__["_parameters"] = real
-            for name, buffer in part.module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    fetched = self._hop_of[layer].fetch_weight(part.path, name)
-                    part.module._buffers[name] = fetched
+            for table, stubs in part.tables.items():
+                real: dict[str, Any] = {}
+                for name, stub in dict.items(stubs):
+                    real[name] = stub
+                    if stub is not None and stub.is_meta:
+                        weight = real[name] = self.weight(part.path, name, layer, stub)
+                        if isinstance(weight, UnreadTensor):
+                            weight.filled()
+                        self._readable.pop((part.path, name), None)  # needed here from now on
+                        weight.requires_grad_(weight.requires_grad or stub.requires_grad)
+                        size += weight.nbytes
+                part.module.__dict__[table] = real
         return size
 
     def _make_room(self, size: int) -> None:
@@ -102,7 +108,7 @@ class RemoteWeights:
         for key, read in list(self._readable.items()):
             if here + size <= self._kept_bytes:
                 return
-            weight = self._seen[key]
+            weight: Any = self._seen[key]
             if isinstance(weight, UnreadTensor) or weight.requires_grad:
                 continue
             if checksum(weight) == self._checksums[key] and unread_again(weight, read):
@@ -110,7 +116,7 @@ class RemoteWeights:
                 del self._readable[key]
 
     def _is_edited(self, part: _Part) -> bool:
-        for name in dict.keys(part.parameters):
+        for name in (name for stubs in part.tables.values() for name in dict.keys(stubs)):
             weight = self._seen.get((part.path, name))
             if weight is None or (isinstance(weight, UnreadTensor) and not weight.requires_grad):
                 continue
@@ -121,12 +127,13 @@ class RemoteWeights:
         return False
 
 
-class RemoteParameters(dict[str, Any]):
-    """A module's parameters: without data until one is read."""
+class RemoteTensors(dict[str, Any]):
+    """A module's parameters, or its buffers: without data until one is read."""
 
     def __init__(
         self, stubs: dict[str, Any], weights: RemoteWeights, path: str, layer: int
     ) -> None:
+        """Of `stubs`, those on the meta device are somewhere else."""
         super().__init__(stubs)
         self._weights = weights
         self._path = path
@@ -156,7 +163,8 @@ class _Part:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
         self.module = module
-        self.parameters: dict[str, Any] = module.__dict__["_parameters"]
+        self.tables: dict[str, dict[str, Any]] = {name: module.__dict__[name] for name in TABLES}
+        self._buffers = dict(dict.items(self.tables["_buffers"]))
         self._children = {n: c for n, c in module._modules.items() if c is not None}
         self._attributes = _attributes(module)
         self._size = len(module.__dict__)
@@ -176,7 +184,13 @@ class _Part:
                 return True
         if len(now) != self._size and _attributes(self.module).keys() != self._attributes.keys():
             return True
+        if self._has_other_buffers(now["_buffers"]):
+            return True
         return any(not _is_transformers_own(hook) for kind in _HOOKS for hook in now[kind].values())
+
+    def _has_other_buffers(self, now: dict[str, Any]) -> bool:
+        before = self._buffers
+        return len(now) != len(before) or any(dict.get(now, n) is not b for n, b in before.items())
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

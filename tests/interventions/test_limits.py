@@ -169,6 +169,36 @@ def test_weights_that_are_listed_are_not_fetched_before_they_are_read() -> None:
     assert world.log == []
 
 
+@pytest.mark.parametrize("kind", ["read", "edited", "assigned", "beside a weight that is edited"])
+@pytest.mark.parametrize(
+    ("family", "place", "name"),
+    [("glm4_moe_lite", "mlp.gate", "e_score_correction_bias"), ("gemma4", "", "layer_scalar")],
+)
+def test_buffers_of_a_checkpoint_are_the_layer_s(
+    family: str, place: str, name: str, kind: str
+) -> None:
+    def job(p: Parts) -> Any:
+        layer = module_of(p.layers[2])
+        owner = layer.get_submodule(place)
+        buffer = getattr(owner, name)
+        seen = [getattr(copy.deepcopy(owner), name), dict(owner.named_buffers())]
+        match kind:
+            case "edited":
+                buffer[0] = 3.0
+            case "assigned":
+                setattr(owner, name, torch.ones_like(buffer) * 2)
+            case "beside a weight that is edited":
+                p.out(2).weight.data[:] *= 0.5
+        with p.model.trace(PROMPT):
+            after = p.layers[2].output.save()
+            out = p.model.output.logits.save()
+        return buffer.clone(), seen, after, out
+
+    local, spread, log = both(family)
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == (kind != "read")
+
+
 @pytest.mark.parametrize(
     "way",
     [

@@ -44,7 +44,7 @@ from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
 from mesh.interventions.unread import UnreadTensor
-from mesh.interventions.weights import RemoteParameters
+from mesh.interventions.weights import RemoteTensors
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
 from mesh.shard.taps.codec import Staying
@@ -193,7 +193,7 @@ class _Portable(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that not every client can read as it is."""
-        if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteParameters):
+        if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteTensors):
             raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
         if isinstance(obj, UnreadTensor):
             return obj.__reduce_ex__(_PROTOCOL)
