@@ -36,6 +36,7 @@ from tests.fakes import ScriptedGenerations, ScriptedView
 
 MODEL = ModelId("builtin")
 REPORT = JobReport(0, 0.25, 0.125, 4096, ("attic", "kitchen"))
+TRACEBACK = "Traceback (most recent call last):\n  x = 1 / 0\n"
 _WORDS = re.compile(rb"script = '([\w ]+)'")
 
 
@@ -104,7 +105,7 @@ class ScriptedRunner:
                     on_text(f"line {number}")
             case "fail":
                 took = {**asdict(REPORT), "hops": list(REPORT.hops)}
-                raise JobFailed("Traceback:\n  x = 1 / 0\nZeroDivisionError: no", fix="", took=took)
+                raise JobFailed(f"{TRACEBACK}ZeroDivisionError: no", fix="", took=took)
             case "break":
                 raise ZeroDivisionError("a bug of ours")
             case "big":

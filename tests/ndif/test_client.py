@@ -85,6 +85,9 @@ async def test_a_failed_job_raises_with_its_own_words(node: Node) -> None:
     assert fields["status"] == "ERROR"
     took = {"wall_s": 0.25, "cpu_s": 0.125, "peak_memory_bytes": 4096, "hops": ["attic", "kitchen"]}
     assert took.items() <= fields.items()
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+        (row,) = (await http.get("/mesh/v1/jobs")).json()["ended"]
+    assert row["description"] == "ZeroDivisionError: no"  # tables have room for one line
 
 
 async def test_a_bug_of_ours_tells_no_details(node: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,7 +75,7 @@ class Job:
             "model": self.asked.model_id,
             "owner": self.asked.owner.name,
             "status": self.status.value,
-            "description": self.description[:200],
+            "description": _in_short(self.description)[:200],
             "blocking": self.asked.blocking,
             "received_at": self.received_at,
             "ended_at": self.ended_at,
@@ -82,6 +83,17 @@ class Job:
             "result_bytes": self.result_bytes,
             **({"meta": dict(self.meta)} if self.meta else {}),
         }
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def _in_short(description: str) -> str:
+    """Of a traceback what was raised at its end; all else as it is."""
+    if not description.startswith(_TRACEBACK):
+        return description
+    lines = description.rpartition(_TRACEBACK)[2].split("\n")
+    return "\n".join(itertools.dropwhile(lambda line: not line[:1].strip(), lines)) or description
 
 
 @dataclass(frozen=True, slots=True)
