@@ -244,7 +244,9 @@ class ShardDescriptor:
     next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
     have, 0 where its host does not say. `halved`: `dtype` is fp32, and its weights have 16 bits.
     `quant` is the format that was asked for, and `own_quant` that of its host's settings, which it
-    has where nobody asks for one; '' where its host does not say.
+    has where nobody asks for one; '' where its host does not say. In steps of up to `short_rows`
+    rows each has the bits that it has alone, and in longer ones it may have others; 0 where no such
+    number is known.
     """
 
     shard_id: Annotated[ShardId, _TEXT, printable]
@@ -266,6 +268,7 @@ class ShardDescriptor:
     halved: bool = False
     quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
     own_quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
+    short_rows: Count = 0
 
     @property
     def format(self) -> str:

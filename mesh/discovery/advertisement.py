@@ -32,7 +32,7 @@ class _Health:
     health: ShardHealth
 
 
-_SINCE = ("embeds", "head", "kv_tokens", "halved", "quant", "own_quant")
+_SINCE = ("embeds", "head", "kv_tokens", "halved", "quant", "own_quant", "short_rows")
 """Said only where there is something to say: earlier versions have none of them."""
 
 

@@ -87,20 +87,22 @@ class History:
         return pieces[::-1]
 
     def chunks(
-        self, max_rows: int, first: int = 0, stop: int | None = None
+        self, max_rows: int, first: int = 0, stop: int | None = None, *, joined: int | None = None
     ) -> Iterator[tuple[int, WireTensor]]:
         """(position, tensor) pieces of at most `max_rows` rows that rebuild rows first..stop-1.
 
         Decode steps left one row each; they are joined, so that a replay is one prefill and not as
-        many steps again.
+        many steps again: to pieces of at most `joined` rows (None: `max_rows`), and nothing is
+        joined to one that came with more.
         """
+        most = max_rows if joined is None else min(joined, max_rows)
         position = first
         waiting: list[WireTensor] = []
         count = 0
         for entry in self.window(first, self.length if stop is None else stop):
             for start in range(0, rows_of(entry), max_rows):
                 piece = slice_rows(entry, start, min(start + max_rows, rows_of(entry)))
-                fits = count + rows_of(piece) <= max_rows
+                fits = count + rows_of(piece) <= most
                 if waiting and not (fits and waiting[0].dtype == piece.dtype):
                     yield position, _join(waiting, count)
                     position, waiting, count = position + count, [], 0

@@ -506,9 +506,10 @@ class GenerationHop(HopSession):
         if self.error is None:
             self.step(position, tensor)
 
-    def replay(self, max_rows: int) -> None:
-        """Send the whole history again, to a fresh session, in pieces of at most `max_rows`."""
-        for position, tensor in self.history.chunks(max_rows):
+    def replay(self, max_rows: int, *, joined: int | None = None) -> None:
+        """Send the whole history again, to a fresh session, in pieces as `History.chunks` has
+        them."""
+        for position, tensor in self.history.chunks(max_rows, joined=joined):
             if self.error is not None:
                 return
             self.step(position, tensor)

@@ -277,7 +277,9 @@ class Route:
         # lies between is rebuilt from what the first returns.
         fresh[0].history = old[0].history
         fresh[-1].delivered = old[-1].delivered
-        fresh[0].replay(max_rows)
+        # Where longer steps have other bits, a near tie behind them would fall otherwise.
+        short = [hop.hop.shard.short_rows for hop in fresh if hop.hop.shard.short_rows]
+        fresh[0].replay(max_rows, joined=min(short, default=None))
 
     def park(self) -> None:
         """Keep the caches, give the streams back. Raises LinkLost."""

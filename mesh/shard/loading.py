@@ -255,4 +255,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         halved=runtime.kernels.startswith(HALVED),
         quant=plan.request.quant,
         own_quant=plan.request.own_quant,
+        short_rows=runtime.short_rows,
     )

@@ -108,6 +108,11 @@ class Runtime(Protocol):
         0 where that would change the results of either."""
 
     @property
+    def short_rows(self) -> int:
+        """See `ShardDescriptor.short_rows`. Also 0 where longer steps differ in nothing that an
+        answer could show."""
+
+    @property
     def kernels(self) -> str:
         """What the last bits of its results depend on, beside dtype, device and threads."""
 

@@ -121,7 +121,9 @@ class TorchRuntime:
         are_together = made.attention.batched or self.is_lean
         self.batch_rows = at_once if are_together and not batch_invariant else 0
         self.kernels = self._names(made)
-        said = (self._said_of_layers(), why_captured or self._said_of_rows()) if lean else ()
+        exact = self._exact_rows()
+        self.short_rows = 0 if dtype == torch.float32 else exact
+        said = (self._said_of_layers(), why_captured or self._said_of_rows(exact)) if lean else ()
         reasons = made.kernels.reason, made.attention.reason, self.protection.reason, *said
         self.reasons = tuple(filter(None, reasons))
         self.weight_bytes = _weight_bytes(self._module)
@@ -159,12 +161,20 @@ class TorchRuntime:
     def _said_of_layers(self) -> str:
         return "layers lean: no, by their modules" if self._lean is None else "layers lean: checked"
 
-    def _said_of_rows(self) -> str:
+    def _said_of_rows(self, exact: int) -> str:
         if self._lean is None or self.device.type != "cpu":
             return ""
-        exact = short_steps_keep_bits(self._module, self.device, self.dtype, self._lean.forward)
         bits = "the same bits" if exact else "other last bits on this CPU"
         return f"rows: {bits} in steps of up to {own_attention.SHORT_ROWS} as alone"
+
+    def _exact_rows(self) -> int:
+        """Of the longest step of which it is known that each row has the bits that it has alone."""
+        if self._captured is not None:
+            return FULL_ROWS
+        if self._lean is None or self.device.type != "cpu":
+            return 0
+        exact = short_steps_keep_bits(self._module, self.device, self.dtype, self._lean.forward)
+        return own_attention.SHORT_ROWS if exact else 0
 
     @property
     def _beside(self) -> tuple[nn.Module, ...]:

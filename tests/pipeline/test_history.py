@@ -65,3 +65,14 @@ def test_single_steps_are_joined_for_a_replay() -> None:
     for position in range(4, 12):
         history.append(rows(position, 1))
     assert [rows_of(tensor) for _, tensor in history.chunks(8)] == [8, 4]
+
+
+def test_where_long_steps_have_other_bits_a_replay_joins_short_ones_to_no_longer_ones() -> None:
+    history = History()
+    at = 0
+    for count in (8, 6, *[1] * 7, 3, 5, 1, 1, 4):
+        history.append(rows(at, count))
+        at += count
+    pieces = list(history.chunks(8, joined=4))
+    assert [rows_of(tensor) for _, tensor in pieces] == [8, 6, 4, 3, 3, 5, 2, 4]
+    assert [position for position, _ in pieces] == [0, 8, 14, 18, 21, 24, 29, 31]

@@ -90,6 +90,7 @@ class CompiledRuntime:
         self._is_mixed = any(each.is_mixed for each in self._sessions)
         at_once = SHORT_ROWS if self._is_mixed else _BATCH_ROWS
         self.batch_rows = 0 if batch_invariant else at_once
+        self.short_rows = SHORT_ROWS if self._is_mixed else 0
         how = "" if self.batch_rows else "+alone"
         grouped = [each.heads for each in attentions if is_grouped(each)]
         latent = [each.heads for each in attentions if each.latent is not None]
