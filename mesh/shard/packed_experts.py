@@ -25,8 +25,6 @@ PACKED = "hearthnet-packed"
 class PackedMatrices(nn.Module):
     """What stands where a module had one tensor for the matrices of all its experts."""
 
-    is_meta = False
-
     def __init__(self, each: Sequence[Packed], shape: torch.Size) -> None:
         """`shape` is that of the tensor."""
         super().__init__()
@@ -93,7 +91,7 @@ def _stacks(experts: Any) -> Iterator[Any]:
 
 
 def _is_stack(stack: Any) -> bool:
-    return isinstance(stack, nn.Parameter) and stack.dim() == len("oio")
+    return isinstance(stack, nn.Parameter) and stack.dim() == 3
 
 
 def _mixed(
