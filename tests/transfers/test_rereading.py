@@ -86,9 +86,11 @@ async def test_what_nobody_has_is_fetched_once_somebody_has_it(
         keeper, directory = await keeper_of(made, whole, patience_s=0.2)
         keeper.supervisor.repairs.again_s = 0.1
         keeper.supervisor.hear([])
+        await until(lambda: not keeper.supervisor.transfers)
         await asyncio.to_thread(spoil, directory, LAYER)
         assert await keeper.supervisor.reread(whole.weights_sha256) == 1
-        await asyncio.sleep(2 * keeper.supervisor.repairs.first_s)
+        await until(lambda: keeper.supervisor.transfers)
+        await until(lambda: not keeper.supervisor.transfers)
         assert LAYER not in await asyncio.to_thread(right, directory, whole)
         made.introduce()
         await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
