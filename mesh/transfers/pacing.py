@@ -19,6 +19,10 @@ from mesh.clock import set_within
 logger = logging.getLogger(__name__)
 
 _BURST_S = 0.1
+"""What may be saved up while nobody wants anything, as time at the rate."""
+_LATE_S = 1.0
+"""And while somebody waits, who is woken up so much too late on a busy machine: were it lost, what
+flows there would stay far below its limit."""
 _SHORTEST_S = 0.001
 """Shorter waits would only be rounding: a clock may not even tell them."""
 
@@ -33,12 +37,14 @@ _WEIGHED_BYTES = 64 << 20
 
 
 class Bucket:
-    """Fills at `rate` a second, to what is taken out at once or that of a tenth of a second.
+    """Fills at `rate` a second, to what is taken out at once or that of `_BURST_S`; while somebody
+    waits for it, to that of `late_s`.
 
     Whoever takes waits in line. Use on one event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late_s: float = _LATE_S) -> None:
+        self._late_s = late_s
         self._rate = math.inf
         self._level = 0.0
         self._level_at = 0.0
@@ -56,10 +62,14 @@ class Bucket:
             return
         loop = asyncio.get_running_loop()
         async with self._line:
+            saved_s = _BURST_S
             while not math.isinf(self._rate):
-                now, most = loop.time(), max(amount, self._rate * _BURST_S)
-                risen = (now - self._level_at) * self._rate
-                self._level, self._level_at = min(most, self._level + risen), now
+                now, past_s = loop.time(), loop.time() - self._level_at
+                # What was saved up before is had by whoever takes next, and not by who comes later.
+                kept = self._level if past_s < _BURST_S else 0.0
+                most = max(amount, kept, self._rate * saved_s)
+                self._level = min(most, self._level + past_s * self._rate)
+                self._level_at, saved_s = now, self._late_s
                 if self._level >= amount:
                     self._level -= amount
                     return
@@ -77,7 +87,7 @@ class CpuShare:
 
     def __init__(self, cores: int = 0, cpu_s: Callable[[], float] = time.process_time) -> None:
         self._rate = SHARE * (cores or os.cpu_count() or 1)
-        self._bucket = Bucket()
+        self._bucket = Bucket(_BURST_S)  # bursts are in the way of whoever is answered
         self._cpu_s = cpu_s
         self._used_s = 0.0
         self._taken = 0

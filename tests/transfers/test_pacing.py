@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mesh.models.manifest import read_manifest
-from mesh.transfers.pacing import FLOOR_BYTES_PER_S, SHARE, CpuShare
+from mesh.transfers.pacing import FLOOR_BYTES_PER_S, SHARE, CpuShare, Pace
 from tests.checkpoints import make_checkpoint
-from tests.simulation.virtual_loop import run_virtually
+from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from tests.transfers.house import MODEL, house, up
 from tests.transfers.test_fetcher import weights_bytes
 
@@ -31,6 +31,53 @@ def flow(byte_s: float, steps: int, share: Callable[[Callable[[], float]], CpuSh
         return steps * MIB / (asyncio.get_running_loop().time() - begin)
 
     return run_virtually(run)
+
+
+@pytest.mark.parametrize("away_s", [0.0, 0.25, 0.9])
+def test_a_limit_is_reached_on_a_machine_that_is_busy(away_s: float) -> None:
+    """The processor is taken away again and again, for so long; what may flow then flows later."""
+    rate, size = 40e6, 256 << 10
+
+    async def run() -> float:
+        loop, pace = asyncio.get_running_loop(), Pace()
+        assert isinstance(loop, VirtualLoop)
+        pace.limit(rate)
+
+        async def others() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                loop.advance(away_s)
+
+        computing = asyncio.create_task(others())
+        begin, taken, most = loop.time(), 0, 0.0
+        while loop.time() < begin + 60:
+            await pace.take(size)
+            taken += size
+            most = max(most, taken - rate * (loop.time() - begin))
+        computing.cancel()
+        assert most <= rate / 10, "never ahead of the limit by more than a tenth of a second"
+        return taken / (loop.time() - begin)
+
+    assert run_virtually(run) == pytest.approx(rate, rel=0.05)
+
+
+def test_nothing_is_saved_up_while_nobody_wants_anything() -> None:
+    async def run() -> None:
+        loop, pace, rate = asyncio.get_running_loop(), Pace(), 1e6
+        assert isinstance(loop, VirtualLoop)
+        pace.limit(rate)
+        for pause_s in (60.0, 0.3):
+            late = asyncio.create_task(pace.take(rate / 20))
+            await asyncio.sleep(0.01)
+            loop.advance(1.5)  # it wakes up much too late, and had time for more than it takes
+            await late
+            await asyncio.sleep(pause_s)
+            begin = loop.time()
+            for _ in range(20):
+                await pace.take(rate / 20)
+            assert loop.time() - begin >= 0.9
+
+    run_virtually(run)
 
 
 @pytest.mark.parametrize("cores", [2, 16])
