@@ -96,8 +96,9 @@ class StartFetcher(Start[int], frozen=True):
 class Ensure(Request[Path], frozen=True):
     """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
 
-    What nobody in the hearth has comes from the `hub`, if it is known from where. The answer is its
-    directory; until then a `Transfer` has this id.
+    What nobody in the hearth has comes from the `hub`, if it is known from where; where there are
+    `sources`, nothing comes from anybody else. The answer is its directory; until then a `Transfer`
+    has this id.
     """
 
     id: str
@@ -106,6 +107,7 @@ class Ensure(Request[Path], frozen=True):
     layers: tuple[LayerRange, ...] | None
     ends: bool
     hub: HubSettings | None = None
+    sources: tuple[NodeId, ...] = ()
 
 
 class PullRepository(Request[Path], frozen=True):

@@ -83,7 +83,7 @@ class Fetches:
         self._changed = asyncio.Event()
         for running in self._running.values():
             if running.sources is not None:
-                running.sources.update(self._having(running.order.weights_sha256))
+                running.sources.update(self._asked(running.order))
 
     @property
     def peers(self) -> tuple[PeerHolding, ...]:
@@ -157,9 +157,9 @@ class Fetches:
         for name, why in self._refused(sha256).items():
             fetch.note(name, why)
         sources = running.sources = PeerSources(sha256, fetch, self._dial)
-        sources.update(self._having(sha256))
+        sources.update(self._asked(running.order))
         tasks = []
-        if self.outside is not None and running.order.hub is not None:
+        if self.outside is not None and running.order.hub is not None and not running.order.sources:
             tasks.append(spawn(self.outside(running.order, fetch), "ask the hub"))
         try:
             yield
@@ -176,7 +176,7 @@ class Fetches:
         give_up_at = loop.time() + self._settings.patience_s
         while True:
             having = self._having(sha256)
-            for peer in having:
+            for peer in self._asked(running.order):
                 try:
                     files = agreed_files(having)
                     await prepare(directory, sha256, peer, self._dial, files)
@@ -203,6 +203,11 @@ class Fetches:
 
     def _having(self, sha256: str) -> list[PeerHolding]:
         return [peer for peer in self._peers if peer.held.weights_sha256 == sha256]
+
+    def _asked(self, order: Ensure) -> list[PeerHolding]:
+        """Those of them that may be asked."""
+        having = self._having(order.weights_sha256)
+        return [peer for peer in having if not order.sources or peer.node in order.sources]
 
     def _refused(self, sha256: str) -> dict[str, str]:
         """Who is not asked for it, and why."""

@@ -192,7 +192,10 @@ class Pulls:
         ]
         known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
         if known is not None and wish.source != "hub":
-            return fetcher.ensure(*known, wish.layers, ends=wish.ends, on_order=on_order)
+            sources = tuple({peer.node for peer in peers}) if wish.source else ()
+            return fetcher.ensure(
+                *known, wish.layers, ends=wish.ends, sources=sources, on_order=on_order
+            )
         repository, _ = split_name(wish.model)
         if wish.source not in ("", "hub") or REPOSITORY.fullmatch(repository) is None:
             raise ModelNotFound(

@@ -109,11 +109,12 @@ class FetcherSupervisor(RestingSupervisor):
         layers: Sequence[LayerRange] | None = None,
         *,
         ends: bool = True,
+        sources: tuple[NodeId, ...] = (),
         on_order: OnOrder = lambda name: None,
     ) -> Path:
         """The directory of a checkpoint of which these layers (None: all there is) and perhaps the
         ends are here, once they are; how far that is, is in `transfers`, under the id that
-        `on_order` is told.
+        `on_order` is told. Where `sources` are named, nothing comes from anybody else.
 
         Raises TransferFailed when nobody has them, DiskFull, BadCheckpoint, and Busy when this node
         is stopping. Cancelling ends the fetch; what came is kept.
@@ -121,7 +122,7 @@ class FetcherSupervisor(RestingSupervisor):
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
         on_order(name := str(next(self._numbers)))
-        return await self._order(Ensure(name, model_id, weights_sha256, spans, ends, hub))
+        return await self._order(Ensure(name, model_id, weights_sha256, spans, ends, hub, sources))
 
     async def pull(
         self,

@@ -11,6 +11,7 @@ from mesh.transfers.pulls import PullContext, Pulls, PullWish
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, house, up
+from tests.transfers.test_fetcher import sent
 
 
 async def test_each_of_two_pulls_of_a_model_says_how_far_it_is_itself(tmp_path: Path) -> None:
@@ -76,4 +77,30 @@ async def test_a_cancelled_pull_fetches_no_more_and_what_came_is_kept(tmp_path: 
                 await asyncio.sleep(0.02)
         kept = pulls.view()["models"][0]
         assert 0 < kept["here_bytes"] < size
+        await pulls.close()
+
+
+async def test_what_is_pulled_from_one_node_comes_from_no_other(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=4, hidden=128, vocab=300
+    )
+    async with house(tmp_path, "one", "two", "taker") as made:
+        one, two = made.start("one", directory), made.start("two", directory)
+        taker = made.start("taker", patience_s=0.5)
+        await up(one, two, taker)
+        made.introduce()
+        peers = [*one.holding(), *two.holding()]
+        around = PullContext(lambda: peers, tuple, lambda kind, fields: None, tmp_path / "cache")
+        pulls = Pulls(taker.supervisor, around)
+        half = (LayerRange(0, 2),)
+        for wish in (PullWish(MODEL, half, source="two"), PullWish(MODEL, source=two.key.node_id)):
+            name = pulls.start(wish)["pull"]
+            assert (await pulls.outcome(name, 20.0))["state"] == "done"
+        assert (await sent(one), await sent(two)) == (0, pulls.view()["models"][0]["total_bytes"])
+        await pulls.remove(MODEL)
+        await two.supervisor.stop()
+        name = pulls.start(PullWish(MODEL, source="two"))["pull"]
+        outcome = await pulls.outcome(name, 30.0)
+        assert outcome["error"]["code"] == "transfer_failed"
+        assert await sent(one) == 0
         await pulls.close()
