@@ -107,9 +107,10 @@ class Rereading:
         if is_noted:
             try:
                 drop_tensor(manifest.directory, name)
-            except MeshError as busy:
-                # Whoever fetches there says that it is here, and it is read before it is given.
-                logger.info("%s is not noted as missing: %s", name, busy)
+            except (MeshError, OSError) as refused:
+                # By who fetches there just now, and has it said to be here; or by a disk that is
+                # read-only since it failed. It is read again before it is given.
+                logger.info("%s is not noted as missing: %s", name, refused)
                 is_noted = False
         self._shelf.lose(kept.place, name, is_noted=is_noted)
         is_whole = len(kept.names) == len(manifest.tensors)

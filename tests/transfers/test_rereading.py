@@ -97,6 +97,21 @@ async def test_what_nobody_has_is_fetched_once_somebody_has_it(
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
+async def test_what_cannot_be_noted_is_given_to_nobody_either(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    """A disk that has failed is often one that nobody may write to any more."""
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        await asyncio.to_thread(spoil, directory, LAYER)
+        (lock,) = await asyncio.to_thread(lambda: [*directory.glob("*.lock")])
+        await asyncio.to_thread(lock.unlink)
+        await asyncio.to_thread(lock.mkdir)  # it cannot be opened
+        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        assert keeper.supervisor.holdings[0].layers == (LayerRange(0, 2), LayerRange(3, 8))
+        assert [said["code"] for _, said in keeper.events] == [WeightsDamaged.code]
+
+
 async def test_what_is_removed_is_not_fetched_again(tmp_path: Path, whole: Manifest) -> None:
     async with house(tmp_path, "full", "keeper") as made:
         keeper, directory = await keeper_of(made, whole)
