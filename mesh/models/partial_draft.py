@@ -98,7 +98,7 @@ def discard(directory: Path) -> None:
     drafts.mkdir(parents=True, exist_ok=True)
     gone = drafts / f"{directory.name}.{os.getpid()}.{threading.get_ident()}.gone"
     directory.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)  # somebody may be sweeping it up already
+    _delete(gone)
 
 
 def refused_by_disk(directory: Path, error: OSError) -> DiskFull:
@@ -119,7 +119,17 @@ def _sweep(drafts: Path) -> None:
     for draft in drafts.glob("*"):
         with suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _OLD_S:
-                shutil.rmtree(draft, ignore_errors=True)
+                _delete(draft)
+
+
+def _delete(directory: Path) -> None:
+    """What is left is swept up by others, or they do so already. A checkpoint that was moved to
+    another disk, with a link in its place, is deleted there."""
+    if directory.is_symlink():
+        shutil.rmtree(directory.resolve(), ignore_errors=True)
+        directory.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _write(file: Path, pieces: Mapping[int, bytes], size: int) -> None:

@@ -17,7 +17,7 @@ from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import JOURNAL, PIECE_BYTES, PartialRecord, partial_directory
 from mesh.models.partial_draft import SparseFile, create_partial
-from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of
+from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of, remove_partial
 from mesh.types import LayerRange
 from tests.models.conftest import Checkpoint
 
@@ -180,6 +180,20 @@ def test_nothing_is_done_with_files_that_are_closed(checkpoint: Checkpoint, tmp_
     for late in (lambda: writer.settle(name), writer.commit):
         with pytest.raises(Busy):
             late()
+
+
+def test_what_was_moved_to_another_disk_is_removed_there(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = empty_copy(read_manifest(checkpoint("llama")), tmp_path / "models")
+    elsewhere = tmp_path / "large" / directory.name
+    elsewhere.parent.mkdir()
+    directory.rename(elsewhere)
+    directory.symlink_to(elsewhere)
+    assert read_manifest(directory).total_layers
+    remove_partial(directory)
+    assert [*elsewhere.parent.iterdir()] == []
+    assert [*directory.parent.glob("*/*")] == []
 
 
 def test_kills_at_random_leave_no_tensor_that_is_noted_and_not_there(tmp_path: Path) -> None:
