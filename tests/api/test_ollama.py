@@ -126,6 +126,19 @@ async def test_whole_and_generated_answers(http: httpx.AsyncClient, api: Served)
     assert answer["content"] == "so it is"
 
 
+async def test_an_answer_that_was_begun_goes_on(http: httpx.AsyncClient, api: Served) -> None:
+    asked = {"role": "user", "content": "Is it warm?"}
+    begun = {"role": "assistant", "content": "It is ", "thinking": "hm"}
+    await said(http, messages=[asked, begun])
+    request = api.generations.requests[-1]
+    assert (request.messages, request.begun) == ((asked,), "It is ")
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
+    for whole in ([begun, asked], [asked, called], [begun]):
+        await said(http, messages=whole)
+        request = api.generations.requests[-1]
+        assert (len(request.messages or ()), request.begun) == (len(whole), "")
+
+
 async def test_options_reach_the_generation(http: httpx.AsyncClient, api: Served) -> None:
     await said(http)
     sampling = api.generations.requests[-1].sampling

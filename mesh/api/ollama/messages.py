@@ -66,8 +66,9 @@ class OllamaMessage(Strict):
         return self
 
 
-def to_template(messages: Sequence[OllamaMessage]) -> tuple[dict[str, Any], ...]:
-    """A conversation as a chat template knows it, as `mesh.api.openai.schemas.to_template` has it.
+def to_turns(messages: Sequence[OllamaMessage]) -> tuple[list[dict[str, Any]], str]:
+    """A conversation as a chat template knows it, as `mesh.api.openai.schemas.to_template` has it,
+    and what the answer to it has begun with.
 
     Clients cut old messages off, so that a result may have lost its call: it stays a result.
     """
@@ -85,7 +86,10 @@ def to_template(messages: Sequence[OllamaMessage]) -> tuple[dict[str, Any], ...]
             told["tool_call_id"], name = _answered(message, open_calls, number)
             told |= {"name": name} if name else {}
         shown.append(told)
-    return tuple(shown)
+    *before, last = shown or [{"role": ""}]
+    if before and last["role"] == "assistant" and "tool_calls" not in last:
+        return before, last["content"]
+    return shown, ""
 
 
 def _call(call: OllamaCall, number: int, place: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only, require_plain
-from mesh.api.ollama.messages import OllamaMessage, to_template
+from mesh.api.ollama.messages import OllamaMessage, to_turns
 from mesh.api.ollama.options import NumPredict, Options
 from mesh.api.openai.sampling import Hint
 from mesh.api.openai.tools import MAX_TOOLS, Tool, require_choosable
@@ -80,6 +80,7 @@ class OllamaChatBody(_AnswerBody):
     not think whose chat template has a switch for that; `low`, `medium` and `high` are for those
     whose template asks how hard to. What a model thinks is in `thinking`, apart from the answer.
     `system` stands before messages without one of that role, `num_predict` for that of the options.
+    What the assistant said last is the beginning of the answer, which does not repeat it.
     `keep_alive` has no effect: how long a model stays is its deployment's.
     """
 
@@ -103,11 +104,13 @@ class OllamaChatBody(_AnswerBody):
         """The generation this body asks of `model`, on behalf of `principal`."""
         tools = tuple(tool.function.to_template() for tool in self.tools or ())
         has_own = any(message.role == "system" for message in self.messages)
+        said, begun = to_turns(self.messages)
         return self._request(
             model,
             request_id,
             principal,
-            messages=(*_first(None if has_own else self.system), *to_template(self.messages)),
+            messages=(*_first(None if has_own else self.system), *said),
+            begun=begun,
             tools=ToolUse(tools, in_pieces=False) if tools else None,
         )
 
