@@ -75,7 +75,7 @@ class Dialer:
     ) -> None:
         self._dial = dial
         self._is_linked = is_linked
-        self._own_id = own_id
+        self.own_id = own_id
         self._settings = settings
         self._targets: dict[str, Target] = {}
         # One for each member that was ever reached, also while nothing announces it.
@@ -133,7 +133,7 @@ class Dialer:
     async def _keep_linked(self, target: Target) -> None:
         settings = self._settings
         failures = 0
-        if target.node_id is not None and target.node_id < self._own_id:
+        if target.node_id is not None and target.node_id < self.own_id:
             # Both see each other at the same moment; the link that the smaller id opens would win.
             await self._pause(target, settings.yield_s)
         while True:

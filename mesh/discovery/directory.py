@@ -21,6 +21,7 @@ from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
     Advertisement,
 )
+from mesh.discovery.neighbours import MAX_NEIGHBOURS, Neighbour
 from mesh.discovery.progress import NodeProgress
 from mesh.discovery.weights import MAX_WEIGHTS_PER_NODE, HeldWeights
 from mesh.errors import BadAdvertisement
@@ -42,12 +43,14 @@ class NodeInfo:
 @dataclass(frozen=True, slots=True)
 class Offering:
     """What a node offers: the shards that it serves, what of weights is on its disk, what its
-    devices hold, and how far it is with what it is to hold; None where it does not say."""
+    devices hold, how far it is with what it is to hold, and whom it is linked to; None where it
+    does not say."""
 
     shards: tuple[Advertisement, ...] = ()
     weights: Annotated[tuple[HeldWeights, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)] = ()
     capacity: Capacity | None = None
     progress: NodeProgress | None = None
+    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=MAX_NEIGHBOURS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""From what peers say to what the directory lists: only what verifies, only from who may serve.
+"""From what peers say to what the directory lists, and to who else is dialled: only what verifies,
+and to the directory only from who may serve.
 
 Owns no link; is told what came over one, and from whom.
 """
@@ -8,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from mesh.accounts.ledger import Resource, ResourceLedger, of_peer
+from mesh.accounts.ledger import Resource, of_peer
+from mesh.discovery import neighbours
 from mesh.discovery.advertisement import Advertisement, at_host
+from mesh.discovery.dialing import Dialer
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import Warned
 from mesh.discovery.greeting import PeerHello, label
-from mesh.discovery.links import ControlLink
+from mesh.discovery.links import ControlLink, LinkTable
 from mesh.discovery.notices import Notices, PeerTrust
 from mesh.discovery.sightings import Sightings
 from mesh.errors import BadAdvertisement, LimitReached
@@ -34,13 +37,16 @@ class Listing:
         notices: Notices,
         trust: PeerTrust,
         sightings: Sightings,
-        accounts: ResourceLedger,
+        links: LinkTable,
+        dialer: Dialer,
     ) -> None:
         self._store = store
         self._notices = notices
         self._trust = trust
         self._sightings = sightings
-        self._accounts = accounts
+        self._accounts = trust.accounts
+        self._links = links
+        self._dialer = dialer
 
     def hear(self, end: ControlLink, message: Advertise) -> None:
         """Take down what a peer signed of itself; all else is told once and changes nothing."""
@@ -61,6 +67,7 @@ class Listing:
         end.advertised = heard
         end.advertised_until = asyncio.get_running_loop().time() + ttl_s
         self.relist(end)
+        neighbours.follow(self._links.all(), self._trust.tls.trusts, self._dialer, self._sightings)
 
     def relist(self, end: ControlLink) -> None:
         """List what a peer last said it serves, if it is trusted to serve, for what is left."""
@@ -81,6 +88,14 @@ class Listing:
             self._store.update(info(peer), heard, left_s)
         except BadAdvertisement as error:
             self._warn(peer, error)
+
+    def lost(self, node: NodeId, *, has_left: bool) -> None:
+        """Its link is gone; `has_left`: it said so."""
+        if has_left:
+            self._store.remove(node)
+        else:
+            self._store.offline(node)
+        neighbours.forget(self._links.all(), node)
 
     def drop(self, node: NodeId) -> None:
         """The node is no member any more."""

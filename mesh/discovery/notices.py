@@ -51,7 +51,7 @@ EXPIRY_FACTOR = 4
 """A notice outlives this many health timeouts without a renewal (specification, 5.1)."""
 
 _KEY = "shards"
-_BESIDE = {"weights", "capacity", "progress"}
+_BESIDE = {"weights", "capacity", "progress", "neighbours"}
 """Beside the shards; nodes of earlier versions neither say these nor read them."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from mesh.clock import set_within
+from mesh.discovery import neighbours
 from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
@@ -101,7 +102,9 @@ class Peering:
         self._trust = trust
         self._heard = on_message
         self._store = store
-        self._offering = offering
+        self._offering: Callable[[], Offering] = lambda: replace(
+            offering(), neighbours=neighbours.linked(self.links.all())
+        )
         self._on_event = on_event
         self._mdns = mdns
         self._limits = replace(CONTROL_LIMITS, accounts=trust.accounts)
@@ -122,7 +125,9 @@ class Peering:
             settings.node_id, settings.hearth, trust, epoch=settings.epoch,
             ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
         )  # fmt: skip
-        self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
+        self._listing = Listing(
+            store, self._notices, trust, self._sightings, self.links, self._dialer
+        )
         self._stopping = False
 
     @property
@@ -355,10 +360,7 @@ class Peering:
         if not self.links.drop(end) or self._stopping:
             return
         peer = end.hello
-        if error is None:
-            self._store.remove(peer.node_id)
-        else:
-            self._store.offline(peer.node_id)
+        self._listing.lost(peer.node_id, has_left=error is None)
         reason = "goodbye" if error is None else error.message
         if not self._trust.tls.trusts(peer.node_id):
             reason = _OUT

@@ -131,6 +131,23 @@ async def test_named_peer_is_found_without_multicast(hearth: str) -> None:
             assert (up.node_id, up.initiated) == (other.id, False)
 
 
+async def test_who_names_one_node_finds_the_others_without_multicast(hearth: str) -> None:
+    """Also who came before it; and who leaves is not looked for because of what was told."""
+    async with running(hearth, multicast=False) as named:
+        address = f"127.0.0.1:{named.peering.port}"
+        async with running(hearth, address, multicast=False) as early:
+            await named.event(lambda event: isinstance(event, PeerUp))
+            async with running(hearth, address, multicast=False) as late:
+                late.serve(advertised(late.id))
+                await early.until(lambda store: len(store.shards(TINY)) == 1)
+                assert late.online() == {named.id, early.id, late.id}
+            await early.event(lambda event: isinstance(event, PeerDown))
+            named.serve()
+            await early.until(lambda store: len(early.peering.peers()) == 1)
+            (row,) = early.peering.peers()
+            assert (row.node_id, row.state) == (named.id, "up")
+
+
 async def test_named_peer_is_awaited_until_it_starts(hearth: str) -> None:
     async with running(hearth, multicast=False) as first:
         port = first.peering.port
