@@ -38,8 +38,23 @@ def join(
         return
     level = f", as {joined['level']}" if "level" in joined else ""  # earlier daemons do not say it
     say(f"This node is in {joined['name']!r} now{level}; distributed inference is on.")
-    if not joined["running"]:
+    if peer is not None:
+        say(_next_to_do(peer.rpartition(":")[0], is_running=joined["running"]))
+    elif not joined["running"]:
         say("Start it with `hearthnet up`.")
+
+
+def _next_to_do(host: str, *, is_running: bool) -> str:
+    """Where the invitation had to be named, the machine may have to be: windows and nodes are found
+    by the same multicast, and are at different ports."""
+    from mesh.config import Config
+
+    node = f"{host}:{Config().port}"
+    named = f"`hearthnet config set peer {node}` and `hearthnet restart`"
+    start = f"If `hearthnet peers` shows nobody: {named}."
+    if not is_running:
+        start = f"Start it with `hearthnet up --peer {node}`."
+    return f'{start} The port is the one that `hearthnet status` there has after "nodes".'
 
 
 def _join(config: Config, code: str, peer: str | None) -> dict[str, Any]:

@@ -58,7 +58,11 @@ def serving(asker: LocalNode, *nodes: LocalNode) -> LocalNode:
 def _joins_by_the_code_that_invite_shows(attic: LocalNode, barn: LocalNode, root: Path) -> None:
     """`invite` waits and says who joined; ended, it takes its code back."""
     process, words = inviting(attic)
-    assert join(barn, words).returncode == 0
+    joined = join(barn, words)
+    assert joined.returncode == 0
+    # Whose invitation had to be named may have to be named itself, at another port.
+    host = words.rpartition(" ")[2].rpartition(":")[0]
+    assert f"`hearthnet up --peer {host}:8421`" in joined.stdout
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out.strip()) == (0, "barn joined as trusted."), err
 
