@@ -34,6 +34,24 @@ class Page:
         self._socket = socket
         self._numbers = itertools.count(1)
 
+    def open(self, url: str) -> None:
+        """Begin to load it."""
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.do(f"{domain}.enable")
+        self.do("Page.navigate", url=url)
+
+    @contextmanager
+    def another(self, url: str) -> Iterator[Page]:
+        """A tab beside this one and before all others, which nobody looks at any more."""
+        tab = self.do("Target.createTarget", url="about:blank")["targetId"]
+        host, port = self._socket.remote_address
+        place = f"ws://{host}:{port}/devtools/page/{tab}"
+        with connect(place, max_size=None, ping_interval=None) as socket:
+            page = Page(socket)
+            page.open(url)
+            yield page
+        self.do("Target.closeTarget", targetId=tab)
+
     def do(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command and its result."""
         number = next(self._numbers)
@@ -115,11 +133,10 @@ def browsing(url: str) -> Iterator[Page]:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            with connect(_tab(Path(profile) / "DevToolsActivePort"), max_size=None) as socket:
+            place = _tab(Path(profile) / "DevToolsActivePort")
+            with connect(place, max_size=None, ping_interval=None) as socket:
                 page = Page(socket)
-                for domain in ("Page", "Network", "Runtime", "Log"):
-                    page.do(f"{domain}.enable")
-                page.do("Page.navigate", url=url)
+                page.open(url)
                 yield page
         finally:
             browser.terminate()

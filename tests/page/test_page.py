@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import resources
 
@@ -309,6 +310,25 @@ async def test_a_wrong_key_can_be_forgotten_where_none_is_needed() -> None:
             page.click("#key-open")
             page.says("#headline", "working · echo")
 
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_tabs_that_nobody_looks_at_leave_the_daemon_to_the_others() -> None:
+    """Browsers have six connections to it."""
+    async with serving() as api:
+
+        def look(first: Page) -> None:
+            first.says("#headline", "working")
+            with ExitStack() as tabs:
+                for _ in range(6):
+                    tabs.enter_context(first.another(f"{api.url}/")).says("#headline", "working")
+                asks(first, "hello")
+                first.says("#turns", "attic 0-5")
+                asyncio.run_coroutine_threadsafe(api.server.close(), loop).result(30)
+            first.says("#headline", "does not answer")  # it looks again
+
+        loop = asyncio.get_running_loop()
         await browse(f"{api.url}/", look)
 
 

@@ -51,10 +51,19 @@ async function follow(signal) {
   }
 }
 
+// Browsers have six connections to a daemon, whatever tabs there are, and following takes one of
+// them: a tab that nobody looks at leaves its own to the others.
+function followAnew() {
+  following.abort();
+  following = new AbortController();
+  at("again").textContent = "";
+  if (!document.hidden) follow(following.signal);
+}
+document.addEventListener("visibilitychange", followAnew);
+
 // Anew, as whoever has this key; without one, as anybody.
 function begin(given) {
   following.abort();
-  following = new AbortController();
   useKey(given);
   delete status.jobs;
   allowChanges(false);
@@ -62,7 +71,7 @@ function begin(given) {
   showKeyForm(false, "");
   at("key-open").hidden = false;
   at("key-open").textContent = hasKey() ? "Forget the key" : "Use a key";
-  follow(following.signal);
+  followAnew();
 }
 
 function allow(may) {
