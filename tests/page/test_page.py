@@ -13,9 +13,11 @@ from importlib import resources
 import httpx
 import pytest
 
+from mesh.api.app import create_app
 from mesh.api.page import PATHS
+from mesh.api.server import serve_api
 from mesh.api.services import RESTING
-from tests.api.conftest import SETTINGS, serving, with_key
+from tests.api.conftest import SETTINGS, Served, serving, with_key
 from tests.page.browser import CHROMIUM, Page, browsing
 from tests.tui.house import whole
 
@@ -311,6 +313,29 @@ async def test_a_wrong_key_can_be_forgotten_where_none_is_needed() -> None:
             page.says("#headline", "working · echo")
 
         await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_what_happened_is_that_of_the_daemon_that_runs() -> None:
+    """Which counts from one again."""
+    async with serving() as before:
+        before.view.happen("peer_up")
+
+        async def start_anew() -> None:
+            await before.server.close()
+            after = Served()
+            after.view.happen("peer_down")
+            after.app = create_app(after.generations, after.view, SETTINGS, None, after.keys)
+            before.server = await serve_api(after.app, "127.0.0.1", before.server.port)
+
+        def look(page: Page) -> None:
+            page.says("#events", "peer_up")
+            asyncio.run_coroutine_threadsafe(start_anew(), loop).result(30)
+            page.says("#events", "peer_down")
+            assert "peer_up" not in page.text("#events")
+
+        loop = asyncio.get_running_loop()
+        await browse(f"{before.url}/", look)
 
 
 @in_a_browser

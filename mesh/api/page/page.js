@@ -20,7 +20,8 @@ async function follow(signal) {
   for (let wait = 1; !signal.aborted; wait = Math.min(2 * wait, 15)) {
     let why = "it ended the connection";
     try {
-      const headers = { "Last-Event-ID": String(lastId) };
+      // What is shown is asked for once more: a daemon that was started anew counts from one again.
+      const headers = { "Last-Event-ID": String(Math.max(0, lastId - happened.length)) };
       const response = await listen("mesh/v1/events?with=status", { headers, signal });
       if (response.status === 401 || response.status === 403) {
         const said = await refusal(response);
@@ -31,10 +32,13 @@ async function follow(signal) {
       const may = await administers(signal);
       if (signal.aborted) return;
       allow(may);
+      let isFirst = true;
       for await (const update of events(response)) {
         if (signal.aborted) return;
         if (update.error) throw new Error(worded(update.error));
         wait = 1;
+        if (isFirst) happened.length = 0;
+        isFirst = false;
         take(update);
       }
     } catch (error) {
