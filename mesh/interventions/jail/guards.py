@@ -41,6 +41,8 @@ _SELF_MATCHING = (
     bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple,
 )  # fmt: skip
 """Classes of which ``case int(x)`` captures the object itself."""
+_DATA = (bool, int, float, complex, str, type(None), torch.dtype, torch.Size)
+"""What opens nothing, whoever has it."""
 _IN_PLACE = {
     "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
     "%=": operator.imod, "**=": operator.ipow, "<<=": operator.ilshift, ">>=": operator.irshift,
@@ -121,7 +123,8 @@ def _check_owner(owner: Any, name: str) -> None:
 def _check_value(owner: Any, name: str, value: Any) -> None:
     """What nnsight's own objects hand out is on a list, or a part of the model, or plain data."""
     if isinstance(owner, Envoy):
-        plain = name in allowed.ENVOY or isinstance(value, Envoy | torch.Tensor)
+        listed = name in allowed.ENVOY or isinstance(value, Envoy | torch.Tensor)
+        plain = listed or type(value) in _DATA or _is_added(owner, name, value)
     elif type(owner).__module__.startswith("nnsight."):
         plain = name in allowed.NNSIGHT or not callable(value) or _is_of_nnsight(value)
     else:
@@ -131,6 +134,15 @@ def _check_value(owner: Any, name: str, value: Any) -> None:
     own = type(value) is UserModule
     if isinstance(value, ModuleType) and not own and not module_allowed(value.__name__):
         raise refuse(f"module `{value.__name__}`")
+
+
+def _is_added(model: Any, name: str, value: Any) -> bool:
+    """Whether an author's class of models has it, or he gave this object of it one of his own."""
+    line = type(model).__mro__
+    provider = next((kind for kind in line if name in vars(kind)), None)
+    if provider is not None:
+        return isinstance(provider, UserClass)
+    return isinstance(line[0], UserClass) and is_the_author_s(value)
 
 
 def _is_of_nnsight(value: Any) -> bool:

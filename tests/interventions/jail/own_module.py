@@ -13,6 +13,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
+import nnsight
 import numpy as np
 import torch
 from torch import nn
@@ -54,6 +55,41 @@ class Reading:
     @staticmethod
     def _size(value: torch.Tensor) -> float:
         return float(value.detach().numpy().std())
+
+
+class Outputs:
+    """What layers give, by their number."""
+
+    def __init__(self, model: Lens) -> None:
+        self.model = model
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        output: torch.Tensor = self.model.layers[layer].output
+        return output
+
+    def __setitem__(self, layer: int, value: torch.Tensor) -> None:
+        self.model.layers[layer].output = value
+
+
+class Lens(nnsight.NNsight):  # type: ignore[misc]  # nnsight is untyped here
+    """A model with ways of its author's to its values, as libraries on top of nnsight have them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.outputs = Outputs(self)
+        self.count = len(self.layers)
+
+    @property
+    def embedded(self) -> torch.Tensor:
+        value: torch.Tensor = self.layers[0].input
+        return value
+
+    @embedded.setter
+    def embedded(self, value: torch.Tensor) -> None:
+        self.layers[0].input = value
+
+    def steer(self, layer: int, by: float) -> None:
+        self.outputs[layer] += by
 
 
 class Louder(Reading):

@@ -30,7 +30,7 @@ from torch.nn.functional import gelu, softmax
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from tests.interventions.jail import own_module
+from tests.interventions.jail import own_module, toy_model
 
 Names = dict[str, Any]
 BENIGN: dict[str, Callable[..., Names]] = {}
@@ -571,6 +571,26 @@ def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
         ends = nnsight.save([pair.width(), pair._replace(high=9).high, own_module.Pair(1)[1]])
         ends.append(point.y + own_module.Point(5, 6).x)
         score = own_module.Probe()(torch.ones(1, 8)).detach().save()
+    return locals()
+
+
+@benign
+def a_class_of_models_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    lens = own_module.Lens(toy_model.model()._module)
+    with lens.trace(x, backend=backend):
+        lens.embedded = lens.embedded * 2
+        lens.steer(0, 0.5)
+        seen = nnsight.save([lens.outputs[layer] for layer in range(lens.count)])
+        out = lens.output.save()
+    return locals()
+
+
+@benign
+def numbers_that_a_module_has(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        up = m.layers[1].up
+        told = nnsight.save([up.in_features, up.out_features, up.training, m.layers[0].up.bias])
+        heads = up.output.reshape(2, 3, -1, up.in_features).save()
     return locals()
 
 
