@@ -7,8 +7,10 @@ opens.
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import operator
 import os
 import pickle
 import random
@@ -19,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import nnsight
@@ -27,6 +29,9 @@ import numpy
 import torch
 import transformers
 import zstandard
+from cloudpickle.cloudpickle import (  # type: ignore[import-untyped]
+    _DYNAMIC_CLASS_TRACKER_BY_CLASS,
+)
 from nnsight.intervention.serialization import UnknownPersistentIdError
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import WithBlockNotFoundError, _saves, dec, inc
@@ -37,6 +42,7 @@ from mesh.errors import BadRequest, MeshError
 from mesh.interventions.channel import SocketChannel
 from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
+from mesh.interventions.jail.ownership import Namespace
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jail.shipped import CompleteUnpickler, complete_functions
 from mesh.interventions.jobs.left import CameContainers, LeftGradients
@@ -188,11 +194,22 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
 _PROTOCOL = 4
 
 
+class _AtTheClient(ModuleType):
+    """In the place of a module of that name there."""
+
+
 class _Portable(pickle.Pickler):
     """Writes nothing that a client without hearthnet could not load."""
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that not every client can read as it is."""
+        if isinstance(obj, type) and obj in _DYNAMIC_CLASS_TRACKER_BY_CLASS:
+            # It came along by value: where it was defined, it is found by its name.
+            return operator.attrgetter(obj.__qualname__), (_AtTheClient(obj.__module__),)
+        if type(obj) is _AtTheClient:
+            return importlib.import_module, (obj.__name__,)
+        if type(obj) is Namespace:
+            return obj.__reduce__()
         if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteTensors):
             raise pickle.PicklingError(f"{type(obj).__name__} is on another machine")
         if isinstance(obj, UnreadTensor):

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nnsight
@@ -28,6 +29,7 @@ from mesh.interventions.jobs import runner as runner_module
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange
 from tests.interventions.cases import PROMPT
+from tests.interventions.jail import own_module
 from tests.interventions.jail.processes import warmed_parent
 from tests.interventions.jobworld import (
     LIMITS,
@@ -232,6 +234,32 @@ async def test_a_module_on_another_machine_cannot_be_saved(here: Bench) -> None:
     what = r"What was saved as .part. cannot be sent: LlamaMLP is on another machine"
     with pytest.raises(JobFailed, match=what):
         await run(here, saving)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_objects_of_the_client_s_own_classes_come_back(here: Bench, trusted: bool) -> None:
+    probe = own_module.Probe()
+
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            found = nnsight.save([own_module.Setting(1, tags=["a"]), own_module.Pair(3)])
+            found += [
+                own_module.Side.RIGHT,
+                own_module.Point(1, 2),
+                own_module.Site(2),
+                own_module.Place(3),
+            ]
+            trained = nnsight.save({"probe": probe, "loss": model.lm_head.output.sum()})
+            plain = nnsight.save(SimpleNamespace(layer=2))
+
+    here.trusted = trusted
+    saved = await run(here, saving)
+    pair = own_module.Pair(3)
+    own = [own_module.Setting(1, tags=["a"]), pair, own_module.Side.RIGHT, own_module.Point(1, 2)]
+    assert saved["found"] == [*own, own_module.Site(2), own_module.Place(3)]
+    assert saved["plain"] == SimpleNamespace(layer=2)
+    assert type(saved["trained"]["probe"]) is own_module.Probe
+    equal(saved["trained"]["probe"].state_dict(), probe.state_dict(), 0.0)
 
 
 async def test_what_cannot_be_saved_is_named(here: Bench) -> None:
