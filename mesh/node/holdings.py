@@ -13,7 +13,7 @@ from typing import Any
 
 from mesh.config import Config
 from mesh.deployments.weights import OnProgress
-from mesh.errors import BadRequest, WeightsMismatch
+from mesh.errors import BadRequest, WeightsDamaged, WeightsMismatch
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
@@ -102,6 +102,18 @@ class Holdings:
         """Serve a shard no longer: sessions get `drain_seconds` to move, then its memory is given
         back. Returns how many sessions were ended. Raises InternalError."""
         return await self.host.drop(shard, self._config.distributed.host.drain_seconds)
+
+    def distrust(self, weights_sha256: str) -> None:
+        """Load the shards of a checkpoint anew whose files had changed and are right again: what
+        was made of them may be of before that."""
+        for name, request in self.host.wanted.items():
+            model = self.models.get(request.model_id)
+            if model is not None and model.weights_sha256 == weights_sha256:
+                error = WeightsDamaged(
+                    f"{name} was withdrawn: files that it was loaded from had changed.",
+                    fix="It is loaded again by itself, as they were fetched again.",
+                )
+                self.host.distrust(name, error)
 
     def keep_resident(self, shards: Collection[ShardId]) -> None:
         """Have the weights of exactly these stay on the device, used or not. A process that was

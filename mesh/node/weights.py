@@ -70,6 +70,7 @@ class Weights:
         self.fetcher = FetcherSupervisor(
             None, self._changed, self._notify, is_used=lambda: held.is_used
         )
+        self.fetcher.repairs.on_repaired = held.distrust
         around = PullContext(lambda: self._peers, self._in_use, self._notify, cache_dir())
         self.pulls = Pulls(self.fetcher, around)
 

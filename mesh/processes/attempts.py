@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from math import inf
 
 from mesh.clock import backoff_s
-from mesh.errors import DeviceFailed, MeshError, NotEnoughMemory, WeightsCorrupted
+from mesh.errors import (
+    DeviceFailed,
+    MeshError,
+    NotEnoughMemory,
+    WeightsCorrupted,
+    WeightsDamaged,
+)
 from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
@@ -67,7 +73,7 @@ class Attempts:
 
     def corrupted(self, name: str, error: MeshError) -> MeshError:
         """Its weights have changed after they were loaded. The error that says what comes of it."""
-        self._corrupted[name] += 1
+        self._corrupted[name] += not isinstance(error, WeightsDamaged)  # no fault of the memory
         if self._corrupted[name] <= MAX_RELOADS:
             return error
         final = WeightsCorrupted(

@@ -126,6 +126,14 @@ class Unload(Request[int], frozen=True):
     grace_s: float
 
 
+class Distrust(ProcessMessage, frozen=True):
+    """The files that this shard was loaded from were found changed, perhaps since before that:
+    serve it no longer, which is said as of one whose weights have changed in memory."""
+
+    shard_id: ShardId
+    error: MeshError
+
+
 class KeepResident(ProcessMessage, frozen=True):
     """The weights of exactly these shards stay on the device, whether or not they are used; one
     that is not here yet is loaded so."""

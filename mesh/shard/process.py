@@ -31,6 +31,7 @@ from mesh.models.hashing import require_unchanged
 from mesh.processes.messages import Handlers
 from mesh.processes.worker import Worker
 from mesh.shard.commands import (
+    Distrust,
     Health,
     KeepResident,
     Listening,
@@ -116,6 +117,7 @@ class ShardProcess(Worker):
             StartShards: self._start,
             Load: self._load,
             Unload: self._unload,
+            Distrust: self._distrust,
             RevokeTokens: self._revoke,
             KeepResident: self._keep_resident,
             Pause: self._pause,
@@ -275,8 +277,18 @@ class ShardProcess(Worker):
             f"{name} was withdrawn: {weight} in memory is not what was loaded.",
             fix="It is loaded again by itself.",
         )
-        held = self._held.pop(name)
         self._watches.pop(name, None)
+        await self._withdraw(name, error)
+
+    def _distrust(self, command: Distrust) -> None:
+        if (watch := self._watches.pop(command.shard_id, None)) is not None:
+            watch.cancel()
+            withdrawing = self._withdraw(command.shard_id, command.error)
+            self.spawn(withdrawing, f"withdraw {command.shard_id}")
+
+    async def _withdraw(self, name: ShardId, error: MeshError) -> None:
+        if (held := self._held.pop(name, None)) is None:
+            return
         if not self.is_stopping:  # then none is served any more
             self._service.remove(name)
             self.say(Withdrawn(name, error))

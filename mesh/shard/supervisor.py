@@ -31,6 +31,7 @@ from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Handlers
 from mesh.processes.supervisor import Supervisor
 from mesh.shard.commands import (
+    Distrust,
     Health,
     Listening,
     Load,
@@ -180,6 +181,11 @@ class ShardSupervisor(Supervisor):
             return 0
         except TimeoutError:
             raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
+
+    def distrust(self, name: ShardId, error: MeshError) -> None:
+        """Load it anew, if it is here: what it was loaded from may have been wrong."""
+        if self._known[name].here is not None:
+            self.tell(Distrust(name, error))
 
     def knows(self, name: ShardId) -> bool:
         """Whether a wanted shard has loaded or failed."""

@@ -40,6 +40,7 @@ from mesh.processes.worker import Worker
 from mesh.transfers import documents
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
+    Damaged,
     Ensure,
     FetchHeaders,
     Holds,
@@ -94,7 +95,7 @@ class FetcherProcess(Worker):
     def __init__(self, rereading: type[Rereading] = Rereading) -> None:
         super().__init__()
         self._shelf = Shelf()
-        self._rereading = rereading(self._shelf, self.say)
+        self._rereading = rereading(self._shelf, self._damaged)
         self._parts: _Parts | None = None
         self._offered_early: list[LocalCheckpoint] = []
         """While it starts, by a daemon that did not know of them when it was told to."""
@@ -196,6 +197,15 @@ class FetcherProcess(Worker):
         await self._tell_holdings()
         return found
 
+    def _damaged(self, found: Damaged) -> None:
+        """What was rounded of it may have been so when it had changed already."""
+        self.spawn(self._forget_rounded(found.weights_sha256), f"rounded of {found.model_id}")
+        self.say(found)
+
+    async def _forget_rounded(self, weights_sha256: str) -> None:
+        rounded = quantised_dir(self._started.start.cache_dir, weights_sha256)
+        await asyncio.to_thread(shutil.rmtree, rounded, ignore_errors=True)
+
     def _hear(self, command: Peers) -> None:
         self._peers = command
         if self._parts is not None:
@@ -222,8 +232,7 @@ class FetcherProcess(Worker):
         await asyncio.to_thread(remove_partial, directory)
         self._shelf.remove(directory)
         if kept is not None and not self._shelf.of(kept.manifest.weights_sha256):
-            rounded = quantised_dir(start.cache_dir, kept.manifest.weights_sha256)
-            await asyncio.to_thread(shutil.rmtree, rounded, ignore_errors=True)
+            await self._forget_rounded(kept.manifest.weights_sha256)
         return directory
 
     @property

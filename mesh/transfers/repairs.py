@@ -26,6 +26,8 @@ class Repairs:
 
     def __init__(self, ensure: Callable[[Damaged], Awaitable[object]]) -> None:
         """`ensure` has all of it here that was; raises MeshError."""
+        self.on_repaired: Callable[[str], None] = lambda weights_sha256: None
+        """Hears of each checkpoint that is whole again."""
         self._ensure = ensure
         self._wanted: dict[Path, list[Damaged]] = {}
         self._tasks: dict[Path, asyncio.Task[None]] = {}
@@ -50,7 +52,7 @@ class Repairs:
         await end(self._tasks.values())
 
     async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
-        wait_s = self.first_s
+        wait_s, sha256 = self.first_s, wanted[0].weights_sha256
         while wanted:
             await asyncio.sleep(wait_s)
             try:
@@ -61,4 +63,5 @@ class Repairs:
                 logger.warning("%s is not whole again yet: %s", directory, error)
                 wait_s = self.again_s
         logger.info("%s is whole again", directory)
-        self.forget(directory)
+        del self._wanted[directory], self._tasks[directory]
+        self.on_repaired(sha256)

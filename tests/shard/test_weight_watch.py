@@ -139,6 +139,11 @@ async def test_weights_that_change_on_the_disk_are_no_fault_of_the_memory(tmp_pa
         here.host.try_again()
         await here.until(here.served)
         assert torch.equal(await here.answer(await here.asker(), 1), right)
+        for _ in range(MAX_RELOADS + 1):  # as often as a bad disk has it so
+            here.host.distrust(SHARD, error)
+            await here.until(lambda: not here.served())
+            await here.until(here.served)
+        assert torch.equal(await here.answer(await here.asker(), 1), right)
     finally:
         await here.host.stop()
 

@@ -11,6 +11,7 @@ import pytest
 
 from mesh.errors import TransferFailed, WeightsDamaged
 from mesh.models.manifest import Manifest
+from mesh.paths import quantised_dir
 from mesh.types import LayerRange
 from tests.transfers.house import MODEL, Fetcher, House, house, up
 from tests.transfers.test_fetcher import right, spoil, whole
@@ -71,10 +72,15 @@ async def test_what_has_changed_is_found_though_nobody_asks_for_it(
         keeper, directory = await keeper_of(made, whole)
         assert await keeper.supervisor.reread() == 0
         await asyncio.to_thread(spoil, directory)
-        made.fetchers["full"].supervisor.hear([])
+        repaired: list[str] = []
+        keeper.supervisor.repairs.on_repaired = repaired.append
+        rounded = quantised_dir(tmp_path / "keeper/cache", whole.weights_sha256)
+        await asyncio.to_thread((rounded / "int8").mkdir, parents=True)
         assert await keeper.supervisor.reread(whole.weights_sha256) == len(whole.tensors)
         assert await asyncio.to_thread(right, directory, whole) == set()
-        await until(lambda: keeper.supervisor.holdings[0].layers == whole.layers_here())
+        await until(lambda: repaired == [whole.weights_sha256])
+        assert not rounded.exists(), "it may be of what is wrong"
+        assert keeper.supervisor.holdings[0].layers == whole.layers_here()
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
         assert await keeper.supervisor.reread() == 0
 
