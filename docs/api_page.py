@@ -37,8 +37,8 @@ What a path needs:
 - *Any caller*: any key, on loopback none.
 - *Everybody*: no key wherever the API is bound.
 
-Bodies are JSON objects, strictly: an unknown field, a wrong type or a number out of bounds is
-refused with its name. Errors are `{"error": {"message", "type", "param", "code", "fix"}}`
+Bodies are JSON objects, strictly: an unknown field that is not null, a wrong type or a number out
+of bounds is refused with its name. Errors are `{"error": {"message", "type", "param", "code", "fix"}}`
 ([codes](errors.md)), below `/api/` `{"error": message and fix, "code"}`, below `/v1/messages`
 `{"type": "error", "error": {"type", "message": message and fix, "param", "code"}}`; in a stream that
 has begun the last event is one. Every answer has

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
@@ -108,13 +109,17 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_stranger(cls, fields: Any) -> Any:
-        """Without the unknown fields after the first: each would become an error of its own."""
-        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+        """Without the unknown fields that are null, which mean nothing (clients of the time to come
+        send those of their own along), and those after the first: each would become an error of its
+        own."""
+        if not isinstance(fields, dict):
+            return fields
+        if len(fields) <= len(cls.model_fields) and None not in fields.values():
             return fields
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        first = next(name for name in fields if name not in names)
-        known = {name: fields[name] for name in names if name in fields}
-        return {**known, first: fields[first]}
+        strangers = (name for name in fields if name not in names and fields[name] is not None)
+        kept = names.union(islice(strangers, 1))
+        return {name: value for name, value in fields.items() if name in kept}
 
 
 async def read_body(request: Request, model: type[_Body], settings: ApiSettings) -> _Body:

@@ -70,7 +70,10 @@ def _as_anthropic(error: MeshError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(error.http_status, default)
     # Claude Code shortens its conversation when an error begins so.
     begins = "prompt is too long: " if isinstance(error, ContextTooLong) else ""
-    said = {"type": kind, "message": f"{begins}{error}", "param": error.param, "code": error.code}
+    said: dict[str, Any] = {"type": kind, "message": f"{begins}{error}"}
+    said |= {"param": error.param, "code": error.code}
+    if error.param == "thread":  # Anthropic's runner of tools asks again without one then
+        said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return {"type": "error", "error": said}
 
 

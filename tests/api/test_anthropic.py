@@ -242,6 +242,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "21"}
          "context_management.edits.0", "not supported"),
         ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
         ({"seed": 7}, "seed", "Unknown field"),
+        ({"thread": {"type": "create"}}, "thread", "nothing is stored here"),
     ],
 )  # fmt: skip
 async def test_what_is_not_done_here_is_refused_by_name(
@@ -252,6 +253,21 @@ async def test_what_is_not_done_here_is_refused_by_name(
     assert (response.status_code, error["type"]) == (400, "invalid_request_error")
     assert error["param"] == param
     assert said in error["message"]
+
+
+async def test_anthropics_runner_of_tools_does_without_a_thread() -> None:
+    @anthropic.beta_async_tool
+    async def look(city: str) -> str:
+        """Looks it up."""
+        asker.says("It is warm.")
+        return f"21 in {city}"
+
+    async with asked_of(HERMES, CALL) as (client, asker):
+        runner = client.beta.messages.tool_runner(
+            model="toy", max_tokens=200, messages=ASK, tools=[look], **GREEDY
+        )
+        assert [message.stop_reason async for message in runner] == ["tool_use", "end_turn"]
+        assert "21 in Köln" in asker.prompt()
 
 
 async def test_calls_and_their_results_go_round_through_anthropics_client() -> None:
@@ -274,7 +290,9 @@ async def test_calls_and_their_results_go_round_through_anthropics_client() -> N
         results = [
             {"type": "tool_result", "tool_use_id": call.id, "content": "21"} for call in calls
         ]
-        turns = [{"role": "assistant", "content": streamed.content},
+        said = [block.model_dump() for block in streamed.content]  # with all that a client knows
+        assert None in said[-1].values()
+        turns = [{"role": "assistant", "content": said},
                  {"role": "user", "content": results}]  # fmt: skip
         again = await client.messages.create(messages=[*ASK, *turns], **asked)
         assert again.content[0].type == "text"

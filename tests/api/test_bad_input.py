@@ -148,6 +148,17 @@ async def test_fields_are_refused_by_name(
     assert len(api.generations.requests) == before
 
 
+async def test_unknown_fields_that_are_null_are_none(http: httpx.AsyncClient) -> None:
+    strange = dict.fromkeys(("of", "times", "to", "come"))
+    message = {"role": "user", "content": "x", **strange}
+    answer = await http.post(
+        "/v1/chat/completions", json={**CHAT, "messages": [message], **strange}
+    )
+    assert answer.status_code == 200
+    bad = await http.post("/v1/chat/completions", json={"x": None, **CHAT, **strange, "y": 0})
+    assert bad.json()["error"]["param"] == "y"
+
+
 async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
     assert response.json()["error"]["fix"] == "Did you mean temperature?"

@@ -12,12 +12,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.anthropic.turns import Messages, Texts, to_conversation
-from mesh.api.bodies import Strict, only, only_types, require_plain
+from mesh.api.bodies import Strict, Unsupported, only, only_types, require_plain
 from mesh.api.openai.sampling import INT32, Hint, Refused
 from mesh.api.openai.tools import MAX_TOOLS, as_template, require_choosable, tool_use
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams
 
 _MAX_STOPS = 16
+_NO_THREADS = Unsupported("nothing is stored here", "Send the whole conversation, without it.")
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
@@ -116,12 +117,14 @@ class AskedBody(Strict):
     output_format: JsonFormat | None = None
     # Anthropic's, not here
     container: Refused = None
+    thread: Annotated[None, only(otherwise=_NO_THREADS)] = None
     mcp_servers: Annotated[None, only([])] = None
     context_management: ContextManagement | None = None
     service_tier: Annotated[None, only("auto", "standard_only")] = None
     speed: Annotated[None, only("standard")] = None
     # hints
     metadata: Hint = None
+    diagnostics: Hint = None
     cache_control: Hint = None
     inference_geo: Hint = None
 
