@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
 from starlette.routing import Route, WebSocketRoute
 
 from mesh.api import (
@@ -48,7 +46,6 @@ from mesh.api.services import (
     Services,
 )
 from mesh.clock import SystemClock
-from mesh.errors import MeshError
 from mesh.identity.api_keys import ApiKeys, Scope
 
 
@@ -92,12 +89,7 @@ def create_app(
             Middleware(ndif.OneSlash),
             Middleware(Gate, settings=settings, access=access),
         ],
-        exception_handlers={
-            MeshError: faults.on_mesh_error,
-            HTTPException: faults.on_http_exception,
-            ClientDisconnect: faults.on_client_gone,
-            Exception: faults.on_exception,
-        },
+        exception_handlers=faults.HANDLERS,
     )
     app.state.closing, app.state.kept = closing, kept
     app.state.settings = settings

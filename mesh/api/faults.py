@@ -5,13 +5,14 @@ whose clients read no other."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ExceptionHandler
 
 from mesh.errors import Busy, ContextTooLong, InternalError, MeshError, MethodNotAllowed, NotFound
 
@@ -146,3 +147,12 @@ def on_exception(request: Request, _error: Exception) -> Response:
     response = error_response(unforeseen(), request.url.path)
     response.headers["X-Request-Id"] = request.state.request_id  # it answers around all middleware
     return response
+
+
+HANDLERS: Mapping[Any, ExceptionHandler] = {
+    MeshError: on_mesh_error,
+    HTTPException: on_http_exception,
+    ClientDisconnect: on_client_gone,
+    Exception: on_exception,
+}
+"""By the class of an exception that ends a request, as Starlette wants them."""
