@@ -36,11 +36,16 @@ def _stack_invokes(envoy: Any, invokes: list[Any], fn: Any) -> tuple[Any, Any]:
     return (torch.cat([args[0] for args, _ in invokes]),), {}
 
 
+def toy() -> Toy:
+    """The same module with the same weights, wherever it is made."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return Toy().eval().requires_grad_(False)
+
+
 def model() -> nnsight.NNsight:
-    """The same model with the same weights, wherever it is made."""
+    """The same model, wherever it is made."""
     # A plain module does not know how to batch; a class of ours would not load elsewhere.
     nnsight.NNsight._batch = _stack_invokes
     linecache.getlines(__file__)  # `.source` reads it, in a process that cannot open it
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    return nnsight.NNsight(Toy().eval().requires_grad_(False))
+    return nnsight.NNsight(toy())

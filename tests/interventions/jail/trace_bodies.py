@@ -576,7 +576,7 @@ def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 
 @benign
 def a_class_of_models_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
-    lens = own_module.Lens(toy_model.model()._module)
+    lens = own_module.Lens(toy_model.toy())
     with lens.trace(x, backend=backend):
         lens.embedded = lens.embedded * 2
         lens.steer(0, 0.5)
