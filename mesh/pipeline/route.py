@@ -16,12 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mesh.errors import (
-    BadSteering,
-    MeshError,
-    NoRoute,
-    PipelineStalled,
-)
+from mesh.errors import BadSteering, MeshError, NoRoute, PipelineStalled
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import rows_of, slice_rows
 from mesh.pipeline.hop import GenerationHop, HopSession, Patience
@@ -278,7 +273,7 @@ class Route:
         fresh[0].history = old[0].history
         fresh[-1].delivered = old[-1].delivered
         # Where longer steps have other bits, a near tie behind them would fall otherwise.
-        short = [hop.hop.shard.short_rows for hop in fresh if hop.hop.shard.short_rows]
+        short = filter(None, (hop.hop.shard.short_rows for hop in fresh))
         fresh[0].replay(max_rows, joined=min(short, default=None))
 
     def park(self) -> None:
