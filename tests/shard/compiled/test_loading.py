@@ -57,7 +57,7 @@ def test_a_shard_says_in_which_format_it_computes_and_why(quant: str, tmp_path: 
 
 UNCOMPILED = {
     "falcon_h1": "it normalises by Identity",
-    "gemma4": "it has a Gemma4TextRouter called router",
+    "gemma4": "it has experts beside its feed-forward",
 }
 
 
