@@ -21,7 +21,7 @@ from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
     Advertisement,
 )
-from mesh.discovery.neighbours import MAX_NEIGHBOURS, Neighbour
+from mesh.discovery.neighbours import MAX_NEIGHBOURS, LinkedPeer
 from mesh.discovery.progress import NodeProgress
 from mesh.discovery.weights import MAX_WEIGHTS_PER_NODE, HeldWeights
 from mesh.errors import BadAdvertisement
@@ -50,7 +50,7 @@ class Offering:
     weights: Annotated[tuple[HeldWeights, ...], Meta(max_length=MAX_WEIGHTS_PER_NODE)] = ()
     capacity: Capacity | None = None
     progress: NodeProgress | None = None
-    neighbours: Annotated[tuple[Neighbour, ...], Meta(max_length=MAX_NEIGHBOURS)] = ()
+    neighbours: Annotated[tuple[LinkedPeer, ...], Meta(max_length=MAX_NEIGHBOURS)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,14 @@ _TOLD = "told "
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class LinkedPeer:
     """A member that the sender is linked to, and where its control port is: ``HOST:PORT`` each."""
 
     node_id: NodeIdText
     endpoints: Annotated[tuple[Text, ...], Meta(max_length=_MAX_ENDPOINTS)]
 
 
-def linked(links: Collection[ControlLink]) -> tuple[Neighbour, ...]:
+def linked(links: Collection[ControlLink]) -> tuple[LinkedPeer, ...]:
     """What to tell of these links; a bounded number of them."""
     return tuple(map(_neighbour, list(links)[:MAX_NEIGHBOURS]))
 
@@ -80,14 +80,14 @@ def forget(links: Collection[ControlLink], node_id: NodeId) -> None:
             end.advertised = replace(end.advertised, neighbours=left)
 
 
-def _neighbour(end: ControlLink) -> Neighbour:
+def _neighbour(end: ControlLink) -> LinkedPeer:
     port = end.hello.address.rpartition(":")[2]
     # As it was reached comes first: of several networks that is one which goes further.
     hosts = dict.fromkeys([end.host, *end.hello.hosts])
     places = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
     # What a peer says of itself must not make this node's own notice one that nobody can read.
     usable = [place for place in places if _host(place) is not None]
-    return Neighbour(end.hello.node_id, tuple(usable[:_MAX_ENDPOINTS]))
+    return LinkedPeer(end.hello.node_id, tuple(usable[:_MAX_ENDPOINTS]))
 
 
 def _is_dialable(endpoint: str, teller: str) -> bool:

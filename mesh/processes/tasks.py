@@ -73,6 +73,13 @@ async def abandonable(work: Callable[..., T], *args: Any) -> T:
     return await done
 
 
+def unheard(task: asyncio.Task[Any]) -> None:
+    """For a task that is done and whose error nobody may be there to hear: that is none of its
+    own."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("task ended: name=%s", task.get_name(), exc_info=error)

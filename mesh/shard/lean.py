@@ -27,7 +27,7 @@ from mesh.shard.compiled.parts import (
     layer_parts,
 )
 from mesh.shard.kv import OneSession
-from mesh.shard.lean_experts import LeanBeside, lean_mixture
+from mesh.shard.lean_experts import LeanExpertsBeside, lean_mixture
 from mesh.shard.lean_parts import LeanGate, LeanNorm, lean_feed_forward, lean_product
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
@@ -38,7 +38,7 @@ from mesh.types import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
+class RotaryKind:
     """How a layer turns queries and keys by position: see `Attention`."""
 
     table: str | None = None
@@ -46,7 +46,7 @@ class Turning:
     is_of_pairs: bool = False
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """Of the rows of a step: cosines, and sines with those of the first of two numbers that turn
     together negated, (rows, 1, turned width) each; what queries are multiplied by, if they are,
     (rows, 1, 1); and whether it is neighbours that turn, or halves."""
@@ -154,7 +154,9 @@ class LeanLayers(nn.Module):
         products."""
         return [layer.place for layer in self._layers]
 
-    def _turn(self, hidden: torch.Tensor, positions: torch.Tensor, kind: Turning) -> Turn | None:
+    def _turn(
+        self, hidden: torch.Tensor, positions: torch.Tensor, kind: RotaryKind
+    ) -> Rotation | None:
         if kind.table is None:
             return None
         cos, sin = self._rotary.halves(hidden, positions, kind.table)
@@ -164,7 +166,9 @@ class LeanLayers(nn.Module):
         else:
             cos, signed = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         grown = None if kind.growth is None else kind.growth.factors(positions).reshape(rows, 1, 1)
-        return Turn(cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1), grown, kind.is_of_pairs)
+        return Rotation(
+            cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1), grown, kind.is_of_pairs
+        )
 
 
 class _InCaches:
@@ -201,15 +205,15 @@ class _LeanLayer(nn.Module):
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
         mixer = parts.mixer
-        self.turning = Turning()
+        self.turning = RotaryKind()
         self._mix: _Attention | _States
         if isinstance(mixer, Attention):
-            self.turning = Turning(mixer.table, mixer.growth, mixer.turns_pairs)
+            self.turning = RotaryKind(mixer.table, mixer.growth, mixer.turns_pairs)
             self._mix = _Attention(mixer, index)
         else:
             self._mix = _States(lean_recurrence(mixer, index))
         feed = parts.feed_forward
-        self.beside = None if parts.beside is None else LeanBeside(parts.beside)
+        self.beside = None if parts.beside is None else LeanExpertsBeside(parts.beside)
         self._is_mixture = isinstance(feed, Experts) or self.beside is not None
         self._feed = lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
         self._multiplier, self._scale = parts.multiplier, parts.scale
@@ -235,7 +239,7 @@ class _LeanLayer(nn.Module):
             raise NotCompilable("some of its attention goes into sinks")
         return self._mix.place
 
-    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
+    def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
         y = self._mix.run(x if before is None else before.run(x), turn, past)
@@ -255,7 +259,7 @@ class _States(nn.Module):
         super().__init__()
         self._recurrence = recurrence
 
-    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
+    def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
         assert isinstance(past, _InCaches)  # noqa: S101 - as `places` says
         return self._recurrence.run(x, past.states)
@@ -284,7 +288,7 @@ class _Attention(nn.Module):
         self.value_norm = None if attention.value_norm is None else LeanNorm(attention.value_norm)
         self.gate = None if attention.gate is None else LeanGate(attention.gate)
 
-    def run(self, x: torch.Tensor, turn: Turn | None, past: WithPast) -> torch.Tensor:
+    def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
         rows = len(x)
         both, values, gates = self._parted(self._qkv(x))
@@ -332,7 +336,7 @@ class _Attention(nn.Module):
         return torch.cat(parts, 1)
 
 
-def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+def _turned(x: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """(rows, heads, width) turned by its position, as far as the tables are wide."""
     wide = turn.cos.shape[-1]
     if wide == x.shape[-1]:
@@ -342,7 +346,7 @@ def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
     return torch.cat((turned, x[..., wide:]), -1)
 
 
-def _partners(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+def _partners(x: torch.Tensor, turn: Rotation) -> torch.Tensor:
     """With which each of its numbers turns."""
     if turn.is_of_pairs:
         return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mesh.shard.compiled.parts import Beside, Experts
+from mesh.shard.compiled.parts import Experts, ExpertsBeside
 from mesh.shard.lean_parts import LeanNorm, Product, lean_feed_forward, lean_product, of_each
 
 _ALONE = 32
@@ -38,10 +38,10 @@ def lean_mixture(part: Experts) -> Product:
     return mixed
 
 
-class LeanBeside(nn.Module):
-    """See `Beside`."""
+class LeanExpertsBeside(nn.Module):
+    """See `ExpertsBeside`."""
 
-    def __init__(self, part: Beside) -> None:
+    def __init__(self, part: ExpertsBeside) -> None:
         super().__init__()
         self._experts = (part.experts,)  # no child: its weights are not this one's
         self._chosen = _chosen_by(part.router, None)

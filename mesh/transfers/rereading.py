@@ -18,7 +18,7 @@ from pathlib import Path
 from mesh.errors import MeshError, WeightsDamaged
 from mesh.models.hashing import damaged, has_changed
 from mesh.models.partial_writer import drop_tensor
-from mesh.processes.tasks import abandonable
+from mesh.processes.tasks import abandonable, unheard
 from mesh.transfers.commands import Damaged
 from mesh.transfers.documents import complete_layers
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
@@ -77,8 +77,7 @@ class Rereading:
 
     def _looked(self, key: tuple[Path, str], look: asyncio.Task[bool]) -> None:
         del self._looks[key]
-        if not look.cancelled():
-            look.exception()  # who asked may be gone
+        unheard(look)
 
     async def _has_changed(self, kept: StoredCheckpoint, name: str, share: float = 1.0) -> bool:
         """Whether a tensor has changed; if so it is here no more. Raises OSError."""

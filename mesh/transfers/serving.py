@@ -22,7 +22,7 @@ from mesh.errors import (
     PipelineStalled,
     as_mesh_error,
 )
-from mesh.processes.tasks import spawn
+from mesh.processes.tasks import spawn, unheard
 from mesh.transfers.pacing import Pace
 from mesh.transfers.rereading import Rereading
 from mesh.transfers.shelf import Shelf
@@ -51,7 +51,7 @@ class _Question:
         """It is answered, or nobody waits for that."""
         if self.looking is not None:
             self.looking.cancel()
-            self.looking.add_done_callback(_forgotten)
+            self.looking.add_done_callback(unheard)
 
 
 class WeightsServer:
@@ -146,11 +146,6 @@ class WeightsServer:
     def _fail(self, ask: WeightsAsk, error: MeshError) -> None:
         with suppress(LinkLost):
             self._link.send(Failure(error.to_dict(), ask.session))
-
-
-def _forgotten(looking: asyncio.Task[None]) -> None:
-    if not looking.cancelled():
-        looking.exception()
 
 
 def _unforeseen(error: Exception) -> MeshError:

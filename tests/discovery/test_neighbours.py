@@ -7,14 +7,14 @@ from mesh.discovery.dialing import Dialer, DialResult, Target
 from mesh.discovery.directory import Offering
 from mesh.discovery.greeting import PeerHello
 from mesh.discovery.links import ControlLink
-from mesh.discovery.neighbours import Neighbour
+from mesh.discovery.neighbours import LinkedPeer
 from mesh.discovery.sightings import Sightings
 from mesh.types import NodeId
 from tests.discovery.network import QUICK, new_id
 from tests.discovery.test_links import End
 
 
-def teller(host: str, *told: Neighbour) -> ControlLink:
+def teller(host: str, *told: LinkedPeer) -> ControlLink:
     end = ControlLink(lambda end, message: None, lambda end, error: None, initiated=True)
     end.identify(End(), PeerHello(new_id(), "n", "0", "h", "run", 0, f"{host}:8421", (host,)))
     end.host, end.advertised = host, Offering(neighbours=told)
@@ -31,11 +31,13 @@ async def test_a_member_can_have_only_members_dialled_and_not_at_this_nodes_own_
     dialer.add(f"mdns {announced}", ("192.0.2.8:8421",), announced)
     end = teller(
         "192.0.2.5",
-        Neighbour(member, ("127.0.0.1:22", "[::ffff:127.0.0.1]:22", "224.0.0.251:5353", "[::]:22")),
-        Neighbour(own, ("192.0.2.1:8421",)),
-        Neighbour(announced, ("192.0.2.9:8421",)),
-        Neighbour(new_id(), ("192.0.2.6:8421",)),
-        Neighbour(other, ("a.name:8421", "192.0.2.7:8421", "192.0.2.7", "[fe80::1]:8421")),
+        LinkedPeer(
+            member, ("127.0.0.1:22", "[::ffff:127.0.0.1]:22", "224.0.0.251:5353", "[::]:22")
+        ),
+        LinkedPeer(own, ("192.0.2.1:8421",)),
+        LinkedPeer(announced, ("192.0.2.9:8421",)),
+        LinkedPeer(new_id(), ("192.0.2.6:8421",)),
+        LinkedPeer(other, ("a.name:8421", "192.0.2.7:8421", "192.0.2.7", "[fe80::1]:8421")),
     )
     members = {own, member, announced, other}
 

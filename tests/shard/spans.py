@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,10 @@ from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
+
+if TYPE_CHECKING:
+    from mesh.shard.compiled.canary import CanaryCheck
+    from mesh.shard.weight_check import WeightCheck
 
 torch.set_num_threads(1)
 
@@ -82,6 +86,14 @@ def step(
 ) -> torch.Tensor:
     """One session's step, alone."""
     return span.forward([StepInput(cache, position, hidden)])[0]
+
+
+def changed_in_a_round(checking: WeightCheck | CanaryCheck, size: int = 1 << 20) -> set[str]:
+    """The weights that have changed, after all of them were looked at, `size` at a time."""
+    rounds, found = checking.rounds, set()
+    while checking.rounds == rounds:
+        found.add(checking.step(size))
+    return {name for name in found if name is not None}
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

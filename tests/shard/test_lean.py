@@ -31,7 +31,16 @@ from mesh.shard.selfcheck import short_steps_keep_bits
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, Site
 from tests.checkpoints import FAMILIES, WINDOW, make_checkpoint
-from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error, rows, step
+from tests.shard.spans import (
+    CPU,
+    WHOLE,
+    changed_in_a_round,
+    checkpoint,
+    of_module,
+    relative_error,
+    rows,
+    step,
+)
 from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
@@ -283,19 +292,13 @@ def test_a_halved_weight_that_changes_is_noticed() -> None:
     narrow, _ = halved()
     checking = narrow.weight_check()
 
-    def a_round() -> set[str]:
-        done, found = checking.rounds, set()
-        while checking.rounds == done:
-            found.add(checking.step(1 << 20))
-        return {name for name in found if name}
-
-    assert a_round() == set()
+    assert changed_in_a_round(checking) == set()
     product = narrow.layer(2).mlp.down_proj
     other = torch.zeros(product.out_features, product.in_features)
     before, product._packed = product._packed, HalvedLinear(other, None)._packed
-    assert a_round() == {"layers.2.mlp.down_proj"}
+    assert changed_in_a_round(checking) == {"layers.2.mlp.down_proj"}
     product._packed = before
-    assert a_round() == set()
+    assert changed_in_a_round(checking) == set()
 
 
 def test_modules_made_by_hand_are_no_reason_to_fail() -> None:

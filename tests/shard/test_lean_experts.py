@@ -17,7 +17,7 @@ from mesh.shard.packed_experts import PackedMatrices
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Site
-from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows, step
+from tests.shard.spans import CPU, WHOLE, changed_in_a_round, checkpoint, relative_error, rows, step
 from tests.shard.spans import runtime as by_modules
 from tests.shard.test_lean import halved, needs_packed_bf16, needs_packing, runtime
 
@@ -110,14 +110,8 @@ def test_an_expert_that_changes_is_noticed() -> None:
     narrow, _ = halved("qwen3_moe")
     checking = narrow.weight_check()
 
-    def a_round() -> set[str]:
-        done, found = checking.rounds, set()
-        while checking.rounds == done:
-            found.add(checking.step(1 << 20))
-        return {name for name in found if name}
-
-    assert a_round() == set()
+    assert changed_in_a_round(checking) == set()
     parts = experts_of(narrow).down_proj.modules()
     first, second, *_ = (part for part in parts if isinstance(part, HalvedLinear))
     vars(second).update(vars(first))
-    assert a_round() == {f"layers.{MIXED}.mlp.experts.down_proj._each.1"}
+    assert changed_in_a_round(checking) == {f"layers.{MIXED}.mlp.experts.down_proj._each.1"}

@@ -20,7 +20,7 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
-from tests.shard.spans import plain_kernels
+from tests.shard.spans import changed_in_a_round, plain_kernels
 
 SPAN = LayerRange(1, 5)
 
@@ -32,15 +32,6 @@ def runtime(family: str = "llama") -> TorchRuntime:
 
 def check(span: TorchRuntime) -> WeightCheck:
     return WeightCheck(span.loaded.module, span.loaded.sha256)
-
-
-def a_round(checking: WeightCheck, size: int = 1000) -> set[str]:
-    """The weights that have changed, after all of them were looked at."""
-    found = set()
-    rounds = checking.rounds
-    while checking.rounds == rounds:
-        found.add(checking.step(size))
-    return {name for name in found if name is not None}
 
 
 def flip(tensor: torch.Tensor, at: int) -> None:
@@ -61,15 +52,15 @@ def test_one_bit_is_noticed_wherever_it_is(packed: bool) -> None:
     with nullcontext() if packed else plain_kernels():
         span = runtime()
     checking = check(span)
-    assert a_round(checking) == set()
-    assert a_round(checking, 1 << 20) == set()
+    assert changed_in_a_round(checking, 1000) == set()
+    assert changed_in_a_round(checking) == set()
     for name, tensor in tensors(span).items():
         for at in (0, tensor.numel() * tensor.itemsize - 1):
             flip(tensor, at)
-            assert len(found := a_round(checking)) == 1, name
+            assert len(found := changed_in_a_round(checking, 1000)) == 1, name
             assert tensors(span)[found.pop()] is not None
             flip(tensor, at)
-            assert a_round(checking) == set()
+            assert changed_in_a_round(checking, 1000) == set()
 
 
 def test_what_was_wrong_before_the_first_round_is_noticed_where_it_is_as_stored() -> None:
@@ -77,18 +68,18 @@ def test_what_was_wrong_before_the_first_round_is_noticed_where_it_is_as_stored(
         span = runtime()
     name = "layers.2.mlp.up_proj.weight"
     flip(tensors(span)[name], 77)
-    assert a_round(check(span)) == {name}
+    assert changed_in_a_round(check(span), 1000) == {name}
 
 
 def test_checking_keeps_no_weight_alive() -> None:
     span = runtime()
     checking = check(span)
-    a_round(checking)
+    changed_in_a_round(checking, 1000)
     weight = weakref.ref(next(span.loaded.module.parameters()))
     del span
     gc.collect()
     assert weight() is None
-    assert a_round(checking) == set()
+    assert changed_in_a_round(checking, 1000) == set()
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="makes weights writable again")

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVATION_NAMES",
     "Attention",
-    "Beside",
     "ChannelDeltaNet",
     "DeltaNet",
     "Experts",
+    "ExpertsBeside",
     "FeedForward",
     "Growth",
     "LayerParts",
@@ -108,7 +108,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ExpertsBeside:
     """Experts that a layer has beside its feed-forward, as Gemma 4: their router sees rows as they
     are, they see them behind the norm `before`, and what they give, behind `after`, is added to
     what feed-forward gives, behind `after_feed_forward`."""
@@ -139,7 +139,7 @@ class LayerParts:
     hidden: int
     scale: float = 1.0
     """What comes out of the layer is multiplied by that."""
-    beside: Beside | None = None
+    beside: ExpertsBeside | None = None
 
 
 def _all_there() -> None:
@@ -293,7 +293,7 @@ def _scale_of(reader: PartsReader) -> float:
     return float(scale)
 
 
-def _beside(reader: PartsReader) -> Beside | None:
+def _beside(reader: PartsReader) -> ExpertsBeside | None:
     experts = reader.find("experts")
     if experts is None:
         return None
@@ -304,7 +304,7 @@ def _beside(reader: PartsReader) -> Beside | None:
     )
     if before is None or after is None or after_ff is None:
         raise NotCompilable("it has experts beside its feed-forward that are not normalised")
-    return Beside(reader.get("router"), experts, before, after, after_ff)
+    return ExpertsBeside(reader.get("router"), experts, before, after, after_ff)
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:

@@ -8,10 +8,10 @@ import weakref
 import torch
 
 from mesh.shard.compiled.builder import DOWN
-from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.formats import BlockMatrix
 from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.compiled.spans import compiled, span
+from tests.shard.spans import changed_in_a_round
 
 
 class Tipping(CompiledRuntime):
@@ -25,24 +25,17 @@ class Tipping(CompiledRuntime):
         return self.tipped.probe(layer, number)
 
 
-def a_round(check: CanaryCheck) -> set[str]:
-    rounds, found = check.rounds, set()
-    while check.rounds == rounds:
-        found.add(check.step(1))
-    return {name for name in found if name is not None}
-
-
 def test_one_code_that_has_changed_is_noticed() -> None:
     runtime = Tipping(span("int8"), threads=1, positions=64)
     check = runtime.weight_check()
-    assert a_round(check) == set()
-    assert a_round(check) == set()
+    assert changed_in_a_round(check, 1) == set()
+    assert changed_in_a_round(check, 1) == set()
     changed = span("int8")
     matrix = changed.layers[2].products[DOWN].matrix
     assert isinstance(matrix, BlockMatrix)
     matrix.codes[17, 1, 5] ^= 1  # what a bit that has tipped over in its memory would be
     runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
-    assert a_round(check) == {"layer 2"}
+    assert changed_in_a_round(check, 1) == {"layer 2"}
 
 
 def test_a_code_of_any_expert_that_has_changed_is_noticed() -> None:
@@ -50,14 +43,14 @@ def test_a_code_of_any_expert_that_has_changed_is_noticed() -> None:
     runtime = Tipping(span("int8", "gpt_oss"), threads=1, positions=64)
     check = runtime.weight_check()
     for _ in range(runtime.probes):
-        assert a_round(check) == set()
+        assert changed_in_a_round(check, 1) == set()
     for expert in range(4):
         changed = span("int8", "gpt_oss")
         matrix = changed.layers[2].products[DOWN].matrix
         assert isinstance(matrix, BlockMatrix)
         matrix.codes[64 * expert + 17, 1, 5] ^= 64
         runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
-        found = [a_round(check) for _ in range(runtime.probes)]
+        found = [changed_in_a_round(check, 1) for _ in range(runtime.probes)]
         assert {"layer 2"} in found
         assert set() in found
 
