@@ -45,6 +45,10 @@ _SMALL_BYTES = 1 << 20
 _FULL_ROWS = 4
 """oneDNN's bf16 products of one row read their weights slower than those of four."""
 
+_FEW_ROWS, _MANY_ROWS, _LONE_NUMBERS = (2, 3, 4, 8), 16, 1 << 16
+"""How many rows are compared with themselves among many, and of lone ones how many numbers: oneDNN
+has kernels for one long row that add up in another order."""
+
 _TIMINGS = 5
 _TIMED_BYTES = 256 << 20
 
@@ -117,8 +121,8 @@ def choose_kernels(
         kept = f"{replaced} linear layers in 16 bit, computed in fp32 and checked"
         return Kernels(HALVED, f"kernels {HALVED}: {kept}")
     with torch.inference_mode():
-        is_filled = fill_rows(_packed_parts(module), dtype)
-    filled = f", few rows filled up to {_FULL_ROWS}" if is_filled else ""
+        most = fill_rows(_packed_parts(module), dtype)
+    filled = f", few rows filled up to {most}" if most > 1 else ""
     return Kernels(
         PACKED,
         f"kernels {PACKED}: {replaced} linear layers of {str(dtype)[6:]} on the CPU, packed and"
@@ -144,15 +148,45 @@ def fill_rows(
     parts: Sequence[PackedLinear],
     dtype: torch.dtype,
     is_faster: Callable[[Sequence[PackedLinear], torch.dtype], bool] | None = None,
-) -> bool:
-    """Have one to three rows computed with rows of zeros beside them, where that is faster and
-    changes no bit of theirs; whether any are. `is_faster` tells the first, by a measurement."""
+) -> int:
+    """Have few rows computed with rows of zeros beside them where only so they have the bits that
+    they have in any company, or where that is faster and changes none; up to how many at most.
+    `is_faster` tells the latter, by a measurement."""
+    # Which kernel is taken depends on the shape alone.
+    alike = {_shape(part): part for part in parts}
+    fewest = {shape: _fewest_alike(part) for shape, part in alike.items()}
     large = [part for part in parts if part.weight_bytes > _SMALL_BYTES]
-    if not large or not (is_faster or _is_faster_full)(large, dtype):
-        return False
-    for part in large:
-        part.fewest_rows = _FULL_ROWS if _bits_stay(part, dtype) else 1
-    return any(part.fewest_rows > 1 for part in large)
+    faster = set(large) if large and (is_faster or _is_faster_full)(large, dtype) else set()
+    for part in parts:
+        few = fewest[_shape(part)]
+        part.fewest_rows = max(few) if part in faster else min(few)
+    return max((part.fewest_rows for part in parts), default=1)
+
+
+def _shape(part: PackedLinear) -> tuple[int, int, bool]:
+    return part.in_features, part.out_features, part.bias is None
+
+
+def _fewest_alike(part: PackedLinear) -> Sequence[int]:
+    """The fewest rows up to which to fill less, so that a row has the bits that it has among many,
+    and `_FULL_ROWS` where they do as well; 1 where no number does."""
+    seeded = torch.Generator().manual_seed(0)
+    rows = torch.randn(_MANY_ROWS, part.in_features, dtype=part.dtype, generator=seeded)
+    many = part(rows)
+    # A few numbers would often agree by chance.
+    lone = range(min(_MANY_ROWS, max(2, _LONE_NUMBERS // part.out_features)))
+
+    def is_alike(fewest: int) -> bool:
+        part.fewest_rows = fewest
+        alone = (torch.equal(part(rows[at : at + 1]), many[at : at + 1]) for at in lone)
+        return all(alone) and all(torch.equal(part(rows[:few]), many[:few]) for few in _FEW_ROWS)
+
+    # In fp32 it would take a third to a half more time, and tells two tokens apart nowhere.
+    filled = range(1, _FULL_ROWS + 1) if part.dtype == torch.bfloat16 else ()
+    first = next(filter(is_alike, filled), 1)
+    found = (first, _FULL_ROWS) if is_alike(_FULL_ROWS) else (first,)
+    part.fewest_rows = 1
+    return found
 
 
 def _is_faster_full(parts: Sequence[PackedLinear], dtype: torch.dtype) -> bool:
@@ -171,14 +205,6 @@ def _is_faster_full(parts: Sequence[PackedLinear], dtype: torch.dtype) -> bool:
     for part in parts:
         part.fewest_rows = 1
     return median(took[_FULL_ROWS]) < median(took[1])
-
-
-def _bits_stay(part: PackedLinear, dtype: torch.dtype) -> bool:
-    """Whether one to three rows of `part` have the same bits among four."""
-    seeded = torch.Generator().manual_seed(0)
-    rows = torch.randn(_FULL_ROWS, part.in_features, dtype=dtype, generator=seeded)
-    full = part(rows)
-    return all(torch.equal(part(rows[:few]), full[:few]) for few in range(1, _FULL_ROWS))
 
 
 def _groups(module: nn.Module, together: Sequence[Sequence[Place]]) -> list[list[Place]]:
