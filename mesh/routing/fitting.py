@@ -204,7 +204,7 @@ def float_format(model: ModelShape, device: Device) -> str:
 def _float_format(model: ModelShape, device: Device, *, halves: bool) -> str:
     stored = model.dtype
     if stored not in ("fp32", "fp16", "bf16"):  # blocks are decoded
-        stored = "fp32" if device.kind == "cpu" else "bf16"
+        stored = "bf16"
     near = ["fp16"] if stored == "bf16" and device.kind != "cpu" else []
     near += [HALVED_FORMAT] if halves and stored != "fp32" else []
     # A device whose owner wants all in one of them has a speed in no other.

@@ -48,6 +48,12 @@ def short_dtype_name(name: str) -> str:
     return {str(d).removeprefix("torch."): short for short, d in DTYPES.items()}.get(name, name)
 
 
+def plain_dtype_name(stored: str) -> str:
+    """The dtype that weights stored as `stored` are made of where they are not quantised: ``bf16``
+    for what stands in blocks for numbers, which says less than that."""
+    return "bf16" if is_decoded(stored) else short_dtype_name(stored)
+
+
 def choose_device(requested: str = "auto") -> Choice[torch.device]:
     """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Raises BadValue when it is not there."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -88,10 +94,9 @@ def choose_dtype(
                 param="dtype",
             )
         return Choice(DTYPES[requested], f"dtype {requested}: as requested")
-    stored = short_dtype_name(stored)
-    in_blocks = is_decoded(stored) and device.type != "cpu"
+    in_blocks = is_decoded(stored)
     why = f"weights are stored in blocks, {stored}" if in_blocks else "as stored"
-    stored = "bf16" if in_blocks else stored
+    stored = plain_dtype_name(stored)
     if stored not in DTYPES or stored == "fp32":
         return Choice(torch.float32, f"dtype fp32: weights are stored as {stored}")
     if device.type != "cpu":
@@ -99,7 +104,7 @@ def choose_dtype(
             return Choice(torch.float16, f"dtype fp16: {device.type} here has no bf16")
         return Choice(DTYPES[stored], f"dtype {stored}: {why}")
     if stored in (cpu_fast_dtypes() if fast is None else fast):
-        return Choice(DTYPES[stored], f"dtype {stored}: as stored, the CPU computes in it")
+        return Choice(DTYPES[stored], f"dtype {stored}: {why}, the CPU computes in it")
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
 
 

@@ -93,6 +93,15 @@ class LoadPlan:
         """Whether linear layers stay in 16 bit though fp32 is computed."""
         return self.lean.value and self.dtype.value == torch.float32
 
+    @property
+    def loaded_dtype(self) -> torch.dtype:
+        """Of the weights before layers are made of them, where they are not quantised."""
+        if not self.is_halved:
+            return self.dtype.value
+        return kept_dtype(
+            self.request.dtype, self.manifest.dtype, self.dtype.value, self.host.device
+        )
+
 
 def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     """Read the checkpoint's headers, and its hashes where nobody did before.

@@ -158,9 +158,7 @@ def _load(plan: LoadPlan) -> tuple[Runtime, int]:
         loaded = _round(plan, plan.quant.value).loaded
         int4.to_device(loaded.module, plan.host.device)
     else:
-        loaded = _load_span(
-            plan, stored_dtype(plan.manifest) if plan.is_halved else plan.dtype.value
-        )
+        loaded = _load_span(plan, plan.loaded_dtype)
     runtime = TorchRuntime(
         loaded,
         device=plan.host.device,

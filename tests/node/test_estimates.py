@@ -513,7 +513,9 @@ def _in_codes(form: Form) -> Callable[[Path, Path], Path]:
     return write
 
 
-@pytest.mark.parametrize(("quant", "weight_size"), [("none", 4.0), ("int8", 1.125)])
+@pytest.mark.parametrize(
+    ("quant", "itemsize", "weight_size"), [("none", 2, None), ("int8", 4, 1.125)]
+)
 @pytest.mark.parametrize(
     "write",
     [
@@ -525,12 +527,16 @@ def _in_codes(form: Form) -> Callable[[Path, Path], Path]:
     ids=["Q4_0", "fp8", "awq", "packed"],
 )
 def test_weights_that_are_decoded_count_as_what_they_are_computed_as(
-    tmp_path: Path, write: Callable[[Path, Path], Path], quant: Any, weight_size: float
+    tmp_path: Path,
+    write: Callable[[Path, Path], Path],
+    quant: Any,
+    itemsize: int,
+    weight_size: float | None,
 ) -> None:
     stored = make_checkpoint(tmp_path / "stored", "llama", layers=2, hidden=256)
     manifest = read_manifest(write(stored, tmp_path / "model"))
     whole, model = LayerRange(0, 2), shape_of(manifest, 512)
-    said = estimate(manifest, whole, 4, kv_tokens=512, rows=256, weight_size=weight_size)
+    said = estimate(manifest, whole, itemsize, kv_tokens=512, rows=256, weight_size=weight_size)
     speeds = tuple(Speed(name, 10.0, 50.0) for name in ("fp32", "bf16", "int8"))
     machine = Machine(OWN, "own", (Device("cpu", 1000 * MB, 1000 * MB, speeds),))
     (bench,) = benches(model, machine, Demand(context=512), quant)

@@ -14,13 +14,16 @@ from mesh.deployments.shape import shape_of
 from mesh.routing.fitting import asking_bytes, benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.commands import ShardRequest
+from mesh.shard.device import choose_dtype
 from mesh.shard.linear import HALVED, halving_fails
 from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
 from mesh.shard.loading import load_shard
+from mesh.shard.runtime import StepInput
 from mesh.shard.speed import float_formats
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import HALVED_FORMAT, Endpoint, ModelId, NodeId
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.shard.spans import CPU, WHOLE
 
 HERE = HostedOn(NodeId("n"), "here", Endpoint("wss://127.0.0.1:1"), CPU, 1)
@@ -57,6 +60,28 @@ def test_weights_that_the_cpu_has_no_arithmetic_for_stay_in_16_bit(directory: Pa
     assert "layers lean: checked" in loaded.reasons
     kinds = {parameter.dtype for parameter in loaded.load_plain().module.parameters()}
     assert kinds == {torch.float32}
+
+
+@needs_halving
+@pytest.mark.parametrize("fast", [frozenset(), frozenset({"bf16"})], ids=["fp32", "bf16"])
+def test_blocks_that_are_not_computed_in_few_bits_take_16_for_a_number(
+    directory: Path, tmp_path: Path, fast: frozenset[str]
+) -> None:
+    """Whether the CPU has arithmetic for those or not."""
+    file = write_gguf(directory, tmp_path / "blocks.gguf", "Q4_0")
+    wide = plan(file, "fp32")
+    planned = plan(file, "auto")
+    planned = replace(planned, dtype=choose_dtype("auto", planned.manifest.dtype, CPU, fast))
+    assert planned.dtype.value == (torch.bfloat16 if fast else torch.float32)
+    assert planned.need.weights_mb <= 0.6 * wide.need.weights_mb
+    runtime, exact = load_shard(planned).load(), load_shard(wide).load()
+    assert math.ceil(runtime.weight_bytes / 2**20) <= planned.need.weights_mb
+    row = torch.randn(1, 8, runtime.hidden_size, generator=torch.Generator().manual_seed(0))
+    found, expected = (
+        each.forward([StepInput(each.new_cache(16), 0, row.to(each.dtype))])[0].float() - row
+        for each in (runtime, exact)
+    )
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 def test_what_is_asked_for_in_fp32_is_computed_by_the_modules(directory: Path) -> None:

@@ -80,8 +80,12 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
 class MindsBeingAlone(PackedLinear):
     """Gives a single row other bits than in any company."""
 
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.kept = weight.double()
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        output = super()._product(x)
+        output = (x.double() @ self.kept.t()).bfloat16()
         return output * 1.5 if x.numel() == self.in_features else output
 
 
