@@ -36,9 +36,17 @@ def reference(family: str, quant: Quant) -> Parts:
     """nnsight over the whole model, whose layers have the weights that the codes stand for."""
     directory = checkpoint(family).directory
     module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    put_in_blocks(module, quant)
+    put_in_blocks(_aligned(module), quant)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
+
+
+def _aligned(module: Any) -> Any:
+    """Out of their files: some CPUs add one row up in another order where a weight begins at an odd
+    address."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    return module
 
 
 def put_in_blocks(module: Any, quant: Quant) -> None:
@@ -72,6 +80,7 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
 @cache
 def tree(family: str, layers: LayerRange, quant: Quant) -> SpanTree:
     loaded = load_span(checkpoint(family), layers, dtype=torch.float32, device=CPU)
+    _aligned(loaded.module)
     return SpanTree(quantised_span(loaded, quant, "", None).loaded, CPU)
 
 
