@@ -28,7 +28,7 @@ _EVALUATING = ("sympy.parsing.sympy_parser", "sympy.utilities.lambdify")
 _FIELDS = "__dataclass_fields__"
 _COMPARED = frozenset(("__lt__", "__le__", "__gt__", "__ge__"))
 _WRITTEN = frozenset(functools.WRAPPER_ASSIGNMENTS) | _COMPARED
-_READ = _WRITTEN | {"__annotations__", "__isabstractmethod__", "__get__"}
+_READ = _WRITTEN | {"__annotations__", "__isabstractmethod__", "__partialmethod__", "__get__"}
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 
 # Whose attributes have whatever names they are given, without an assignment in the code.

@@ -241,7 +241,7 @@ def guarded(source: str) -> dict[str, Any]:
         "torch.cuda.CUDAPluggableAllocator", "from torch.cuda import graphs",
         "import gc\ngc.get_objects()", "from types import FunctionType",
         "import contextlib\ncontextlib.chdir('/')", "import warnings\nwarnings.sys",
-        "import datetime\ndatetime.sys", "import types\ntypes.CodeType",
+        "import contextlib\ncontextlib.sys", "import types\ntypes.CodeType",
         "model.trace = torch.nn.Identity()", "model.layers[0].own = lambda x: x",
     ],
 )  # fmt: skip
