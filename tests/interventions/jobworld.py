@@ -27,7 +27,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.routes import Routes
 from mesh.interventions.jobs.runner import JailRunner
-from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
+from mesh.interventions.jobs.types import JobHearer, JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
@@ -121,7 +121,8 @@ class Bench:
         async def ask() -> Sequence[Offer]:
             return newest
 
-        self.reports.append(await self.runner.run(spec, place, lambda: None, self.on_text, ask))
+        hearer = JobHearer(lambda: None, self.on_text)
+        self.reports.append(await self.runner.run(spec, place, hearer, ask))
         return await asyncio.to_thread(result.read_bytes)
 
 

@@ -29,7 +29,7 @@ from mesh.errors import Busy, JobFailed, MeshError, NoRoute
 from mesh.identity.api_keys import ApiKeys
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec
 from mesh.models.builtin import checkpoint_dir
 from mesh.types import BringingUp, ModelId
 from tests.fakes import ScriptedGenerations, ScriptedView
@@ -67,9 +67,7 @@ class ScriptedRunner:
             raise self.coming
         return self.coming
 
-    async def run(
-        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
-    ) -> JobReport:
+    async def run(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
         payload = await asyncio.to_thread(spec.payload.read_bytes)
         words = said_in(payload, compress=spec.compress)
         if self.refusals:
@@ -78,14 +76,14 @@ class ScriptedRunner:
         if self.is_full():
             self.refused += 1
             raise Busy("No shard has room for a job.", fix="Wait.")
-        on_begin()
+        hearer.begins()
         self.specs.append(spec)
         self.words.append(words)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.began.put_nowait(spec.job_id)
         try:
-            value = await self._play(words, on_text)
+            value = await self._play(words, hearer.prints)
         except asyncio.CancelledError:
             self.ended_by_cancel.append(spec.job_id)
             raise

@@ -19,7 +19,7 @@ from mesh.interventions.jobs.queue.printed import MAX_CHARACTERS, Printed
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec
 from mesh.types import ANONYMOUS, ModelId, Principal, PrincipalKind
 from tests.ndif.serving import ScriptedRunner
 from tests.ndif.test_client import until
@@ -107,9 +107,7 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
 class HalfWriter(ScriptedRunner):
     """Leaves of each result a part, and fails."""
 
-    async def run(
-        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
-    ) -> JobReport:
+    async def run(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
         part_of(spec.result).write_bytes(b"half")
         raise JobFailed("The disk is full.", fix="")
 

@@ -27,6 +27,7 @@ from mesh.interventions.jobs.commands import (
 )
 from mesh.interventions.jobs.routes import Routes
 from mesh.interventions.jobs.runner import JailRunner
+from mesh.interventions.jobs.types import JobHearer
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
@@ -75,8 +76,9 @@ class JobsProcess(Worker):
             running = self._runner.run(
                 command.spec,
                 command.place,
-                lambda: self.say(Began(job_id)),
-                lambda text: self.say(Line(job_id, text)),
+                JobHearer(
+                    lambda: self.say(Began(job_id)), lambda text: self.say(Line(job_id, text))
+                ),
                 partial(self._newest, command),
             )
             return Finished(await as_mesh_error(running, f"job={job_id}", self.unforeseen))

@@ -22,7 +22,7 @@ from mesh.interventions.jobs.files import write_whole
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
 from mesh.interventions.jobs.order import JobOrder, pack_hops
 from mesh.interventions.jobs.routes import OpenRoute, RoutedModel, Routes
-from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
+from mesh.interventions.jobs.types import JobHearer, JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.pipeline.commands import Offer
@@ -51,12 +51,7 @@ class JailRunner:
         self._manifests: dict[Path, Manifest] = {}
 
     async def run(
-        self,
-        spec: JobSpec,
-        place: JobPlace,
-        on_begin: Callable[[], None],
-        on_text: Callable[[str], None],
-        newest: Newest,
+        self, spec: JobSpec, place: JobPlace, hearer: JobHearer, newest: Newest
     ) -> JobReport:
         """See `mesh.interventions.jobs.types.JobRunner.run`; `newest` is asked for a second run."""
         if self._running >= self.settings.max_running:
@@ -66,7 +61,7 @@ class JailRunner:
             )
         self._running += 1
         try:
-            return await self._run(spec, place, on_begin, on_text, newest)
+            return await self._run(spec, place, hearer, newest)
         finally:
             self._running -= 1
 
@@ -78,12 +73,7 @@ class JailRunner:
     # Private
 
     async def _run(
-        self,
-        spec: JobSpec,
-        place: JobPlace,
-        on_begin: Callable[[], None],
-        on_text: Callable[[str], None],
-        newest: Newest,
+        self, spec: JobSpec, place: JobPlace, hearer: JobHearer, newest: Newest
     ) -> JobReport:
         attention = _attention(spec.env)
         request = await asyncio.to_thread(spec.payload.read_bytes)
@@ -94,8 +84,8 @@ class JailRunner:
                 jail = await self.jails.get(self._warm_up(place, route))
                 order = JobOrder(spec.compress, attention, spec.trusted)
                 attempt = _Attempt(jail, route, spec.trusted, self.settings.limits)
-                on_begin()
-                outcome = await attempt.run(order.pack(request), on_text)
+                hearer.begins()
+                outcome = await attempt.run(order.pack(request), hearer.prints)
                 if outcome.ending is Ending.FINISHED:
                     await to_its_end(write_whole, spec.result, outcome.result)
                     return _report(outcome, route)
@@ -108,7 +98,7 @@ class JailRunner:
             lost.append(replace(loss, took=took))
             if len(lost) > 1:
                 raise _given_up(lost)
-            on_text(f"({loss.what}; the job is run again from its start)")
+            hearer.prints(f"({loss.what}; the job is run again from its start)")
             place = replace(place, shards=tuple(await newest()))
 
     @asynccontextmanager

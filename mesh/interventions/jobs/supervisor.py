@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from mesh.interventions.jobs.commands import (
     RunJob,
     StartJobs,
 )
-from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec
+from mesh.interventions.jobs.types import JobHearer, JobPlace, JobReport, JobSpec
 from mesh.pipeline.commands import Offer
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Handlers
@@ -62,8 +62,7 @@ class JobsSupervisor(Supervisor):
         self._directories = directories
         self._owner = owner
         self._error: MeshError | None = None
-        self._hearers: dict[str, tuple[Callable[[], None], Callable[[str], None]]] = {}
-        """Who hears that a job begins, and what it prints, by the job."""
+        self._hearers: dict[str, JobHearer] = {}
 
     def why_not(self, model_id: ModelId) -> str | None:
         """Why jobs of this model cannot run now, in words; None when they can."""
@@ -76,17 +75,15 @@ class JobsSupervisor(Supervisor):
         """See `JobRunner`."""
         return await self._owner.on_its_way(model_id, may_wake=may_wake)
 
-    async def run(
-        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
-    ) -> JobReport:
+    async def run(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
         """Run a job in the process to its end. Raises as `JobRunner.run`."""
         try:
-            return await self._run_once(spec, on_begin, on_text)
+            return await self._run_once(spec, hearer)
         except ProcessLost:
             logger.warning("job=%s: its process ended; running it again", spec.job_id)
-        on_text("(the process that runs jobs ended; the job is run again from its start)")
+        hearer.prints("(the process that runs jobs ended; the job is run again from its start)")
         try:
-            return await self._run_once(spec, on_begin, on_text)
+            return await self._run_once(spec, hearer)
         except ProcessLost:
             raise JobFailed(
                 "The process that runs jobs ended twice while the job ran.",
@@ -130,17 +127,15 @@ class JobsSupervisor(Supervisor):
 
     def _began(self, began: Began) -> None:
         if began.job_id in self._hearers:
-            self._hearers[began.job_id][0]()
+            self._hearers[began.job_id].begins()
 
     def _pass_on(self, line: Line) -> None:
         if line.job_id in self._hearers:
-            self._hearers[line.job_id][1](line.text)
+            self._hearers[line.job_id].prints(line.text)
 
     # Private
 
-    async def _run_once(
-        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
-    ) -> JobReport:
+    async def _run_once(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
         directory = self._directories.get(spec.model_id)  # it may go while the process starts
         if directory is None:
             reason = str(self.why_not(spec.model_id))
@@ -148,7 +143,7 @@ class JobsSupervisor(Supervisor):
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
         place = JobPlace(spec.model_id, directory, shards)
-        hearer = self._hearers[spec.job_id] = (on_begin, on_text)
+        self._hearers[spec.job_id] = hearer
         asked = self.exchange.ask(RunJob(spec, place))
         try:
             await asyncio.wait([asked])  # which leaves it as it is, should we be cancelled

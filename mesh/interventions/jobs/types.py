@@ -60,20 +60,25 @@ class JobReport:
     hops: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class JobHearer:
+    """Who hears of a job while it runs. `begins` is called when there is a route and its code is
+    about to run, `prints` gets the lines it prints, joined when many come."""
+
+    begins: Callable[[], None]
+    prints: Callable[[str], None]
+
+
 class JobRunner(Protocol):
     """Runs jobs, each in a process of its own."""
 
-    async def run(
-        self, spec: JobSpec, on_begin: Callable[[], None], on_text: Callable[[str], None]
-    ) -> JobReport:
-        """Run `spec` to its end; `on_begin` is called when there is a route and its code is about
-        to run, `on_text` gets the lines it prints, joined when many come.
+    async def run(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
+        """Run `spec` to its end.
 
         Cancelling ends the job's process within a second, and its files are written no more when
-        this returns. Raises MeshError: JobFailed with what
-        the user should read (their own traceback, a limit) and what the job took, NoRoute when
-        nobody serves the model, Busy when no place is free; a job whose hop died was run again once
-        before that.
+        this returns. Raises MeshError: JobFailed with what the user should read (their own
+        traceback, a limit) and what the job took, NoRoute when nobody serves the model, Busy when
+        no place is free; a job whose hop died was run again once before that.
         """
 
     def why_not(self, model_id: ModelId) -> str | None:

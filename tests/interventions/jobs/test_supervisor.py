@@ -20,7 +20,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.supervisor import JobsSupervisor
-from mesh.interventions.jobs.types import JobReport, JobSpec, RunnerSettings
+from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer, RouteLimits
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.shard.supervisor import ShardSupervisor
@@ -77,7 +77,7 @@ class Here:
         payload = self._directory / f"payload-{name}"
         await asyncio.to_thread(payload.write_bytes, request)
         spec = JobSpec(name, ModelId(model_id), payload, self.result(name), True, {}, trusted=False)
-        return await self.jobs.run(spec, lambda: self.begun.append(name), self._on_text)
+        return await self.jobs.run(spec, JobHearer(lambda: self.begun.append(name), self._on_text))
 
     def result(self, name: str) -> Path:
         return self._directory / f"result-{name}"

@@ -18,7 +18,7 @@ from mesh.errors import Busy, Forbidden, JobFailed, MeshError, NoRoute, StorageF
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
-from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
+from mesh.interventions.jobs.types import JobHearer, JobReport, JobRunner, JobSpec
 from mesh.types import BringingUp, Principal, shown_id
 
 logger = logging.getLogger(__name__)
@@ -216,12 +216,11 @@ class RunLoop:
         spec = JobSpec(
             job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted
         )
+        hearer = JobHearer(partial(self._began, ticket), partial(_say, ticket))
         limit_s = self._settings.time_limit_s
         try:
             async with asyncio.timeout(limit_s) as limit:
-                return await work.runner.run(
-                    spec, partial(self._began, ticket), partial(_say, ticket)
-                )
+                return await work.runner.run(spec, hearer)
         except TimeoutError:
             if not limit.expired():
                 raise
