@@ -11,14 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.cgroups import joining
 from tests.chaos.namespaces import PREFIX, ip
+from tests.waiting import wait_until
 
 SWITCH = f"{PREFIX}-switch"
 NSENTER = shutil.which("nsenter") or "nsenter"
@@ -119,7 +119,7 @@ class House:
                 env={**os.environ, "OMP_NUM_THREADS": "1", _HEALTH: "3"},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        until((self.state_dir / "daemon.json").exists, f"{self.name} starts")
+        wait_until((self.state_dir / "daemon.json").exists, f"{self.name} starts")
 
     def stop(self) -> None:
         """End the daemon."""
@@ -170,11 +170,3 @@ def street(directory: Path, names: Sequence[str]) -> Iterator[list[House]]:
             house.build()
             stack.callback(house.stop)
         yield houses
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = 90.0) -> None:
-    """Wait for something that another process does."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)

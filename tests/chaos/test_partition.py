@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.namespaces import why_not
-from tests.chaos.street import House, street, until
+from tests.chaos.street import House, street
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -30,15 +31,15 @@ def test_both_sides_of_a_partition_decide_and_agree_when_it_heals(tmp_path: Path
         assert attic.hearthnet("members", "promote", "barn", "--to", "anchor")["done"]
         everybody = {"attic": "anchor", "barn": "anchor", "sofa": "member", "shed": "member"}
         for house in (attic, barn, sofa):
-            until(lambda house=house: house.members() == everybody, f"{house.name} knows all")
-        until(lambda: sofa.linked() == {"attic", "barn"}, "all are linked")
-        until(lambda: attic.linked() == {"barn", "sofa"}, "all are linked")
+            wait_until(lambda house=house: house.members() == everybody, f"{house.name} knows all")
+        wait_until(lambda: sofa.linked() == {"attic", "barn"}, "all are linked")
+        wait_until(lambda: attic.linked() == {"barn", "sofa"}, "all are linked")
 
         attic.unplug()
         assert attic.hearthnet("members", "promote", "sofa")["done"]
         assert barn.hearthnet("members", "revoke", "shed", "--yes", "--reason", "sold")["done"]
-        until(lambda: not attic.linked(), "attic is alone")
-        until(lambda: "shed" not in sofa.members(), "barn and sofa go on")
+        wait_until(lambda: not attic.linked(), "attic is alone")
+        wait_until(lambda: "shed" not in sofa.members(), "barn and sofa go on")
         # Neither side knows what the other decided.
         assert attic.members() == {**everybody, "sofa": "trusted"}
         assert sofa.members() == {"attic": "anchor", "barn": "anchor", "sofa": "member"}
@@ -47,6 +48,6 @@ def test_both_sides_of_a_partition_decide_and_agree_when_it_heals(tmp_path: Path
         attic.plug()
         agreed = {"attic": "anchor", "barn": "anchor", "sofa": "trusted"}
         for house in (attic, barn, sofa):
-            until(lambda house=house: house.members() == agreed, f"{house.name} agrees")
+            wait_until(lambda house=house: house.members() == agreed, f"{house.name} agrees")
             assert house.out() == {"shed": "revoked"}
-        until(lambda: attic.linked() == {"barn", "sofa"}, "the links are back")
+        wait_until(lambda: attic.linked() == {"barn", "sofa"}, "the links are back")

@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from tests.cgroups import limited_group
 from tests.chaos.namespaces import why_not
-from tests.chaos.street import STREET, House, street, until
+from tests.chaos.street import STREET, House, street
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.spread import hugging_face
 from tests.transfers.hub_standin import HubStandin
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 PROMPT = "The kettle"
@@ -65,7 +66,7 @@ def found_each_other(machines: dict[str, House]) -> str:
     assert "This node is in" in said(machines[second], join.replace("CODE", code))
     assert "joined as trusted" in inviting.communicate(timeout=60)[0]
     said(machines[second], up_too)
-    until(lambda: "builtin answers." in said(machines[second], "hearthnet"), "both are found")
+    wait_until(lambda: "builtin answers." in said(machines[second], "hearthnet"), "both are found")
     return chat
 
 

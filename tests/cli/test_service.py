@@ -9,8 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from mesh.cli.service_managers import LaunchAgent, Service
 from mesh.paths import StatePaths
 from mesh.runtime import read_daemon
 from tests.cli.conftest import COMMAND
+from tests.waiting import wait_until
 
 SYSTEMD = "/lib/systemd/systemd"
 NAMESPACE = f"""\
@@ -84,7 +84,7 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
     )  # fmt: skip
     there = Account(environment, home)
     try:
-        until(
+        wait_until(
             lambda: (
                 manager.poll() is not None
                 or there.run("systemctl", "--user", "show-environment").returncode == 0
@@ -97,13 +97,6 @@ def account(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Account]:
     finally:
         manager.terminate()
         manager.communicate(timeout=30)
-
-
-def until(is_so: Callable[[], bool], limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -136,7 +129,7 @@ def test_a_node_runs_from_now_on_until_it_is_told_not_to(account: Account) -> No
     assert "recovery code" not in paths.daemon_log.read_text()
 
     os.kill(first.pid, signal.SIGKILL)
-    until(lambda: read_daemon(paths.runtime_file) not in {None, first})
+    wait_until(lambda: read_daemon(paths.runtime_file) not in {None, first})
     second = read_daemon(paths.runtime_file)
     assert second is not None
     restarted = account.hearthnet("restart", "--state-dir", str(state))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import starter
+from tests.waiting import wait_until
 
 HEALTH_TIMEOUT_S = "6"
 
@@ -42,13 +41,6 @@ def peer_row(node: LocalNode, name: str) -> dict[str, Any]:
     return next((row for row in rows if row["name"] == name), {})
 
 
-def eventually(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.mark.slow
 def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_path: Path) -> None:
     environment = {
@@ -59,8 +51,8 @@ def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_pat
         other = start("other", environment=environment)
         for node in (watcher, other):
             node.wait_ready()
-        eventually(lambda: peer_row(watcher, "other").get("verdict") == "healthy", 30)
-        eventually(lambda: bool(peer_row(watcher, "other")["shards"]), 60)
+        wait_until(lambda: peer_row(watcher, "other").get("verdict") == "healthy", limit_s=30)
+        wait_until(lambda: bool(peer_row(watcher, "other")["shards"]), limit_s=60)
         body = {"model": "builtin", "prompt": "The fox", "max_tokens": 8}
         watcher.post("/v1/completions", body).raise_for_status()
 
@@ -69,7 +61,7 @@ def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_pat
             seen: dict[str, Any] | None = shard["standing"]
             return seen
 
-        eventually(lambda: standing() is not None, 10)
+        wait_until(lambda: standing() is not None, limit_s=10)
         found = standing()
         assert found is not None
         # A newcomer's session is checked once, and again at each step that is drawn.
@@ -79,11 +71,11 @@ def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_pat
 
         other.freeze()
         try:
-            eventually(lambda: peer_row(watcher, "other").get("verdict") == "suspect", 15)
-            eventually(lambda: peer_row(watcher, "other").get("verdict") == "lost", 15)
+            wait_until(lambda: peer_row(watcher, "other").get("verdict") == "suspect", limit_s=15)
+            wait_until(lambda: peer_row(watcher, "other").get("verdict") == "lost", limit_s=15)
         finally:
             other.thaw()
-        eventually(lambda: peer_row(watcher, "other").get("verdict") == "healthy", 30)
+        wait_until(lambda: peer_row(watcher, "other").get("verdict") == "healthy", limit_s=30)
         assert corruptions(watcher) == 0
 
 
@@ -95,11 +87,11 @@ def test_a_daemon_that_answers_nonsense_is_counted_and_left(tmp_path: Path) -> N
         other = start("other", environment={"PYTHONPATH": str(tmp_path)})
         for node in (watcher, other):
             node.wait_ready()
-        eventually(lambda: bool(peer_row(watcher, "other").get("shards")), 60)
+        wait_until(lambda: bool(peer_row(watcher, "other").get("shards")), limit_s=60)
         assert corruptions(watcher) == 0
         body = {"model": "builtin", "prompt": "The fox", "max_tokens": 8, "temperature": 0}
         response = watcher.post("/v1/completions", body)
         assert response.status_code == 200, response.text
         assert [hop["node"] for hop in response.json()["hearthnet"]["route"]] == ["watcher"]
-        eventually(lambda: corruptions(watcher) == 1, 10)
+        wait_until(lambda: corruptions(watcher) == 1, limit_s=10)
         assert peer_row(watcher, "other")["shards"][0]["standing"]["avoided_for_s"] > 0

@@ -34,9 +34,9 @@ from tests.pipeline.toy_mesh import (
     encode,
     expected_tokens,
     toy_request,
-    until,
 )
 from tests.simulation.virtual_loop import run_virtually
+from tests.waiting import until
 from tests.wire.memory import MemoryLink
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.recovery import new_code
 from mesh.identity.roster import TrustLevel
 from tests.discovery.network import new_key
+from tests.waiting import until
 
 CLOCK = SystemClock()
 
@@ -81,12 +82,6 @@ def link(*hearths: Hearth) -> None:
         for other in hearths:
             if other is not own:
                 own.peer_up(other.key.node_id)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - several hearths move it
-            await asyncio.sleep(0.01)
 
 
 class Household:

@@ -16,8 +16,9 @@ from mesh.models.builtin import checkpoint_dir
 from tests.coded_files import awq, fp8, write_coded
 from tests.mesh_e2e.conftest import StartNode, starter
 from tests.mesh_e2e.spread import hugging_face
-from tests.mesh_e2e.test_losing_nodes import PROMPT, serving, stream, wait_for
+from tests.mesh_e2e.test_losing_nodes import PROMPT, serving, stream
 from tests.ndif import client
+from tests.waiting import wait_until
 
 COUNT = 60
 
@@ -52,7 +53,7 @@ def _house(start: StartNode, held: dict[str, str], path: Path, *more: str) -> li
     asker = start("sofa", *model, "none", *more)
     for node in (*holders, asker):
         node.wait_ready()
-    wait_for(lambda: serving(asker) == set(held))
+    wait_until(lambda: serving(asker) == set(held))
     return [asker, *holders]
 
 

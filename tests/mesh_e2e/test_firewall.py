@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.chaos.namespaces import why_not
-from tests.chaos.street import House, street, until
+from tests.chaos.street import House, street
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -56,7 +57,7 @@ def test_a_machine_that_takes_no_connections_is_named_on_both_sides(houses: list
     place = f"{window['host']}:{window['port']}"
     barn.hearthnet("join", window["code"], "--peer", place, "--name", "barn")
     barn.start()
-    until(lambda: attic.linked() == {"barn"} and barn.linked() == {"attic"}, "they are linked")
+    wait_until(lambda: attic.linked() == {"barn"} and barn.linked() == {"attic"}, "they are linked")
     assert set(found(attic, "peers").values()) == {"fine"}
     attic.let_in(ANSWERS, MULTICAST)  # as most firewalls are set where they are on
     ((said, state),) = found(attic, "peers").items()

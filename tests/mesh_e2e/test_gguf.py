@@ -20,8 +20,9 @@ from mesh.models.manifest import read_manifest
 from tests.gguf_files import write_gguf
 from tests.mesh_e2e.conftest import StartNode, starter
 from tests.mesh_e2e.spread import hugging_face
-from tests.mesh_e2e.test_losing_nodes import PROMPT, serving, stream, wait_for
+from tests.mesh_e2e.test_losing_nodes import PROMPT, serving, stream
 from tests.ndif import client
+from tests.waiting import wait_until
 
 COUNT = 60
 
@@ -49,7 +50,7 @@ def _house(
         "sofa", "--model", f"{file}=builtin", "--layers", "none", "--dtype", "fp32", *more
     )
     asker.wait_ready()
-    wait_for(lambda: serving(asker) == set(held))
+    wait_until(lambda: serving(asker) == set(held))
     return asker
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from mesh.paths import StatePaths
 from mesh.wire.messages import Hello, Message
 from mesh.wire.websocket import connect
 from tests.mesh_e2e.sniffer import Sniffer, is_tls, may_sniff
+from tests.waiting import wait_until
 from tests.warm.daemons import WarmNode, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -39,13 +39,6 @@ def hearthnet(*arguments: str, node: LocalNode) -> dict[str, Any]:
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
     return found
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def up_peers(node: LocalNode) -> set[str]:
@@ -92,14 +85,16 @@ def test_found_invite_join_promote_revoke_and_what_the_wire_shows(tmp_path: Path
         joined = hearthnet("join", window["code"].upper(), "--interface", "127.0.0.1", node=sofa)
         assert joined["running"]
         assert joined["id"] == attic.get("/mesh/v1/hearth")["id"]
-        until(lambda: up_peers(sofa) == {"attic"}, "they link")
-        until(lambda: members(sofa) == {"attic": "anchor", "sofa": "member"}, "the log arrives")
+        wait_until(lambda: up_peers(sofa) == {"attic"}, "they link")
+        wait_until(
+            lambda: members(sofa) == {"attic": "anchor", "sofa": "member"}, "the log arrives"
+        )
 
         # a member sees who is there, and uses nobody's shards
-        until(lambda: sofa.get("/mesh/v1/status")["models"], "its ends load")
+        wait_until(lambda: sofa.get("/mesh/v1/status")["models"], "its ends load")
         assert not answers(sofa)
         assert hearthnet("members", "promote", "sofa", node=attic)["done"]
-        until(lambda: answers(sofa), "trusted: it may ask")
+        wait_until(lambda: answers(sofa), "trusted: it may ask")
 
         # a third one, whose daemon starts later
         barn = run(tmp_path, "barn", "--layers", "none")
@@ -112,8 +107,8 @@ def test_found_invite_join_promote_revoke_and_what_the_wire_shows(tmp_path: Path
             barn.wait_up()
             everybody = {"attic": "anchor", "barn": "trusted", "sofa": "trusted"}
             for node in (attic, sofa, barn):
-                until(lambda node=node: members(node) == everybody, "the log reaches all")
-            until(lambda: up_peers(sofa) == {"attic", "barn"}, "all link to all")
+                wait_until(lambda node=node: members(node) == everybody, "the log reaches all")
+            wait_until(lambda: up_peers(sofa) == {"attic", "barn"}, "all link to all")
             barn.wait_ready()
             body = {
                 "model": "builtin", "messages": [{"role": "user", "content": PROMPT}],
@@ -128,12 +123,12 @@ def test_found_invite_join_promote_revoke_and_what_the_wire_shows(tmp_path: Path
             revoked_at = time.monotonic()
             out = ("members", "revoke", "sofa", "--yes", "--reason", "sold")
             assert hearthnet(*out, node=attic)["done"]
-            until(lambda: not up_peers(sofa), "it loses its links")
-            until(lambda: up_peers(barn) == {"attic"}, "barn cut it off as well", limit_s=20)
+            wait_until(lambda: not up_peers(sofa), "it loses its links")
+            wait_until(lambda: up_peers(barn) == {"attic"}, "barn cut it off as well", limit_s=20)
             assert time.monotonic() - revoked_at < 30
             assert not answers(sofa)
             left = {"attic": "anchor", "barn": "trusted"}
-            until(lambda: members(barn) == left, "barn has heard it, not only lost the link")
+            wait_until(lambda: members(barn) == left, "barn has heard it, not only lost the link")
             gone = barn.get("/mesh/v1/hearth")["out"]
             assert [(row["name"], row["why"]) for row in gone] == [("sofa", "revoked")]
     if sniffer is None:

@@ -17,8 +17,9 @@ from mesh.cli.local_node import LocalNode
 from mesh.events.gossip import GossipSettings
 from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.spread import hugging_face
-from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, until, up_peers
+from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, up_peers
 from tests.mesh_e2e.test_losing_nodes import COUNT, PROMPT, stream
+from tests.waiting import wait_until
 from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -92,7 +93,7 @@ def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_
 
         def revoke_tokens() -> None:
             node = serving(attic, barn, shed)
-            until(lambda: node.get("/mesh/v1/status")["sessions"], "the session shows")
+            wait_until(lambda: node.get("/mesh/v1/status")["sessions"], "the session shows")
             for session in node.get("/mesh/v1/status")["sessions"]:
                 post(attic, "revoke_token", token_id=session["token_id"])
             holders.append(node)
@@ -109,7 +110,7 @@ def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_
             stays = barn if gone is shed else shed
             begin = time.monotonic()
             assert post(attic, "revoke", member=gone.name, reason="sold")["done"]
-            until(lambda: gone.name not in up_peers(stays), "it is cut off everywhere")
+            wait_until(lambda: gone.name not in up_peers(stays), "it is cut off everywhere")
             times.append(time.monotonic() - begin)
             holders.append(gone)
 
@@ -118,7 +119,7 @@ def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_
         assert "shard_failover" in [event["type"] for event in events]
         gone = holders[-1]
         stays = barn if gone is shed else shed
-        until(lambda: not up_peers(gone), "it has no link left")
+        wait_until(lambda: not up_peers(gone), "it has no link left")
         print(f"cut off everywhere after {times[0]:.2f} s")
         assert times[0] < 2 * 2 * GossipSettings().interval_s  # two rounds at their longest
         gone.stop()
@@ -128,22 +129,22 @@ def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_
         loft.join(attic)
         stack.enter_context(loft).wait_up()
         assert hearthnet("members", "promote", stays.name, "--to", "anchor", node=attic)["done"]
-        until(lambda: members(stays).get(stays.name) == "anchor", "it knows that it decides")
+        wait_until(lambda: members(stays).get(stays.name) == "anchor", "it knows that it decides")
         vote = hearthnet("members", "promote", "loft", "--to", "anchor", node=attic)
         assert (vote["done"], vote["votes_missing"]) == (False, 1)
         pending = attic.get("/mesh/v1/hearth")["pending"]
         assert [(p["name"], p["action"], p["voters"]) for p in pending] == [
             ("loft", "anchor", ["attic"])
         ]
-        until(lambda: stays.get("/mesh/v1/hearth")["pending"], "the vote arrives")
+        wait_until(lambda: stays.get("/mesh/v1/hearth")["pending"], "the vote arrives")
         assert hearthnet("members", "promote", "loft", "--to", "anchor", node=stays)["done"]
-        until(lambda: members(loft).get("loft") == "anchor", "it knows that it decides")
+        wait_until(lambda: members(loft).get("loft") == "anchor", "it knows that it decides")
 
         assert not hearthnet("members", "revoke", "--yes", stays.name, node=attic)["done"]
         assert stays.name in up_peers(attic)
-        until(lambda: loft.get("/mesh/v1/hearth")["pending"], "the vote arrives")
+        wait_until(lambda: loft.get("/mesh/v1/hearth")["pending"], "the vote arrives")
         assert hearthnet("members", "revoke", "--yes", stays.name, node=loft)["done"]
         for node in (attic, loft):
-            until(lambda node=node: stays.name not in up_peers(node), "it is out everywhere")
+            wait_until(lambda node=node: stays.name not in up_peers(node), "it is out everywhere")
         assert members(attic) == {"attic": "anchor", "loft": "anchor"}
         assert not answers(attic)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.local_node import LocalNode
-from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, until, up_peers
+from tests.mesh_e2e.test_hearth import answers, hearthnet, members, run, up_peers
+from tests.waiting import wait_until
 from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -17,8 +18,8 @@ def let_in(inviter: LocalNode, node: LocalNode) -> None:
     window = hearthnet("invite", node=inviter)
     place = f"{window['host']}:{window['port']}"
     hearthnet("join", window["code"], "--peer", place, node=node)
-    until(lambda: up_peers(node), "they link")
-    until(lambda: len(members(node)) == len(members(inviter)), "the log arrives")
+    wait_until(lambda: up_peers(node), "they link")
+    wait_until(lambda: len(members(node)) == len(members(inviter)), "the log arrives")
 
 
 def warned(node: LocalNode) -> list[str]:
@@ -34,7 +35,7 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
         assert alone.returncode != 0
         assert "alone" in alone.stderr
         let_in(attic, barn)
-        until(lambda: answers(attic), "barn's layers serve attic")
+        wait_until(lambda: answers(attic), "barn's layers serve attic")
 
         # The last anchor has to name another first.
         stays = command("members", "leave", "--yes", "--state-dir", str(attic.state_dir))
@@ -77,10 +78,12 @@ def test_a_node_leaves_says_so_and_joins_elsewhere(tmp_path: Path) -> None:
         # An anchor needs nobody's vote to go; who was put out gets away the same way, also where it
         # has not heard of that.
         assert hearthnet("members", "promote", "attic", "--to", "anchor", node=barn)["done"]
-        until(lambda: members(attic)["attic"] == "anchor", "it knows that it decides")
+        wait_until(lambda: members(attic)["attic"] == "anchor", "it knows that it decides")
         assert hearthnet("members", "revoke", "--yes", "attic", node=barn)["done"]
-        until(lambda: not up_peers(attic), "it is cut off")
-        until(lambda: "not_let_in" in warned(attic), "whose link was cut is told what that means")
+        wait_until(lambda: not up_peers(attic), "it is cut off")
+        wait_until(
+            lambda: "not_let_in" in warned(attic), "whose link was cut is told what that means"
+        )
         left = hearthnet("members", "leave", "--yes", node=attic)
         assert (left["left"], left["founded"]) == ("barn's hearth", "attic's hearth")
         assert left["told"] == []

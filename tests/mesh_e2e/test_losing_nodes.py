@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
+from tests.waiting import wait_until
 from tests.warm.daemons import command
 
 PROMPT = [40 + i for i in range(24)]
@@ -106,7 +106,7 @@ class House:
         for node in self.running:
             node.wait_ready()
         names = {node.name for node in self.running}
-        wait_for(lambda: serving(self.asker) == {"attic", *names})
+        wait_until(lambda: serving(self.asker) == {"attic", *names})
         if count:
             self.asker.wait_ready()
         return self.running
@@ -143,9 +143,9 @@ def test_a_paused_node_hands_over_and_comes_back(house: House, expected: Answer)
     assert facts["failovers"] == 0
     assert events[0]["status"] == "draining"
     assert paused[0].get("/mesh/v1/status")["node"]["paused"] is True
-    wait_for(lambda: serving(house.asker) & names == names - {paused[0].name})
+    wait_until(lambda: serving(house.asker) & names == names - {paused[0].name})
     hearthnet("resume", paused[0])
-    wait_for(lambda: names <= serving(house.asker))
+    wait_until(lambda: names <= serving(house.asker))
 
 
 def test_the_streamed_text_is_whole_through_a_failover(house: House, expected: Answer) -> None:
@@ -239,10 +239,3 @@ def hearthnet(verb: str, node: LocalNode) -> None:
 
 def serving(asker: LocalNode) -> set[str]:
     return set(asker.get("/mesh/v1/models")["models"][0]["nodes"])
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

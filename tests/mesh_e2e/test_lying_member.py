@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import cycle
@@ -32,6 +31,7 @@ from mesh.wire.link import Link
 from mesh.wire.messages import Advertise, Gossip, Message
 from mesh.wire.websocket import connect
 from tests.mesh_e2e.conftest import StartNode
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -153,13 +153,6 @@ def warnings(node: LocalNode) -> set[str]:
     return {warning["code"] for warning in node.get("/mesh/v1/status")["warnings"]}
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 async def test_ten_thousand_bad_events_change_nothing(own_node: StartNode, tmp_path: Path) -> None:
     attic = await asyncio.to_thread(own_node, "attic", "--layers", "none")
     await asyncio.to_thread(attic.wait_up)
@@ -186,7 +179,7 @@ async def test_ten_thousand_bad_events_change_nothing(own_node: StartNode, tmp_p
     async with asyncio.timeout(60):
         await handler.asked.wait()
     await asyncio.to_thread(
-        until, lambda: "peer_muted" in warnings(attic), "it is not listened to any more"
+        wait_until, lambda: "peer_muted" in warnings(attic), "it is not listened to any more"
     )
     rss, cpu = daemon.memory_info().rss, sum(daemon.cpu_times()[:2])
     while handler.lies.sent < EVENTS:
@@ -197,7 +190,7 @@ async def test_ten_thousand_bad_events_change_nothing(own_node: StartNode, tmp_p
     for number in range(200):
         link.send(Advertise(b"\x98" * 1000 + number.to_bytes(2, "big"), bytes(64)))
     await asyncio.to_thread(
-        until, lambda: "bad_advertisement" in warnings(attic), "all of it has arrived"
+        wait_until, lambda: "bad_advertisement" in warnings(attic), "all of it has arrived"
     )
     spent_s = sum(daemon.cpu_times()[:2]) - cpu
     print(f"{handler.lies.sent} bad events: {spent_s:.2f} s of the daemon's time")
@@ -210,4 +203,4 @@ async def test_ten_thousand_bad_events_change_nothing(own_node: StartNode, tmp_p
     said = await asyncio.to_thread(lambda: attic.log)
     assert len(said) < 100_000, "lies do not fill the disk with log lines"
     link.close()
-    await asyncio.to_thread(until, lambda: link.is_gone, "the connection is closed")
+    await asyncio.to_thread(wait_until, lambda: link.is_gone, "the connection is closed")

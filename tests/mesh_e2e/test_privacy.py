@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers import AutoTokenizer
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.conftest import StartNode
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -25,13 +24,6 @@ OFF = {"HEARTHNET_POLICY__RESEARCH__ENABLE": "false"}
 SECTION_OFF = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED": "false"}
 KEEP_TWO = {"HEARTHNET_ROUTING__KEEP_FIRST": "2", "HEARTHNET_ROUTING__KEEP_LAST": "1"}
 PROMPT = [31, 7, 250, 99, 12]
-
-
-def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 def ask(node: LocalNode) -> Any:
@@ -93,7 +85,7 @@ def test_layers_kept_at_home_stay_there_and_the_report_says_so(
     assert "Layers that always run here: the first 2 and the last 1." in words
     assert doctor(attic).count("nobody else sees these") == 1
     # What attic serves is in the log for all to read, once, and what sofa keeps is not.
-    until(lambda: recorded(sofa) == {f"builtin:0-{total - 1}": ("attic", False)}, "the record")
+    wait_until(lambda: recorded(sofa) == {f"builtin:0-{total - 1}": ("attic", False)}, "the record")
 
 
 def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(
@@ -105,9 +97,9 @@ def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(
     }
     shed = start_node("shed", "--layers", "none", environment=limits)
     shed.wait_up()
-    until(lambda: "the limit is 1 MiB" in str(missing(shed)), "the reason")
+    wait_until(lambda: "the limit is 1 MiB" in str(missing(shed)), "the reason")
     assert "the limit is 1 MiB" in str(shed.get("/mesh/v1/status")["reasons"])
-    until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
+    wait_until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
     response = ask(shed)
     assert response.status_code == 503, response.text
     assert response.json()["error"]["code"] == "shard_unavailable"
@@ -135,7 +127,7 @@ def test_switched_off_nothing_leaves_and_distributed_calls_are_refused(
     status = sofa.get("/mesh/v1/status")
     assert status["node"]["enabled"] is False
     assert status["node"]["endpoint"] is None
-    until(lambda: sofa.get("/mesh/v1/status")["shards"], "its own layers load")
+    wait_until(lambda: sofa.get("/mesh/v1/status")["shards"], "its own layers load")
     response = ask(sofa)
     assert response.status_code == 403, response.text
     assert response.json()["error"]["code"] == "experimental_disabled"

@@ -17,8 +17,9 @@ from tests.checkpoints import make_checkpoint
 from tests.interventions.test_quantised import put_in_blocks
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import greedy, split, spread
-from tests.mesh_e2e.test_losing_nodes import COUNT, serving, stream, wait_for
+from tests.mesh_e2e.test_losing_nodes import COUNT, serving, stream
 from tests.ndif import client
+from tests.waiting import wait_until
 
 LAYERS = 6
 PROMPT = [40 + i for i in range(48)]
@@ -63,7 +64,7 @@ def test_the_killed_nodes_place_is_taken_and_not_a_bit_is_different(
     sofa = start_node("sofa", "--layers", "none", "--quant", "int8")
     for node in (attic, *second.values(), sofa):
         node.wait_ready()
-    wait_for(lambda: serving(sofa) == {"attic", "barn", "cellar", "unquantised"})
+    wait_until(lambda: serving(sofa) == {"attic", "barn", "cellar", "unquantised"})
 
     def route() -> list[str]:
         running = sofa.get("/mesh/v1/status")["generations"][0]
@@ -98,7 +99,7 @@ def test_a_clients_trace_gives_the_numbers_of_the_same_weights_on_one_machine(
     for node in hearth:
         node.wait_ready()
     den = hearth[-1]
-    wait_for(lambda: {"loft", "porch"} <= serving(den))
+    wait_until(lambda: {"loft", "porch"} <= serving(den))
     client.configure(monkeypatch, HOST=den.url, APIKEY=den.record.api_key)
     monkeypatch.setitem(huggingface._ID_CACHE, str(checkpoint_dir()), "builtin")
     model = client.model()

@@ -19,8 +19,9 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.mesh_e2e.conftest import StartNode, starter
 from tests.mesh_e2e.spread import hugging_face
-from tests.mesh_e2e.test_losing_nodes import serving, stream, wait_for
+from tests.mesh_e2e.test_losing_nodes import serving, stream
 from tests.ndif import client
+from tests.waiting import wait_until
 
 PROMPT = [5 + (7 * i) % 300 for i in range(300)]
 COUNT = 120
@@ -41,7 +42,7 @@ class House:
         }
         self.asker = start("sofa", "--model", model, "--layers", "none", "--dtype", "fp32")
         self.asker.wait_ready()
-        wait_for(lambda: serving(self.asker) == set(held))
+        wait_until(lambda: serving(self.asker) == set(held))
 
     def said(self, prompt: list[int], count: int = COUNT) -> list[int]:
         """What Hugging Face says."""

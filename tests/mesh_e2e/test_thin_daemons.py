@@ -13,7 +13,8 @@ from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_losing_nodes import COUNT, PROMPT, stream
-from tests.mesh_e2e.test_weights import verb, wait_for
+from tests.mesh_e2e.test_weights import verb
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -39,7 +40,7 @@ def test_a_thin_node_answers_exactly_whichever_hop_is_killed(
     exact = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ACTIVATION_DTYPE": "fp32"}
     sofa = own_node("sofa", "--layers", "none", *fp32, environment=exact)
     sofa.wait_up()
-    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    wait_until(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     pulled = verb(sofa, "pull", "toy", "--layers", "none", "--no-ends", "--json")
     assert pulled.returncode == 0, pulled.stderr
     directory = Path(json.loads(pulled.stdout)["directory"])
@@ -49,7 +50,7 @@ def test_a_thin_node_answers_exactly_whichever_hop_is_killed(
     sofa.start()
     for node in (*held.values(), sofa):
         node.wait_ready()
-    wait_for(lambda: serving(sofa) == set(held))
+    wait_until(lambda: serving(sofa) == set(held))
 
     for span in ("5-7", "3-4", "0-2"):
         victims: list[LocalNode] = []

@@ -18,8 +18,9 @@ from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_privacy import missing
-from tests.mesh_e2e.test_weights import verb, wait_for
+from tests.mesh_e2e.test_weights import verb
 from tests.ndif import client
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -57,14 +58,14 @@ def house(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> Ho
     cellar = start_node("cellar", *model, "--layers", "4-7", *FP32, environment=ENVIRONMENT)
     sofa = start_node("sofa", "--layers", "none", *FP32, environment=ENVIRONMENT)
     sofa.wait_up()
-    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    wait_until(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     pulled = verb(sofa, "pull", "toy", "--layers", "none", "--no-ends", "--json")
     assert pulled.returncode == 0, pulled.stderr
     directory = Path(json.loads(pulled.stdout)["directory"])
     restarted(sofa, "--model", f"{directory}=toy", "--layers", "none")
     for node in (attic, cellar):
         node.wait_ready()
-    wait_for(lambda: serving(sofa) == {"attic", "cellar"})
+    wait_until(lambda: serving(sofa) == {"attic", "cellar"})
     return House(attic, cellar, sofa)
 
 
@@ -83,7 +84,7 @@ def restarted(node: LocalNode, *flags: str, until: str = "", **environment: str)
         node.wait_ready()
         return
     node.wait_up()
-    wait_for(lambda: any(until in line for line in missing(node)))
+    wait_until(lambda: any(until in line for line in missing(node)))
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 2, "seed": 3}])
@@ -110,7 +111,7 @@ def test_steering_steers(house: House) -> None:
         "tensors": base64.b64encode(safetensors.torch.save({"vector": vector})).decode(),
     }  # fmt: skip
     house.sofa.post("/mesh/v1/steering/publish", edit).raise_for_status()
-    wait_for(lambda: house.attic.get("/mesh/v1/steering")["edits"])
+    wait_until(lambda: house.attic.get("/mesh/v1/steering")["edits"])
     body = {"model": "toy", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     plain, _ = house.both("/v1/completions", body)
     steer = {"hearthnet": {"steer": [{"name": "loud", "strength": 3}]}}
@@ -157,7 +158,7 @@ def test_nobody_who_runs_the_head_is_no_route(house: House) -> None:
     assert verb(house.sofa, "pull", "toy", "--layers", "4-7", "--no-ends").returncode == 0
     restarted(house.sofa, *house.sofa.flags[4:-1], "4-7")
     house.cellar.stop()
-    wait_for(lambda: serving(house.sofa) == {"attic", "sofa"})
+    wait_until(lambda: serving(house.sofa) == {"attic", "sofa"})
     body = {"model": "toy", "prompt": PROMPT, "max_tokens": 4, "fallback_to_local": False}
     refused = house.sofa.post("/v1/completions", body)
     error = refused.json()["error"]

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,11 @@ from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.ndif import client
 from tests.transfers.test_fetcher import spoil
+from tests.waiting import wait_until
 from tests.warm.daemons import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LAYERS = 8
-
-
-def wait_for(condition: Callable[[], object], patience_s: float = 90.0) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + patience_s
-        time.sleep(0.2)
 
 
 def verb(node: LocalNode, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,7 +75,7 @@ def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: 
     attic.wait_ready()
     alone = answer(attic)
     sofa.wait_up()
-    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    wait_until(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     pulled = verb(sofa, "pull", "toy", "--layers", "4-7", "--json")
     assert pulled.returncode == 0, pulled.stderr
     directory = json.loads(pulled.stdout)["directory"]
@@ -103,7 +96,7 @@ def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: 
         node.start()
     for node in (attic, sofa):
         node.wait_ready()
-        wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
+        wait_until(lambda node=node: served_by(node) == {"attic", "sofa"})
     for node in (attic, sofa):
         together = answer(node)
         hops = {hop["node"]: hop["layers"] for hop in together["hearthnet"]["route"]}
@@ -120,11 +113,11 @@ def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: 
         rows = sofa.get("/mesh/v1/status")["warnings"]
         return [row["message"] for row in rows if row["code"] == "weights_damaged"]
 
-    wait_for(said)
+    wait_until(said)
     assert [weight in each for each in said()] == [True]
     assert f"{weight} in {directory}" in verb(sofa, "doctor").stdout
-    wait_for(lambda: not has_changed(read_manifest(Path(directory)).tensors[weight]))
-    wait_for(lambda: served_by(attic) == {"attic", "sofa"} == served_by(sofa))
+    wait_until(lambda: not has_changed(read_manifest(Path(directory)).tensors[weight]))
+    wait_until(lambda: served_by(attic) == {"attic", "sofa"} == served_by(sofa))
     together = answer(attic)
     assert {hop["node"] for hop in together["hearthnet"]["route"]} == {"attic", "sofa"}
     assert together["choices"] == alone["choices"]
@@ -138,13 +131,13 @@ def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(
     own_node("attic", "--model", f"{checkpoint}=toy", environment=slow).wait_up()
     sofa = own_node("sofa", "--layers", "none")
     sofa.wait_up()
-    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    wait_until(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     where = ("--state-dir", str(sofa.state_dir))
     pulling = subprocess.Popen(
         [sys.executable, "-m", "mesh.cli.main", "pull", "toy", *where],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    wait_for(lambda: sofa.get("/mesh/v1/weights")["transfers"])
+    wait_until(lambda: sofa.get("/mesh/v1/weights")["transfers"])
     assert pulling.stderr is not None
     assert pulling.stderr.readline()  # it has heard that its pull is taken
     pulling.send_signal(signal.SIGINT)
@@ -156,7 +149,7 @@ def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(
     assert (refused.returncode, "no other option" in refused.stderr) == (2, True)
     cancelled = verb(sofa, "pull", "--cancel", "toy")
     assert cancelled.stdout.startswith("toy is not fetched any more; what has come is kept")
-    wait_for(lambda: not sofa.get("/mesh/v1/weights")["transfers"])
+    wait_until(lambda: not sofa.get("/mesh/v1/weights")["transfers"])
     again = verb(sofa, "pull", "--cancel", "toy")
     assert (again.returncode, "toy is not pulled; nothing is." in again.stderr) == (4, True)
 
@@ -168,7 +161,7 @@ def test_what_is_not_served_can_be_removed(own_node: StartNode, tmp_path: Path) 
     assert "model_not_found" in verb(node, "pull", "no/such/toy").stderr
     offered = verb(node, "pull", str(checkpoint), "--json")
     assert json.loads(offered.stdout)["directory"] == str(checkpoint)
-    wait_for(lambda: len(node.get("/mesh/v1/weights")["models"]) == 2)
+    wait_until(lambda: len(node.get("/mesh/v1/weights")["models"]) == 2)
     name = checkpoint.name
     assert "was not put there by hearthnet" in verb(node, "rm", name, "--yes").stderr
     assert checkpoint.is_dir()
@@ -180,14 +173,14 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
     attic = own_node("attic", "--model", f"{checkpoint}=toy", "--layers", "none")
     sofa = own_node("sofa", "--layers", "none", environment=slow)
     sofa.wait_up()
-    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    wait_until(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     thin = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__THIN": "always"}
     den = own_node("den", "--layers", "none", environment=thin)
     den.wait_up()
     spans = ("--layers", "attic=0-3", "--layers", "sofa=4-7")
     deployed = verb(sofa, "deploy", "toy", *spans)
     assert deployed.returncode == 0, deployed.stderr
-    wait_for(lambda: attic.get("/mesh/v1/deployments")["deployments"])
+    wait_until(lambda: attic.get("/mesh/v1/deployments")["deployments"])
 
     # A job that comes meanwhile is told how far it is.
     key = attic.record.api_key
@@ -218,8 +211,8 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
     waited = verb(sofa, "deploy", "toy", "--wait")
     assert waited.returncode == 0, waited.stderr
     for node in (attic, sofa, den):
-        wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
-        wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
+        wait_until(lambda node=node: served_by(node) == {"attic", "sofa"})
+        wait_until(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
     assert answer(sofa)["choices"] == answer(attic)["choices"] == answer(den)["choices"]
     # Nothing changes any more, and who asks a model that it was told to hold says nothing more.
     before = advertised(den, attic)

@@ -24,6 +24,7 @@ from mesh.types import BringingUp
 from tests.ndif import client
 from tests.ndif.client import in_thread
 from tests.ndif.serving import MODEL, Node, OwnView, serving
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -31,14 +32,6 @@ async def narrow(tmp_path: Path) -> AsyncIterator[Node]:
     """A node that runs one job at a time."""
     async with serving(tmp_path, settings=QueueSettings(concurrent=1)) as running:
         yield running
-
-
-async def until(condition: object) -> None:
-    """Until `condition()` is true."""
-    assert callable(condition)
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what it asks has no event
-            await asyncio.sleep(0.01)
 
 
 async def test_a_small_result_comes_with_the_answer(node: Node) -> None:

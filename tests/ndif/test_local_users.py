@@ -18,9 +18,9 @@ from mesh.types import Principal
 from tests.ndif import client
 from tests.ndif.client import in_thread
 from tests.ndif.serving import Node
-from tests.ndif.test_client import until
 from tests.ndif.test_protocol import VERSION, parts
 from tests.other_users import ANNA, BEN, NEEDS_ROOT, as_user
+from tests.waiting import until
 
 Users = tuple["User", "User"]
 

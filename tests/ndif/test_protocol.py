@@ -24,7 +24,7 @@ from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
 from tests.ndif.serving import Node, serving, with_key
-from tests.ndif.test_client import until
+from tests.waiting import until
 
 VERSION = {"nnsight-version": "0.8.1"}
 OWNER = "0123456789abcdef0123"

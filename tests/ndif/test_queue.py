@@ -22,7 +22,7 @@ from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec
 from mesh.types import ANONYMOUS, ModelId, Principal, PrincipalKind
 from tests.ndif.serving import ScriptedRunner
-from tests.ndif.test_client import until
+from tests.waiting import until
 
 ANNA, BEN, CARL, DORA = (
     Principal(PrincipalKind.KEY, name) for name in ("anna", "ben", "carl", "dora")

@@ -33,8 +33,8 @@ from tests.pipeline.toy_mesh import (
     expected_tokens,
     toy_orchestrator,
     toy_request,
-    until,
 )
+from tests.waiting import until
 
 PROMPT = [5, 11, 23, 42, 8, 61]
 

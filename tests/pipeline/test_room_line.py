@@ -17,9 +17,9 @@ from tests.pipeline.toy_mesh import (
     expected_tokens,
     toy_orchestrator,
     toy_request,
-    until,
 )
 from tests.simulation.virtual_loop import run_virtually
+from tests.waiting import until
 
 PROMPT = [3, 1, 4, 1, 5]
 ANNE, BERT = (Principal(PrincipalKind.KEY, name) for name in ("anne", "bert"))

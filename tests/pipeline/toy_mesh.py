@@ -71,6 +71,7 @@ from mesh.wire.messages import (
     Step,
     WireTensor,
 )
+from tests.waiting import until
 from tests.wire.memory import MemoryLink, link_pair
 
 MODEL = ModelId("toy")
@@ -442,13 +443,6 @@ def toy_orchestrator(
         settings=LoopSettings(noise=noise),
     )
     return orchestrator, sessions
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what is about to hold."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - nobody says so
-            await asyncio.sleep(0.01)
 
 
 def plainly(model: AskerModel, wire_dtype: WireDtype) -> Prepared:

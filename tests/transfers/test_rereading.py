@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from mesh.paths import quantised_dir
 from mesh.types import LayerRange
 from tests.transfers.house import MODEL, Fetcher, House, house, up
 from tests.transfers.test_fetcher import right, spoil, whole
+from tests.waiting import until
 
 __all__ = ["whole"]
 
@@ -33,12 +33,6 @@ async def keeper_of(
     await up(full, keeper)
     made.introduce()
     return keeper, await keeper.supervisor.ensure(MODEL, whole.weights_sha256)
-
-
-async def until(so: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not so():  # noqa: ASYNC110 - processes have no event for it
-            await asyncio.sleep(0.02)
 
 
 async def test_an_honest_machine_whose_disk_has_changed_is_no_liar(

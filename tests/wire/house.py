@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -83,10 +82,3 @@ async def foreign_client(
         await websocket.send(session.next_frame() or b"")
         await websocket.recv()
         yield websocket
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Poll for what no event announces."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)

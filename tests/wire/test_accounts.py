@@ -18,7 +18,8 @@ from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Message, Result, Step, WireTensor
 from mesh.wire.tensors import pack_header
 from mesh.wire.websocket import connect
-from tests.wire.house import House, foreign_client, listening, until
+from tests.waiting import until
+from tests.wire.house import House, foreign_client, listening
 from tests.wire.support import Recorder, answer, hello, session_pair, tensor
 
 PEER = of_peer("id-client")

@@ -16,7 +16,8 @@ from mesh.identity.tls import TlsContexts
 from mesh.wire.encryption import Encryption, PlainProtocol
 from mesh.wire.websocket import connect, serve
 from tests.identity.support import Party, contexts
-from tests.wire.house import House, until
+from tests.waiting import until
+from tests.wire.house import House
 from tests.wire.support import Recorder
 
 HOME, GUEST, STRANGER = Party("home"), Party("guest"), Party("stranger")

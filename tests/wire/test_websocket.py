@@ -25,7 +25,8 @@ from mesh.wire.limits import DEFAULT_LIMITS, MIB, Limits
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Blob, BlobKind, Drain, Message, Park, Result, Step
 from mesh.wire.websocket import connect, serve
-from tests.wire.house import QUICK, Echo, listening, until
+from tests.waiting import until
+from tests.wire.house import QUICK, Echo, listening
 from tests.wire.support import Recorder, hello, same, tensor
 
 

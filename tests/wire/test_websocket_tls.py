@@ -20,7 +20,8 @@ from mesh.errors import (
 from mesh.wire.limits import MIB
 from mesh.wire.messages import Result, Step
 from mesh.wire.websocket import connect, serve
-from tests.wire.house import QUICK, House, until
+from tests.waiting import until
+from tests.wire.house import QUICK, House
 from tests.wire.support import Recorder, hello, tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import psutil
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from tests.interventions.jail.processes import Unexamined, warmed_parent
+from tests.waiting import until
 
 STORIES = "tests.interventions.jail.stories:"
 
@@ -21,15 +22,6 @@ async def jail() -> AsyncIterator[Jail]:
     started = await Unexamined.start(STORIES + "warm", namespaces=False, max_jobs=2)
     yield started
     await started.stop()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Look again and again, for twenty seconds at most."""
-    async with asyncio.timeout(20):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def standing_by(jail: Jail) -> psutil.Process:
