@@ -354,8 +354,9 @@ def test_the_short_way_and_the_long_way_agree(number: int, at: int) -> None:
         _, session = session_pair()
         session.receive(STREAM[0])
         if not short:
-            assert session._inbox.plain
-            session._inbox.plain = lambda *_: None  # type: ignore[method-assign]
+            inbox = session._inbox
+            assert inbox.plain
+            inbox.plain = lambda *_: None  # type: ignore[method-assign]
         try:
             outcomes.append(repr([describe(m) for m in session.receive(bytes(frame))]))
         except WireError as error:
