@@ -113,11 +113,6 @@ class Roster:
     keys: Mapping[NodeId, bytes] = field(default_factory=dict)
 
     @property
-    def revoked(self) -> frozenset[NodeId]:
-        """The members that a decision put out."""
-        return frozenset(self.cuts) - self.frozen
-
-    @property
     def anchors(self) -> tuple[NodeId, ...]:
         """The members that decide."""
         return tuple(m.node_id for m in self.members.values() if m.level is TrustLevel.ANCHOR)

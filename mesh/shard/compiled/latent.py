@@ -32,7 +32,7 @@ _STACKS, _PARTS = ("keys", "values"), ("codes", "scales", "zeros")
 @dataclass(frozen=True, slots=True)
 class Latent:
     """What attention over latents has beside the rest: of each head, `turned` numbers turn by
-    position, which keys share, and `plain` do not; what it gives is `value_width` wide.
+    position, which keys share, and `plain` do not.
 
     `rank` is how many numbers a latent has, normalised by `norm`. Where queries are made in two
     steps, `queries` is the second, behind `query_norm`; it may be gone when the graph is built.
@@ -41,7 +41,6 @@ class Latent:
     rank: int
     plain: int
     turned: int
-    value_width: int
     norm: Norm
     query_norm: Norm | None
     queries: nn.Module | None
@@ -147,7 +146,6 @@ def latent_of(
         int(module.kv_lora_rank),
         plain,
         int(module.qk_rope_head_dim),
-        int(module.v_head_dim),
         norm,
         reader.norm(f"{path}.q_a_layernorm"),
         reader.find(f"{path}.q_b_proj"),

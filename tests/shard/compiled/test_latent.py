@@ -27,7 +27,7 @@ from tests.shard.spans import CPU
 
 _POSITIONS = 530
 """Beyond 512 products over positions are added up in several parts."""
-_LATENT = Latent(512, 192, 64, 256, Norm(torch.ones(512), None, 1e-6), None, None, None, None)
+_LATENT = Latent(512, 192, 64, Norm(torch.ones(512), None, 1e-6), None, None, None, None)
 
 
 @pytest.mark.parametrize("heads", [2, 20])
