@@ -187,12 +187,10 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
     assert key is not None
     _, via = client.logits_of(checkpoint, "toy", "The kettle", attic.url, key)
     heard = [each.status.value for each in via.seen]
-    assert [status for status, _ in itertools.groupby(heard)][-4:] == [
-        "DEPLOYING",
-        "DISPATCHED",
-        "RUNNING",
-        "COMPLETED",
-    ], [each.description for each in via.seen]
+    said = [status for status, _ in itertools.groupby(heard)]
+    assert said[-3:] == ["DISPATCHED", "RUNNING", "COMPLETED"], said
+    # A quick machine has loaded so small a model before anybody looks.
+    assert said[-4] in ("DEPLOYING", "PROVISIONING"), said
     percents = [
         each.meta["percent"]
         for each in via.seen
