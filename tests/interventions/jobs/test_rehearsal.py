@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
 import torch
 
@@ -18,8 +22,23 @@ from tests.interventions.worlds import SPLITS, DirectChannel, checkpoint, equal,
 ORDER = JobOrder(compress=True, attention="", trusted=True)
 
 
+@pytest.fixture(scope="module")
+def jail() -> Iterator[ProcessPoolExecutor]:
+    """A process of its own for what a job's does: it leaves traces in the libraries that a client
+    in the same process would send along."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        yield process
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trace_after_a_rehearsal_gives_what_one_without_gives(family: str) -> None:
+def test_a_trace_after_a_rehearsal_gives_what_one_without_gives(
+    family: str, jail: ProcessPoolExecutor
+) -> None:
+    jail.submit(_with_and_without, family).result(120)
+
+
+def _with_and_without(family: str) -> None:
+    torch.set_num_threads(1)
     manifest = checkpoint(family)
     skeleton = load_skeleton(manifest, dtype=torch.float32)
     request = written(skeleton.model)
