@@ -188,6 +188,7 @@ def _told(**fields: Any) -> dict[str, Any]:
         ("chat", _told(images=["aGk="]), "messages.0.images"),
         ("chat", _told(content=None), "content is missing"),
         ("chat", _told(tool_name="look"), "role tool"),
+        ("chat", _told(name="look"), "role tool"),
         ("chat", {"tools": [LOOK, LOOK]}, "two of them are called look"),
         ("chat", {"top_logprobs": 2}, "logprobs to be true"),
         ("generate", {"prompt": "a", "suffix": "b"}, "suffix"),
@@ -291,20 +292,21 @@ async def test_calls_and_their_results_go_round_by_name_and_by_order() -> None:
         ]
         assert streamed == [("look", {"city": "Köln"})] * 2
         asker.says("It is 21 degrees.")
-        results = [
-            {"role": "tool", "content": "21"},  # as Home Assistant sends them
-            {"role": "tool", "tool_name": "look", "content": "22"},
-            {"role": "tool", "content": "of a call that was cut off"},
-        ]
-        again = [*asked, answer.message, *results]
-        told = await client.chat("toy", again, tools=[LOOK], options={"temperature": 0})
-        assert told.message.content == "It is 21 degrees."
-        prompt = asker.prompt()
-        first, second = prompt.index("tool: 21(look "), prompt.index("tool: 22(look ")
-        ids = {prompt[at:].split("look ")[1].split(")")[0] for at in (first, second)}
-        assert len(ids) == 2
-        assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's wants them
-        assert "tool: of a call that was cut off(" in prompt
+        for whose in ("tool_name", "name"):  # the older word
+            results = [
+                {"role": "tool", "content": "21"},  # as Home Assistant sends them
+                {"role": "tool", whose: "look", "content": "22"},
+                {"role": "tool", "content": "of a call that was cut off"},
+            ]
+            again = [*asked, answer.message, *results]
+            told = await client.chat("toy", again, tools=[LOOK], options={"temperature": 0})
+            assert told.message.content == "It is 21 degrees."
+            prompt = asker.prompt()
+            first, second = prompt.index("tool: 21(look "), prompt.index("tool: 22(look ")
+            ids = {prompt[at:].split("look ")[1].split(")")[0] for at in (first, second)}
+            assert len(ids) == 2
+            assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's wants them
+            assert "tool: of a call that was cut off(" in prompt
 
 
 async def test_a_format_is_followed() -> None:

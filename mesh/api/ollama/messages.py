@@ -43,7 +43,7 @@ class OllamaCall(Strict):
 class OllamaMessage(Strict):
     """One turn. `thinking` is that of an earlier answer, for the model's chat template. The result
     of a call is that of the one with its `tool_call_id`, else of the first without a result, among
-    those of the function `tool_name` where it has one."""
+    those of the function `tool_name` where it has one; `name` is an older word for that."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -52,6 +52,7 @@ class OllamaMessage(Strict):
         None
     )
     tool_name: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     images: Annotated[None, only([])] = None
 
@@ -61,9 +62,14 @@ class OllamaMessage(Strict):
             raise ValueError("content is missing")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are the assistant's, not of the role {self.role}")
-        if (self.tool_name or self.tool_call_id) and self.role != "tool":
+        if (self.whose or self.tool_call_id) and self.role != "tool":
             raise ValueError("tool_name and tool_call_id belong to the messages of the role tool")
         return self
+
+    @property
+    def whose(self) -> str | None:
+        """The function whose result it is, where it says that."""
+        return self.tool_name or self.name
 
 
 def to_turns(messages: Sequence[OllamaMessage]) -> tuple[list[dict[str, Any]], str]:
@@ -101,7 +107,7 @@ def _answered(
     message: OllamaMessage, open_calls: list[tuple[str, str]], number: int
 ) -> tuple[str, str]:
     """The id and the function's name of the call whose result this is, which is open no more."""
-    wanted_id, wanted = message.tool_call_id, message.tool_name
+    wanted_id, wanted = message.tool_call_id, message.whose
     for call in open_calls:
         if call[0] == wanted_id or (not wanted_id and wanted in (call[1], None, "")):
             open_calls.remove(call)
