@@ -12,6 +12,7 @@ import httpx
 import ollama
 import pytest
 
+from mesh.api.ollama.messages import OllamaMessage, to_turns
 from mesh.identity.api_keys import Quota, Scope
 from tests.api.conftest import SHARED_LOOP, Served, serving, with_key
 from tests.api.test_keys import bearer, make
@@ -292,21 +293,31 @@ async def test_calls_and_their_results_go_round_by_name_and_by_order() -> None:
         ]
         assert streamed == [("look", {"city": "Köln"})] * 2
         asker.says("It is 21 degrees.")
-        for whose in ("tool_name", "name"):  # the older word
-            results = [
-                {"role": "tool", "content": "21"},  # as Home Assistant sends them
-                {"role": "tool", whose: "look", "content": "22"},
-                {"role": "tool", "content": "of a call that was cut off"},
-            ]
-            again = [*asked, answer.message, *results]
-            told = await client.chat("toy", again, tools=[LOOK], options={"temperature": 0})
-            assert told.message.content == "It is 21 degrees."
-            prompt = asker.prompt()
-            first, second = prompt.index("tool: 21(look "), prompt.index("tool: 22(look ")
-            ids = {prompt[at:].split("look ")[1].split(")")[0] for at in (first, second)}
-            assert len(ids) == 2
-            assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's wants them
-            assert "tool: of a call that was cut off(" in prompt
+        results = [
+            {"role": "tool", "content": "21"},  # as Home Assistant sends them
+            {"role": "tool", "tool_name": "look", "content": "22"},
+            {"role": "tool", "content": "of a call that was cut off"},
+        ]
+        again = [*asked, answer.message, *results]
+        told = await client.chat("toy", again, tools=[LOOK], options={"temperature": 0})
+        assert told.message.content == "It is 21 degrees."
+        prompt = asker.prompt()
+        first, second = prompt.index("tool: 21(look "), prompt.index("tool: 22(look ")
+        ids = {prompt[at:].split("look ")[1].split(")")[0] for at in (first, second)}
+        assert len(ids) == 2
+        assert all(len(each) == 9 and each.isalnum() for each in ids)  # as Mistral's wants them
+        assert "tool: of a call that was cut off(" in prompt
+
+
+@pytest.mark.parametrize("whose", ["tool_name", "name"])
+async def test_a_result_goes_to_the_call_of_its_function(whose: str) -> None:
+    functions = [{"function": {"name": name, "arguments": {}}} for name in ("look", "hear")]
+    told = [
+        {"role": "assistant", "tool_calls": functions},
+        {"role": "tool", whose: "hear", "content": "a bell"},
+    ]
+    (asked, result), _ = to_turns(list(map(OllamaMessage.model_validate, told)))
+    assert result["tool_call_id"] == asked["tool_calls"][1]["id"]
 
 
 async def test_a_format_is_followed() -> None:
