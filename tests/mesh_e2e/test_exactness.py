@@ -22,9 +22,8 @@ from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of
 
 LAYERS = 6
 """So many that a family whose every sixth layer is another kind has one of them."""
-PROMPT = 232
-COUNT = 32
-"""Past the 256th position, where a cache grows, and far past every window."""
+PROMPT = 200
+COUNT = 64
 NEAR_TIE = 0.05
 """Logits that are closer may change places as activations are rounded to fp16 at each hop."""
 REPEATING = 160
@@ -134,7 +133,7 @@ async def test_seeded_answers_are_the_same_with_and_without_drafts(
         mesh.draft_worth = 0.0
         await mesh.use(split(LAYERS, 2))
         accepted = 0
-        for seed in range(2):
+        for seed in range(4):
             sampling = SamplingParams(
                 temperature=0.7, top_k=3, seed=seed, max_tokens=REPEATING, ignore_eos=True
             )
@@ -151,7 +150,7 @@ async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -
     """Where no two best tokens are closer than rounding, which is all that is promised there."""
     async with house.asking("builtin") as (directory, mesh):
         compared = 0
-        for seed in range(1, 24):
+        for seed in range(1, 12):
             prompt = prompt_ids(mesh.model.vocab_size, PROMPT, seed)
             ids, logits = hugging_face(directory, prompt, COUNT)
             best, second = logits.topk(2).values.unbind(-1)
