@@ -121,7 +121,7 @@ def choose_kernels(
         kept = f"{replaced} linear layers in 16 bit, computed in fp32 and checked"
         return Kernels(HALVED, f"kernels {HALVED}: {kept}")
     with torch.inference_mode():
-        most = fill_rows(_packed_parts(module), dtype)
+        most = fill_rows(_packed_parts(module))
     filled = f", few rows filled up to {most}" if most > 1 else ""
     return Kernels(
         PACKED,
@@ -146,8 +146,7 @@ def _packed_parts(module: nn.Module) -> list[PackedLinear]:
 
 def fill_rows(
     parts: Sequence[PackedLinear],
-    dtype: torch.dtype,
-    is_faster: Callable[[Sequence[PackedLinear], torch.dtype], bool] | None = None,
+    is_faster: Callable[[Sequence[PackedLinear]], bool] | None = None,
 ) -> int:
     """Have few rows computed with rows of zeros beside them where only so they have the bits that
     they have in any company, or where that is faster and changes none; up to how many at most.
@@ -156,7 +155,7 @@ def fill_rows(
     alike = {_shape(part): part for part in parts}
     fewest = {shape: _fewest_alike(part) for shape, part in alike.items()}
     large = [part for part in parts if part.weight_bytes > _SMALL_BYTES]
-    faster = set(large) if large and (is_faster or _is_faster_full)(large, dtype) else set()
+    faster = set(large) if large and (is_faster or _is_faster_full)(large) else set()
     for part in parts:
         few = fewest[_shape(part)]
         part.fewest_rows = max(few) if part in faster else min(few)
@@ -189,11 +188,11 @@ def _fewest_alike(part: PackedLinear) -> Sequence[int]:
     return found
 
 
-def _is_faster_full(parts: Sequence[PackedLinear], dtype: torch.dtype) -> bool:
+def _is_faster_full(parts: Sequence[PackedLinear]) -> bool:
     # One after the other, as in a forward: what lies in the caches says nothing.
     sizes = accumulate(part.weight_bytes for part in parts)
     some = [part for part, size in zip(parts, sizes, strict=True) if size <= _TIMED_BYTES]
-    inputs = {size: torch.ones(1, size, dtype=dtype) for size in {p.in_features for p in parts}}
+    inputs = {p.in_features: torch.ones(1, p.in_features, dtype=p.dtype) for p in parts}
     took: dict[int, list[float]] = {1: [], _FULL_ROWS: []}
     for _ in range(_TIMINGS):
         for fewest, times in took.items():

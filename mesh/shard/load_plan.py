@@ -25,6 +25,7 @@ from mesh.shard.device import (
     Choice,
     choose_dtype,
     choose_quant,
+    plain_dtype_name,
     short_dtype_name,
 )
 from mesh.shard.ends import EndsPlan
@@ -96,11 +97,8 @@ class LoadPlan:
     @property
     def loaded_dtype(self) -> torch.dtype:
         """Of the weights before layers are made of them, where they are not quantised."""
-        if not self.is_halved:
-            return self.dtype.value
-        return kept_dtype(
-            self.request.dtype, self.manifest.dtype, self.dtype.value, self.host.device
-        )
+        stored = DTYPES.get(plain_dtype_name(self.manifest.dtype), torch.float32)
+        return stored if self.is_halved else self.dtype.value
 
 
 def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:

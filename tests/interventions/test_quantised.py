@@ -26,6 +26,7 @@ from mesh.types import LayerRange
 from tests.interventions.cases import CASES, GRADIENTS, Parts
 from tests.interventions.test_traces import GRADIENT_TOLERANCE
 from tests.interventions.worlds import CPU, SPLITS, DirectChannel, checkpoint, equal
+from tests.models.chain import aligned
 
 WORLDS = (("llama", "int8"), ("gpt2", "int4"), ("qwen3_moe", "int4"))
 HOPS = 2
@@ -36,17 +37,10 @@ def reference(family: str, quant: Quant) -> Parts:
     """nnsight over the whole model, whose layers have the weights that the codes stand for."""
     directory = checkpoint(family).directory
     module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    put_in_blocks(_aligned(module), quant)
+    aligned(module)
+    put_in_blocks(module, quant)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
-
-
-def _aligned(module: Any) -> Any:
-    """Out of their files: some CPUs add one row up in another order where a weight begins at an odd
-    address."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()
-    return module
 
 
 def put_in_blocks(module: Any, quant: Quant) -> None:
@@ -80,7 +74,7 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
 @cache
 def tree(family: str, layers: LayerRange, quant: Quant) -> SpanTree:
     loaded = load_span(checkpoint(family), layers, dtype=torch.float32, device=CPU)
-    _aligned(loaded.module)
+    aligned(loaded.module)
     return SpanTree(quantised_span(loaded, quant, "", None).loaded, CPU)
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from mesh.models.load import load_ends, load_span
@@ -48,16 +49,31 @@ def run_whole(
     return steps, ids
 
 
+def aligned(module: nn.Module) -> None:
+    """Copy its weights out of their file: some CPUs add one row up in another order where a weight
+    begins at an odd address."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
 @torch.no_grad()
 def run_parts(
-    manifest: Manifest, cuts: Sequence[int], chunks: Sequence[torch.Tensor], decode: int
+    manifest: Manifest,
+    cuts: Sequence[int],
+    chunks: Sequence[torch.Tensor],
+    decode: int,
+    *,
+    copied: bool = False,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The same from spans between `cuts` and the ends."""
+    """The same from spans between `cuts` and the ends, whose weights are `copied` where another
+    file is to give the same bits."""
     ends = load_ends(manifest, dtype=torch.float32, device=CPU)
     spans = [
         load_span(manifest, LayerRange(start, stop), dtype=torch.float32, device=CPU)
         for start, stop in pairwise(cuts)
     ]
+    for module in (ends, *(span.module for span in spans)) if copied else ():
+        aligned(module)
     caches = [SpanCache(span.config) for span in spans]
     position = 0
 

@@ -16,7 +16,7 @@ from mesh.models.coded.gathering import gathered
 from mesh.models.coded.numbers import decoded
 from mesh.models.coded.scheme import scheme_of
 from mesh.models.header import TensorEntry
-from mesh.models.load import load_ends, load_span
+from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.types import LayerRange
@@ -74,22 +74,11 @@ def test_experts_one_by_one(form: str, checkpoint: Checkpoint, tmp_path: Path) -
 
 def _compare(manifest: Manifest, plain: Path) -> None:
     chunks = prompt_chunks((13, 7, 1))
-    expected, ids = run_parts(read_manifest(plain), (0, 1, 3), chunks, decode=4)
-    found, found_ids = run_parts(manifest, (0, 1, 3), chunks, decode=4)
+    expected, ids = run_parts(read_manifest(plain), (0, 1, 3), chunks, decode=4, copied=True)
+    found, found_ids = run_parts(manifest, (0, 1, 3), chunks, decode=4, copied=True)
     assert found_ids == ids == run_whole(plain, chunks, decode=4)[1]
     for step, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(step, other, rtol=1e-5, atol=1e-5)
-    # Some CPUs add one row up in another order where a weight begins at an odd address in its file.
-    here, there = (_weights(each) for each in (manifest, read_manifest(plain)))
-    assert here.keys() == there.keys()
-    assert all(torch.equal(weight, there[name]) for name, weight in here.items())
-
-
-def _weights(manifest: Manifest) -> dict[str, torch.Tensor]:
-    whole = LayerRange(0, manifest.total_layers)
-    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
-    layers = load_span(manifest, whole, dtype=torch.float32, device=CPU).module.named_parameters()
-    return {**dict(layers), "head": ends.logits(torch.eye(manifest.hidden_size)[None])}
+        assert torch.equal(step, other)
 
 
 _SIZES = st.sampled_from([0, 1, 2, 8, 16, 32, 64, 128])

@@ -68,8 +68,8 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
     small = PackedLinear(weight[:64], bias[:64])
     inputs = torch.randn(1, 7, 768).bfloat16()
     expected = [honest(inputs[:, :rows]) for rows in range(1, 8)]
-    assert fill_rows([honest], torch.bfloat16, lambda *_: False) == 1
-    assert fill_rows([honest, minds, small], torch.bfloat16, lambda *_: True) == 4
+    assert fill_rows([honest], lambda *_: False) == 1
+    assert fill_rows([honest, minds, small], lambda *_: True) == 4
     assert (honest.fewest_rows, minds.fewest_rows, small.fewest_rows) == (4, 1, 1)
     for rows, each in enumerate(expected, start=1):
         found = honest(inputs[:, :rows])
@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
     """oneDNN has another kernel for one long row on CPUs with avx512_bf16 and without AMX."""
     for kind, *shape in (PackedLinear, 2048, 6144), (MindsBeingAlone, 512, 768):
         part = kind((torch.randn(*shape) / shape[1] ** 0.5).bfloat16(), None)
-        fill_rows([part], torch.bfloat16, lambda *_: False)
+        fill_rows([part], lambda *_: False)
         rows = torch.randn(40, shape[1]).bfloat16()
         many = part(rows)
         for first, count in (0, 1), (1, 1), (9, 1), (30, 1), (3, 2), (5, 3), (7, 13), (8, 16):

@@ -63,7 +63,7 @@ class OllamaMessage(Strict):
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls are the assistant's, not of the role {self.role}")
         if (self.whose or self.tool_call_id) and self.role != "tool":
-            raise ValueError("tool_name and tool_call_id belong to the messages of the role tool")
+            raise ValueError("tool_name, name and tool_call_id belong to messages of the role tool")
         return self
 
     @property
