@@ -1,13 +1,16 @@
 """What this asker itself has under way on each shard, counted the moment a route is picked.
 
 What hosts advertise of their load is up to ten seconds old: without this, all that an asker begins
-meanwhile would go to the same one of several replicas. Knows no links and decides nothing.
+meanwhile would go to the same one of several replicas, and what it had there when a host counted
+would keep it away from where its prompts' beginnings lie. Knows no links and decides nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
 
 from mesh.routing.cover import ShardKey
 
@@ -54,6 +57,8 @@ class Claims:
         self._asker = asker
         self._sessions: Counter[ShardKey] = Counter()
         self._steps: Counter[ShardKey] = Counter()
+        self._most: dict[ShardKey, int] = {}  # steps owed at once since the host's last word
+        self._heard: dict[ShardKey, tuple[datetime, int]] = {}
         self._turns: dict[ShardKey, int] = {}
         self._turn = 0
 
@@ -74,6 +79,20 @@ class Claims:
         """What they add to the shard's queue: one each, and each unanswered step."""
         return self._sessions[key] + self._steps[key]
 
+    def heard(self, words: Mapping[ShardKey, datetime]) -> None:
+        """These are the shards there are, each with when its host counted what it last said."""
+        for key, at in words.items():
+            if key not in self._heard or self._heard[key][0] != at:
+                self._heard[key] = (at, self._most.get(key, 0))
+                self._most[key] = self._steps[key]
+        self._heard = {key: self._heard[key] for key in words}
+        self._most = {key: self._most[key] for key in words}
+
+    def within(self, key: ShardKey, told: int) -> int:
+        """How many of the `told` steps that wait there may be ours: they are counted as claims, or
+        were answered since."""
+        return min(told, self._heard[key][1]) if key in self._heard else 0
+
     def lot(self, key: ShardKey) -> float:
         """Which of several equals is next: the one that this asker used longest ago, or never.
 
@@ -92,6 +111,7 @@ class Claims:
             counter[key] += change
             if not counter[key]:
                 del counter[key]
+        self._most[key] = max(self._most.get(key, 0), self._steps[key])
 
 
 _MAX_REMEMBERED = 1024

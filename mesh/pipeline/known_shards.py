@@ -24,6 +24,8 @@ class KnownShards:
     def replace(self, shards: Sequence[Offer]) -> None:
         """Take the daemon's newest list."""
         self._shards = tuple(shards)
+        words = (offer.shard for offer in shards)
+        self._claims.heard({key_of(word.descriptor): word.health.last_seen for word in words})
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         """Every shard of the model that the daemon named, but for known liars."""
@@ -42,9 +44,10 @@ class KnownShards:
         active = max(health.active_streams, self._claims.sessions(key))
         full = active >= shard.max_concurrent_streams
         said = offer.candidate(self._node_id)
+        others = said.queue_depth - self._claims.within(key, said.queue_depth)
         return replace(
             said,
-            queue_depth=said.queue_depth + self._claims.depth(key),
+            queue_depth=others + self._claims.depth(key),
             penalty=said.penalty + full + self._reputations.penalty(key),
             lot=self._claims.lot(key),
         )

@@ -150,8 +150,8 @@ class Sessions:
         prompt: Sequence[int] = (),
         instead: GenerationSession | None = None,
     ) -> GenerationSession:
-        """A session with empty caches, or with copies of what another one holds of `prompt`; where
-        it is `instead` of that one, on the same hops if they take it.
+        """A session with empty caches, or with copies of what another one holds of `prompt`: on the
+        same hops where those are as free as others, or where it is `instead` of that one.
 
         Raises as `acquire`. `delays_s` as in `open_route`.
         """
@@ -159,13 +159,10 @@ class Sessions:
         source, _ = self._most_alike(prompt, terms)
 
         def pick(refused: Collection[ShardKey]) -> Pipeline:
-            if (
-                source is not None
-                and not refused
-                and (source is instead or self._router.is_idle(source.route.pipeline.hops))
-            ):
-                return replace(source.route.pipeline, pipeline_id=_new_id())
-            return self._router.pick(
+            there = None if source is None or refused else source.route.pipeline
+            if there is not None and source is instead:
+                return replace(there, pipeline_id=_new_id())
+            free = self._router.pick(
                 terms.model_id,
                 terms.weights_sha256,
                 total_layers,
@@ -173,6 +170,9 @@ class Sessions:
                 now=self._clock.now(),
                 exclude=refused,
             )
+            if there is not None and self._router.are_as_free(there.hops, free.hops):
+                return replace(free, hops=there.hops)
+            return free
 
         async def opened(pipeline: Pipeline) -> GenerationSession:
             route = await self._opened(pipeline, terms)

@@ -48,15 +48,20 @@ class ShardRouter:
         hops = self.cover(model_id, weights_sha256, LayerRange(0, total_layers), exclude)
         return Pipeline(pipeline_id, model_id, weights_sha256, total_layers, hops, now)
 
-    def is_idle(self, hops: Sequence[RouteHop]) -> bool:
-        """Whether each of these shards is still there, has not failed and has nothing to do."""
-        now = {key_of(hop.shard) for hop in hops}
-        return now == {
-            key
-            for candidate in self._store.candidates(hops[0].shard.model_id)
-            if (key := key_of(candidate.descriptor)) in now
-            and not (candidate.penalty or candidate.queue_depth)
+    def are_as_free(self, hops: Sequence[RouteHop], others: Sequence[RouteHop]) -> bool:
+        """Whether each of these shards is still there, and has neither failed more nor more to do
+        than those of the `others` that hold its layers."""
+        model_id = hops[0].shard.model_id
+        now = {
+            key_of(each.descriptor): (each.penalty, each.queue_depth)
+            for each in self._store.candidates(model_id)
         }
+        return {key_of(hop.shard) for hop in (*hops, *others)} <= now.keys() and all(
+            now[key_of(hop.shard)] <= now[key_of(other.shard)]
+            for hop in hops
+            for other in others
+            if hop.layers.overlaps(other.layers)
+        )
 
     def repick(
         self, pipeline: Pipeline, lost: int, exclude: Collection[ShardKey]

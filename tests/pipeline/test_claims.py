@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.clock import LoopClock
+from mesh.discovery.advertisement import Advertisement
 from mesh.pipeline.claims import Claim, Claims
+from mesh.pipeline.commands import Offer
+from mesh.pipeline.known_shards import KnownShards
+from mesh.pipeline.watch.reputation import Reputations
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, key_of
-from mesh.types import LayerRange
+from mesh.types import LayerRange, NodeId, ShardHealth
 from tests.routing.test_cover import shard
 
 WHOLE = LayerRange(0, 16)
@@ -93,6 +99,31 @@ def test_steps_that_are_owed_count_until_they_are_answered_or_the_session_rests(
     claim.renew()
     claim.renew()
     assert (claims.depth(("host", "shard")), claims.sessions(("host", "shard"))) == (1, 1)
+
+
+def test_what_a_host_counted_of_ours_is_not_counted_twice() -> None:
+    first, kept = shard("0-15", "attic"), datetime.now(UTC)
+    key, claims = key_of(first.descriptor), Claims()
+    known = KnownShards(NodeId("sofa"), Reputations(LoopClock()), claims)
+
+    def depth(told: int, at: datetime) -> int:
+        """The depth that is routed by once the host has said so much at that time."""
+        health = ShardHealth(True, at, 1.0, 1.0, told, 1)
+        known.replace([Offer(Advertisement(first.descriptor, health))])
+        return known.candidates(first.descriptor.model_id)[0].queue_depth
+
+    claim = claims.claim(key)
+    claim.owes(3)
+    claim.release()
+    assert depth(2, kept) == 0, "they were ours, and are answered"
+    assert depth(2, kept) == 0, "the same word again"
+    assert depth(2, kept + timedelta(seconds=10)) == 2, "ours were before"
+    claim = claims.claim(key)
+    claim.owes(1)
+    assert depth(4, kept + timedelta(seconds=20)) == 3 + claims.depth(key)
+    claim.owes(0)
+    assert depth(4, kept + timedelta(seconds=30)) == 3 + claims.depth(key), "it was owed till then"
+    assert depth(4, kept + timedelta(seconds=40)) == 4 + claims.depth(key)
 
 
 def test_askers_do_not_all_begin_with_the_same_replica() -> None:

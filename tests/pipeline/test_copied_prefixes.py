@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.types import THIS_NODE, Done, GenerationRequest, Principal, PrincipalKind, StreamFrame
+from mesh.routing.cover import Candidate
+from mesh.types import (
+    THIS_NODE,
+    Done,
+    GenerationRequest,
+    ModelId,
+    Principal,
+    PrincipalKind,
+    StreamFrame,
+)
 from tests.health.watched import tokens_of
 from tests.pipeline.toy_mesh import (
     ToyNetwork,
@@ -30,8 +39,8 @@ SHORT = [*SYSTEM[:63], 5, 6, 7]
 class House:
     """Two shards and an asker that keeps its sessions."""
 
-    def __init__(self) -> None:
-        self.network = ToyNetwork()
+    def __init__(self, network: ToyNetwork | None = None) -> None:
+        self.network = network or ToyNetwork()
         self.shards = [self.network.add("0-3"), self.network.add("4-7")]
         self.orchestrator, self.sessions = toy_orchestrator(self.network)
 
@@ -140,6 +149,17 @@ async def test_a_route_over_other_shards_is_fed_everything() -> None:
     assert (await house.ask(SECOND)).cached_tokens == 0
     assert house.copied == [[], []]
     assert other.steps
+    await house.sessions.close()
+
+
+async def test_where_nobody_else_has_the_layers_it_does_not_matter_who_is_suspected() -> None:
+    class Suspicious(ToyNetwork):
+        def candidates(self, model_id: ModelId) -> list[Candidate]:
+            return [replace(each, penalty=2) for each in super().candidates(model_id)]
+
+    house = House(Suspicious())
+    await house.ask(FIRST)
+    assert (await house.ask(SECOND)).cached_tokens == len(SYSTEM)
     await house.sessions.close()
 
 

@@ -179,6 +179,22 @@ def test_other_weights_do_not_disturb_a_cover_that_exists() -> None:
     assert layers_of(pick(router)) == ["0-15"]
 
 
+def test_shards_are_as_free_as_those_that_would_be_picked_else() -> None:
+    first, second, spare = shard("0-7"), shard("8-15", "b"), shard("8-15", "c")
+
+    def are_as_free(*now: Candidate) -> bool:
+        hops = pick(ShardRouter(Known(first, second), RULES))
+        others = pick(ShardRouter(Known(first, spare), RULES))
+        return ShardRouter(Known(*now), RULES).are_as_free(hops, others)
+
+    assert are_as_free(first, second, spare)
+    assert are_as_free(replace(first, penalty=2, queue_depth=3), second, spare), "there is no other"
+    assert not are_as_free(first, replace(second, queue_depth=1), spare)
+    assert are_as_free(first, replace(second, queue_depth=1), replace(spare, queue_depth=1))
+    assert not are_as_free(first, replace(second, penalty=1), replace(spare, queue_depth=5))
+    assert not are_as_free(first, spare), "it is gone"
+
+
 def test_repick_excludes_the_lost_shard() -> None:
     first, second, spare = shard("0-7"), shard("8-15", "b"), shard("8-15", "c", queue=5)
     router = ShardRouter(Known(first, second, spare), RULES)
