@@ -39,9 +39,9 @@ What a path needs:
 
 Bodies are JSON objects, strictly: an unknown field that is not null, a wrong type or a number out
 of bounds is refused with its name. Errors are `{"error": {"message", "type", "param", "code", "fix"}}`
-([codes](errors.md)), below `/api/` `{"error": message and fix, "code"}`, below `/v1/messages`
-`{"type": "error", "error": {"type", "message": message and fix, "param", "code"}}`; in a stream that
-has begun the last event is one. Every answer has
+([codes](errors.md)), below `/api/` `{"error": message, "code"}`, below `/v1/messages`
+`{"type": "error", "error": {"type", "message", "param", "code"}}`; every message ends with the fix. In a
+stream that has begun the last event is one. Every answer has
 `X-Request-Id`, taken over from the request where it is 1 to 128 of `A-Z a-z 0-9 . _ : / + = @ -`,
 else made; the daemon's log has it on its lines about the request. A stream that was asked for with
 `resumable` also has `X-Stream-Id`.
@@ -49,7 +49,7 @@ else made; the daemon's log has it on its lines about the request. A stream that
 
 REFUSED = """### Paths of other servers
 
-Refused with `not_supported` (501), which says what to use instead: {paths}, and what is below them.
+Refused with `not_supported` (400), which says what to use instead: {paths}, and what is below them.
 """
 
 FAMILIES = (

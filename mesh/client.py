@@ -175,7 +175,7 @@ class Client:
             async for data in stream:
                 update = _object(data)
                 if "error" in update:
-                    raise from_dict(update["error"])
+                    raise _told(update["error"])
                 yield update
 
     async def log(self, **wanted: Any) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class Client:
                     return
                 chunk = _object(data)
                 if "error" in chunk:
-                    raise from_dict(chunk["error"])
+                    raise _told(chunk["error"])
                 yield chunk
         raise LinkLost("The daemon ended the answer too early.", fix="See its log; try again.")
 
@@ -481,9 +481,14 @@ def _object(answer: bytes | str) -> dict[str, Any]:
 
 def _reported(body: bytes) -> MeshError:
     try:
-        return from_dict(_object(body)["error"])
+        return _told(_object(body)["error"])
     except (KeyError, AttributeError):
         return _not_a_daemon()
+
+
+def _told(error: dict[str, Any]) -> MeshError:
+    """The error that an answer tells, whose `message` ends with the fix."""
+    return from_dict({**error, "message": error["message"].removesuffix(error["fix"]).rstrip()})
 
 
 def _not_a_daemon() -> InternalError:

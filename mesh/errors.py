@@ -427,7 +427,7 @@ class NotFound(ApiError, code="not_found", http_status=404):
     """No such path."""
 
 
-class NotSupported(ApiError, code="not_supported", http_status=501):
+class NotSupported(ApiError, code="not_supported", http_status=400):
     """A path of another server's API that is not served here; the fix says what to use instead."""
 
 

@@ -95,6 +95,15 @@ def require_plain(value: _Any) -> _Any:
     raise ValueError(f"nested more than {_MAX_DEPTH} deep")
 
 
+def is_plain(value: object) -> bool:
+    """Whether `require_plain` takes it."""
+    try:
+        require_plain(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()

@@ -44,10 +44,11 @@ class RefusedRoute(Route):
 
 def error_body(error: MeshError, path: str = "") -> dict[str, Any]:
     """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``; for a `path` of
-    Ollama's API ``{"error": message and fix, "code"}``, of Anthropic's ``{"type": "error", "error":
-    {"type", "message": message and fix, "param", "code"}}``.
+    Ollama's API ``{"error": message, "code"}``, of Anthropic's ``{"type": "error", "error":
+    {"type", "message", "param", "code"}}``.
 
-    `detail` is where clients of NDIF look.
+    Every message ends with the fix, as most clients show nothing else. `detail` is where clients of
+    NDIF look.
     """
     if path.startswith(OLLAMA):
         return {"error": str(error), "code": error.code}
@@ -56,7 +57,7 @@ def error_body(error: MeshError, path: str = "") -> dict[str, Any]:
     default = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {
-            "message": error.message,
+            "message": str(error),
             "type": _TYPES.get(error.http_status, default),
             "param": error.param,
             "code": error.code,
@@ -86,10 +87,6 @@ def error_response(error: MeshError, path: str = "") -> Response:
         wait_s = _RETRY_AFTER_S.get(error.http_status)
     if wait_s is not None:
         headers["Retry-After"] = str(wait_s)
-    if error.http_status == 501:
-        headers["X-Should-Retry"] = (
-            "false"  # OpenAI's clients try again after most errors above 500
-        )
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error, path), status_code=error.http_status, headers=headers)

@@ -91,6 +91,11 @@ async def test_a_stream_tells_each_block_from_its_beginning_to_its_end(
     assert thought.thinking == "first this,\nthen that."
     assert said.type == "text"
     assert said.text == "so it is"
+    hidden = {"type": "adaptive", "display": "omitted"}
+    events = await told(http, "thinks", thinking=hidden, workspace_id="w")
+    thoughts = [event for event in events if event.get("index") == 0]
+    assert [each["type"] for each in thoughts] == ["content_block_start", "content_block_stop"]
+    assert "so it is" in "".join(e["delta"].get("text", "") for e in events if "delta" in e)
 
 
 async def test_what_ends_a_call_and_what_follows_it_are_told_apart(

@@ -155,8 +155,8 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
     payload = body(
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=-7,
         stop=["a", "b"], max_completion_tokens=9, logprobs=True, top_logprobs=3, ignore_eos=True,
-        wire_dtype="fp32", fallback_to_local=False, user="me", metadata={"a": "b"}, store=False,
-        hearthnet={"draft": False},
+        wire_dtype="fp32", fallback_to_local=False, user="me", metadata={"a": "b"}, store=True,
+        hearthnet={"draft": False}, verbosity="medium",
         n=1, tools=[], response_format={"type": "text"}, parallel_tool_calls=True,
     )  # fmt: skip
     payload["messages"] = [

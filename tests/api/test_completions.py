@@ -69,7 +69,7 @@ async def test_refusals_speak_of_the_form_that_the_prompt_has(
 ) -> None:
     response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
     error = response.json()["error"]
-    assert (error["param"], error["message"]) == (param, message)
+    assert (error["param"], error["message"]) == (param, f"{message} {error['fix']}")
 
 
 async def test_logprobs_streamed_equal_the_whole(http: httpx.AsyncClient) -> None:

@@ -162,6 +162,9 @@ async def test_options_reach_the_generation(http: httpx.AsyncClient, api: Served
     first, *_ = await said(http, options={"num_predict": -1, "seed": -1}, logprobs=True)
     assert api.generations.requests[-1].sampling.max_tokens is None
     assert api.generations.requests[-1].sampling.seed is None
+    harmless = {"repeat_last_n": 64, "logits_all": False, "vocab_only": False, "top_p": 0}
+    await said(http, options=harmless)
+    assert 0 < api.generations.requests[-1].sampling.top_p < 1e-5
     # Open WebUI's, of a title, and its system prompt, once more.
     await said(http, num_predict=50, system="be brief")
     await said(http, system="twice", messages=list(api.generations.requests[-1].messages or ()))
@@ -183,6 +186,11 @@ def _told(**fields: Any) -> dict[str, Any]:
         ("chat", {"options": {"temprature": 1}}, "Unknown field: options.temprature"),
         ("chat", {"options": {"num_predict": 0}}, "options.num_predict: 0 tokens are no answer"),
         ("chat", {"options": {"mirostat": 2}}, "options.mirostat"),
+        (
+            "chat",
+            {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}},
+            "repeat_last_n: values other than -1",
+        ),
         ("chat", {"think": "max"}, "think"),
         ("chat", {"format": "xml"}, "format"),
         ("chat", {"truncate": True}, "truncate"),
@@ -226,7 +234,7 @@ async def test_errors_have_ollamas_form(api: Served, http: httpx.AsyncClient) ->
         ):
             with pytest.raises(ollama.ResponseError, match=instead) as elsewhere:
                 await call
-            assert elsewhere.value.status_code == 501
+            assert elsewhere.value.status_code == 400
     unknown = (await http.get("/api/nowhere")).json()["error"]
     assert "/api/chat" in unknown
     assert "/api/pull" not in unknown

@@ -266,9 +266,9 @@ async def test_what_would_have_to_be_stored_is_not_there(api: Served) -> None:
             client.responses.input_items.list("resp_1"),
             client.conversations.create(),
         ):
-            with pytest.raises(openai.InternalServerError, match="Nothing is stored") as refused:
+            with pytest.raises(openai.BadRequestError, match="Nothing is stored") as refused:
                 await asked
-            assert (refused.value.status_code, refused.value.code) == (501, "not_supported")
+            assert (refused.value.status_code, refused.value.code) == (400, "not_supported")
 
 
 async def test_tokens_are_counted_before_anything_is_computed() -> None:

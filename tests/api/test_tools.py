@@ -314,6 +314,21 @@ async def test_earlier_calls_go_through_a_template_as_it_wants_them(calls: str, 
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    ['{"city": "Kö', "{'a': 1}", '{"a": -9223372036854775809}', '{"a": "\\ud800"}', "[]"],
+)
+async def test_an_earlier_call_that_cannot_be_read_is_shown_as_its_text(arguments: str) -> None:
+    """An answer may have been cut off in it, and models write what is no JSON."""
+    async with asking(HERMES, "Done.") as (client, asker):
+        function = {"name": "look", "arguments": arguments}
+        before: Any = {"role": "assistant", "content": ""}
+        before["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
+        result = {"role": "tool", "tool_call_id": "c1", "content": "no such city"}
+        await whole(client, messages=[*ASK, before, result])
+        assert json.dumps({"arguments": arguments}, ensure_ascii=False) in asker.prompt()
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ messages[-1]['content'] }}", "knows no tools"),

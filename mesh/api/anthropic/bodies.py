@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mesh.api.anthropic.turns import Messages, Texts, to_conversation
 from mesh.api.bodies import Strict, Unsupported, only, only_types, require_plain
-from mesh.api.openai.sampling import INT32, Hint, Refused
+from mesh.api.openai.sampling import INT32, Hint, Refused, TopP
 from mesh.api.openai.tools import MAX_TOOLS, as_template, require_choosable, tool_use
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams
 
@@ -63,7 +63,7 @@ class ThinkingChoice(Strict):
     """Whether the model thinks before it answers. How long is up to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    display: Annotated[None, only("summarized")] = None
+    display: Literal["summarized", "omitted"] | None = None
     budget_tokens: Hint = None
 
 
@@ -127,6 +127,8 @@ class AskedBody(Strict):
     diagnostics: Hint = None
     cache_control: Hint = None
     inference_geo: Hint = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -177,7 +179,7 @@ class MessagesBody(AskedBody):
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=INT32)] | None = None
     stop_sequences: Annotated[
         list[Annotated[str, Field(min_length=1)]], Field(max_length=_MAX_STOPS, fail_fast=True)

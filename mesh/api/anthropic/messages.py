@@ -51,7 +51,10 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
         body = await read_body(request, MessagesBody, settings)
         asked = asked_by(request, body, f"msg_{secrets.token_hex(16)}")
         frames = generations.generate(asked)
-        writer = MessageWriter(asked.request_id, body.model, body.max_tokens)
+        tells_thoughts = body.thinking is None or body.thinking.display != "omitted"
+        writer = MessageWriter(
+            asked.request_id, body.model, body.max_tokens, tells_thoughts=tells_thoughts
+        )
         answer = TypedAnswer(frames, writer, caller_of(request), _NAMES)
         if not body.stream:
             return await answer.whole(request)

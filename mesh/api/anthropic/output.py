@@ -66,10 +66,14 @@ class _Block:
 class MessageWriter:
     """Writes one answer, frame by frame: its events, and the answer itself."""
 
-    def __init__(self, message_id: str, model: str, max_tokens: int) -> None:
+    def __init__(
+        self, message_id: str, model: str, max_tokens: int, *, tells_thoughts: bool = True
+    ) -> None:
+        """`tells_thoughts`: what the model thinks is told, not only that it does."""
         self._id = message_id
         self._model = model
         self._max_tokens = max_tokens
+        self._tells_thoughts = tells_thoughts
         self._blocks: list[dict[str, Any]] = []
         self._open: _Block | None = None
         self._is_begun = False
@@ -118,6 +122,8 @@ class MessageWriter:
         block, begun = self._open, list[Event]()
         if block is None or block.kind != kind:
             block, begun = self._next({"type": kind, kind: "", **besides})
+        if kind == "thinking" and not self._tells_thoughts:
+            return begun
         return [*begun, block.more(text)]
 
     def _call(self, news: ToolCallDelta) -> list[Event]:

@@ -8,9 +8,9 @@ decides.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from mesh.api.bodies import only
 from mesh.api.openai.sampling import INT32, Hint, Penalty, TokenChoice
@@ -40,7 +40,7 @@ class Options(TokenChoice):
     num_predict: NumPredict | None = None
     repeat_penalty: Penalty | None = None
     # Ollama's, not here
-    repeat_last_n: Annotated[None, only(-1)] = None
+    repeat_last_n: int | None = None
     presence_penalty: Annotated[None, only(0, 0.0)] = None
     frequency_penalty: Annotated[None, only(0, 0.0)] = None
     typical_p: Annotated[None, only(1, 1.0)] = None
@@ -58,10 +58,22 @@ class Options(TokenChoice):
     f16_kv: Hint = None
     use_mmap: Hint = None
     use_mlock: Hint = None
+    logits_all: Hint = None
+    vocab_only: Hint = None
+    embedding_only: Hint = None
     # of what is not done here
     num_keep: Hint = None
     mirostat_tau: Hint = None
     mirostat_eta: Hint = None
+
+    @model_validator(mode="after")
+    def _repeats_are_counted_in_the_whole_text(self) -> Self:
+        if self.repeat_last_n not in (None, -1) and self.repeat_penalty not in (None, 1):
+            raise ValueError(
+                "repeat_last_n: values other than -1 are not supported beside a repeat_penalty,"
+                " which counts the whole text"
+            )
+        return self
 
     def sampling(self, num_predict: int | None, logprobs: int | None) -> SamplingParams:
         """How tokens are chosen; `num_predict` where the options have none, `logprobs` as there."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
@@ -51,12 +51,16 @@ Penalty = Annotated[float, Field(ge=0.01, le=10)]
 """A logit divided by far less than the least allowed is infinite, and no chance is left to draw."""
 
 
+TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda chance: max(chance, 1e-6))]
+"""At 0, too, the likeliest token is left."""
+
+
 class TokenChoice(Strict):
     """How tokens are chosen and where the text ends, in whatever API's words; nothing is said of
     what is left out."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None

@@ -164,16 +164,16 @@ class ChatBody(_ChoicesBody, ToolsBody):
     modalities: Annotated[None, only(["text"])] = None
     audio: Refused = None
     prediction: Refused = None
-    verbosity: Refused = None
+    verbosity: Annotated[None, only("medium")] = None
     web_search_options: Refused = None
-    store: Annotated[None, only(False)] = None
     # hints
+    store: Hint = None
     prompt_cache_retention: Hint = None
     prompt_cache_options: Hint = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:

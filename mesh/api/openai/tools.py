@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mesh.api.bodies import Strict, require_plain
+from mesh.api.bodies import Strict, is_plain, require_plain
 from mesh.errors import BadRequest
 from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta, ToolUse
@@ -69,23 +69,19 @@ class Tool(Strict):
 
 
 class CalledFunction(Strict):
-    """A function's name, and its arguments as the text of a JSON object."""
+    """A function's name, and its arguments: the text of a JSON object, if the answer was not cut
+    off in them and the model wrote one."""
 
     name: Annotated[str, Field(min_length=1, max_length=_MAX_ID)]
     arguments: str
     parsed_arguments: Any = None  # beside `arguments` in what OpenAI's clients parsed
 
-    @field_validator("arguments")
-    @classmethod
-    def _is_an_object(cls, value: str) -> str:
-        if (found := object_in(value or "{}")) is None:
-            raise ValueError("expected the text of a JSON object")
-        require_plain(found)
-        return value
-
     def as_call(self, call_id: str) -> dict[str, Any]:
-        """What a chat template is shown of a call: the arguments as an object."""
-        function = {"name": self.name, "arguments": object_in(self.arguments or "{}")}
+        """What a chat template is shown of a call: the arguments as an object, whose one field
+        `arguments` is their text where that is none."""
+        given = object_in(self.arguments or "{}")
+        shown = {"arguments": self.arguments} if given is None or not is_plain(given) else given
+        function = {"name": self.name, "arguments": shown}
         return {"id": call_id, "type": "function", "function": function}
 
 

@@ -1,7 +1,7 @@
 "use strict";
 // The chat: whom to ask, what was said, and the answer that comes.
 
-import { events, listen, refusal, worded } from "./daemon.js";
+import { events, listen, refusal } from "./daemon.js";
 import { at, made } from "./elements.js";
 
 export function drawChoice(models) {
@@ -104,7 +104,7 @@ async function receive(signal, messages, take) {
   let ending = "";
   let note = "";
   for await (const chunk of events(response)) {
-    if (chunk.error) throw new Error(worded(chunk.error));
+    if (chunk.error) throw new Error(chunk.error.message);
     ending = chunk.choices?.[0]?.finish_reason || ending;
     note = chunk.hearthnet?.note || note;
     take(chunk);

@@ -64,11 +64,9 @@ export async function administers(signal) {
   return response.ok && (await response.json()).tags.includes("admin");
 }
 
-export const worded = (error) => [error.message, error.fix].filter(Boolean).join(" ");
-
 export async function refusal(response) {
   try {
-    return worded((await response.json()).error);
+    return (await response.json()).error.message;
   } catch {
     return `the daemon answered ${response.status}`;
   }

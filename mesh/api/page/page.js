@@ -2,7 +2,7 @@
 // The mesh at a glance, who asks, and the jobs.
 
 import { drawChoice } from "./chat.js";
-import { GONE, administers, events, hasKey, listen, refusal, send, useKey, worded } from "./daemon.js";
+import { GONE, administers, events, hasKey, listen, refusal, send, useKey } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
 import { allowStopping, drawDownloads } from "./downloads.js";
 import { at, button, clock, dim, made, ms, row } from "./elements.js";
@@ -35,7 +35,7 @@ async function follow(signal) {
       let isFirst = true;
       for await (const update of events(response)) {
         if (signal.aborted) return;
-        if (update.error) throw new Error(worded(update.error));
+        if (update.error) throw new Error(update.error.message);
         wait = 1;
         if (isFirst) happened.length = 0;
         isFirst = false;
