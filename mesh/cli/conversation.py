@@ -151,13 +151,12 @@ SETTINGS: dict[str, Any] = {
 
 _IS = {
     "greater than or equal to": operator.ge,
-    "greater than": operator.gt,
     "less than or equal to": operator.le,
     "less than": operator.lt,
 }
 _BOUNDS: dict[str, dict[str, float]] = {
     "temperature": {"greater than or equal to": 0, "less than or equal to": 2},
-    "top_p": {"greater than": 0, "less than or equal to": 1},
+    "top_p": {"greater than or equal to": 0, "less than or equal to": 1},
     "top_k": {"greater than or equal to": -1, "less than": 2**31},
     "min_p": {"greater than or equal to": 0, "less than or equal to": 1},
     "repetition_penalty": {"greater than or equal to": 0.01, "less than or equal to": 10},

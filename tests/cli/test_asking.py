@@ -176,7 +176,7 @@ async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", ("-0.1", "0", "2", "9")), ("top_p", ("0", "1", "1.5")),
+        ("temperature", ("-0.1", "0", "2", "9")), ("top_p", ("-0.1", "0", "1", "1.5")),
         ("top_k", ("-2", "-1", str(2**31))), ("min_p", ("-1", "0", "2")),
         ("repetition_penalty", ("0", "0.01", "10", "11")), ("seed", (str(2**63), str(-(2**63)))),
         ("max_tokens", ("0", "1", str(2**31))),
