@@ -61,8 +61,14 @@ class TypedLines:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
-                file.write(_line(text))
+            with os.fdopen(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
+                before, line = file.tell(), _line(text)
+                try:
+                    while line:
+                        line = line[file.write(line) :]
+                except OSError:
+                    file.truncate(before)  # a part of a line would make it no history
+                    raise
                 size = file.tell()
             if size > self._max_bytes:
                 self._shorten()

@@ -12,6 +12,7 @@ from mesh.cli.conversation import Conversation
 from mesh.cli.kept import SavedChats, TypedLines
 from mesh.client import Client
 from mesh.errors import BadRequest, BadValue, KeyUnreadable, NotFound, NotRunning
+from tests.full_disk import file_size_limit
 
 
 def test_the_history_is_bounded(tmp_path: Path) -> None:
@@ -28,6 +29,16 @@ def test_the_history_is_bounded(tmp_path: Path) -> None:
     typed.add("x" * (kept.HISTORY_ENTRY_CHARS + 1))
     assert typed.read() == texts
     assert TypedLines(path, max_bytes=1000, max_entries=3).read() == texts[-3:]
+
+
+def test_a_full_disk_leaves_the_history_as_it_was(tmp_path: Path) -> None:
+    typed = TypedLines(tmp_path / "history")
+    typed.add("first")
+    with file_size_limit(20), pytest.raises(BadValue):
+        typed.add("what has no room")
+    assert typed.read() == ["first"]
+    typed.add("second")
+    assert typed.read() == ["first", "second"]
 
 
 def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
