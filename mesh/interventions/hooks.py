@@ -9,11 +9,11 @@ out-of-order errors come out as on one machine.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.interleaver import EarlyStopException, Interleaver
 from nnsight.intervention.source import Compiled, bind
 from torch import nn
 from torch.autograd import forward_ad
@@ -40,22 +40,35 @@ if TYPE_CHECKING:
     from mesh.interventions.caches import Caches
 
 
+_MOST_NAMED = 8
+"""Lines that an error names."""
+_NOT_THEIRS = ("nnsight.", "mesh.")
+_NO_FAILURES = (MeshError, EarlyStopException)
+"""What ends a trace, and is not the model's."""
+_BY_USER_CODE = "__intervention_tb__"
+"""What nnsight puts on an error that user code raised, whose traceback shows its own line."""
+
+
 class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
-    """nnsight's interleaver, which says when a trace ends."""
+    """nnsight's interleaver, which says when a trace ends, and of what the model itself raises at
+    which lines user code waits for a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_end: Callable[[], None] = lambda: None
 
+    def __exit__(self, kind: Any, raised: Any, frames: Any) -> bool:
+        is_failure = isinstance(raised, Exception) and not isinstance(raised, _NO_FAILURES)
+        if is_failure and not hasattr(raised, _BY_USER_CODE):
+            for mediator in self.mediators[:_MOST_NAMED]:
+                if line := _waits_at(mediator):
+                    raised.add_note(f"Your code was waiting at {line}")
+        return bool(super().__exit__(kind, raised, frames))
+
     def cancel(self) -> None:
         """End the trace and tell who listens."""
         super().cancel()
         self.on_end()
-
-
-_MOST_NAMED = 8
-"""Lines that an error names."""
-_NOT_THEIRS = ("nnsight.", "mesh.")
 
 
 class RemoteLayerError(RuntimeError):
@@ -130,7 +143,7 @@ class Hooks:
         try:
             reply, received = hop.exchange(turn, buffers, self._heed)
         except BadRequest as error:
-            raise _failure(error, self._interleaver) from None
+            raise RemoteLayerError(str(error)) from None
         return _of_a_forward(reply), received
 
     def _abort(self, hop: JobHop) -> None:
@@ -242,17 +255,15 @@ class Hooks:
         return Reader(buffers, hop.tensors.read, other, CPU)
 
 
-def _failure(error: BadRequest, interleaver: Interleaver) -> RemoteLayerError:
-    """What to raise for `error`; says where user code stands that waits for a value."""
-    failure = RemoteLayerError(str(error))
-    for mediator in interleaver.mediators[:_MOST_NAMED]:
-        frame = mediator.worker.gr_frame if mediator.alive else None
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THEIRS):
-            frame = frame.f_back
-        if frame is not None:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            failure.add_note(f"Your code was waiting at line {frame.f_lineno}: {line}")
-    return failure
+def _waits_at(mediator: Any) -> str:
+    """The line of user code; an empty string where it does not wait."""
+    frame = mediator.worker.gr_frame if mediator.alive else None
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_NOT_THEIRS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"line {frame.f_lineno}: {line}"
 
 
 def _of_a_forward(reply: TapStop | TapValue) -> TapStop:

@@ -313,6 +313,29 @@ async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
     assert "mesh." not in text
 
 
+async def test_an_error_of_embedding_or_head_says_where_the_author_waits(here: Bench) -> None:
+    def misfitting(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[-1].output = torch.zeros(1, 3, 5)
+            model.output.logits.save()
+
+    def unknown(model: TransformersModel) -> None:
+        with model.trace(torch.tensor([[10**6]])):
+            model.model.layers[0].output.save()
+
+    for job, error, line in (
+        (misfitting, "RuntimeError: ", "model.output.logits.save()"),
+        (unknown, "IndexError: ", "model.model.layers[0].output.save()"),
+    ):
+        with pytest.raises(JobFailed, match=error) as failed:
+            await run(here, job, hops=3)
+        text = str(failed.value)
+        assert text.splitlines()[-1].startswith("Your code was waiting at line ")
+        assert text.endswith(f": {line}")
+        assert text.count("was waiting at") == 1
+        assert "mesh." not in text
+
+
 @pytest.mark.parametrize("kind", ["bare", "block", "retained"])
 async def test_a_gradient_of_nothing_says_what_to_ask_for(here: Bench, kind: str) -> None:
     def bare(model: TransformersModel) -> None:
