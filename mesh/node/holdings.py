@@ -54,6 +54,7 @@ class Holdings:
         self._tls = tls
         self._resident: tuple[int | None, tuple[ShardId, ...]] = (None, ())
         """Which process was told last that the weights of which shards stay."""
+        self._replacing: set[asyncio.Task[None]] = set()
 
     async def start(self, address: str) -> None:
         """Start what the configuration names; shards listen at `address`."""
@@ -67,6 +68,7 @@ class Holdings:
 
     async def stop_asking(self) -> None:
         """End all askers."""
+        await end(self._replacing)
         await asyncio.gather(*(asker.stop() for asker in self.askers.values()))
 
     # What comes and goes
@@ -104,16 +106,20 @@ class Holdings:
         return await self.host.drop(shard, self._config.distributed.host.drain_seconds)
 
     def distrust(self, weights_sha256: str) -> None:
-        """Load the shards of a checkpoint anew whose files had changed and are right again: what
-        was made of them may be of before that."""
-        for name, request in self.host.wanted.items():
-            model = self.models.get(request.model_id)
-            if model is not None and model.weights_sha256 == weights_sha256:
+        """Load the shards and ends of a checkpoint anew whose files had changed and are right
+        again: what was made of them may be of before that."""
+        for name, shard in {**self.host.shards, **self.host.private}.items():
+            if shard.descriptor.weights_sha256 == weights_sha256:
                 error = WeightsDamaged(
                     f"{name} was withdrawn: files that it was loaded from had changed.",
                     fix="It is loaded again by itself, as they were fetched again.",
                 )
                 self.host.distrust(name, error)
+        for model_id in self.askers:
+            if self.models[model_id].weights_sha256 == weights_sha256:
+                task = spawn(self._ask_anew(model_id), f"load the ends of {model_id} again")
+                self._replacing.add(task)
+                task.add_done_callback(self._replacing.discard)
 
     def keep_resident(self, shards: Collection[ShardId]) -> None:
         """Have the weights of exactly these stay on the device, used or not. A process that was
@@ -161,15 +167,8 @@ class Holdings:
         if forget:
             self.models.drop(model_id)
         self.home.remove(model_id)
-        if asker is None:
-            return
-        try:
-            async with asyncio.timeout(self._config.distributed.host.drain_seconds):
-                while asker.is_busy:  # noqa: ASYNC110 - it says so every now and then
-                    await asyncio.sleep(_LOOK_EVERY_S)
-        except TimeoutError:
-            pass
-        await asker.stop()
+        if asker is not None:
+            await self._end_asker(asker)
 
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """Load the whole model here: hops over all its layers. Raises MeshError."""
@@ -240,6 +239,24 @@ class Holdings:
         if model is None:
             raise BadRequest(f"{model_id} is not held here.", fix="See `hearthnet models`.")
         return model
+
+    async def _ask_anew(self, model_id: ModelId) -> None:
+        """Who asks from now on is answered by another process than those who have asked."""
+        tls, before = await self._tls(), self.askers.get(model_id)
+        if before is not None:
+            self._start_asker(self._model(model_id), tls)
+            await self._end_asker(before)
+
+    async def _end_asker(self, asker: AskerSupervisor) -> None:
+        """Its running answers get `drain_seconds` to end."""
+        try:
+            async with asyncio.timeout(self._config.distributed.host.drain_seconds):
+                while asker.is_busy:  # noqa: ASYNC110 - it says so every now and then
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        except TimeoutError:
+            pass
+        finally:
+            await asker.stop()
 
     def _start_asker(self, model: LocalModel, tls: TlsMaterial) -> None:
         asker = AskerSupervisor(

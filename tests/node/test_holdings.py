@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -14,8 +15,9 @@ from mesh.config import Config
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.wishes import Deployment
 from mesh.discovery.directory import ShardStore
-from mesh.errors import BadCheckpoint, Busy
+from mesh.errors import BadCheckpoint, Busy, NoRoute
 from mesh.identity.tls import TlsMaterial
+from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.deploying import House
 from mesh.node.holdings import Holdings
@@ -34,13 +36,15 @@ from mesh.types import (
     ModelId,
     NodeId,
     Queued,
+    RouteHop,
     ShardId,
 )
 from tests import secure
 from tests.deployments.test_waking import WISH
 from tests.pipeline.test_entrance import as_it_is, no_steps
-from tests.pipeline.test_supervisor import Owner
+from tests.pipeline.test_supervisor import REQUEST, Owner
 from tests.simulation.virtual_loop import run_virtually
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from mesh.hearth.network import Network
@@ -97,6 +101,47 @@ async def test_a_model_that_is_asked_twice_at_once_has_one_asker() -> None:
         waiting[1].set_result(material)
         await second
         assert held.askers == {MODEL.model_id: asker}
+    finally:
+        await held.stop_asking()
+        await held.home.stop()
+
+
+class Slow(Owner):
+    """A daemon that takes its time to say that it has no room for a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.told = asyncio.Event(), asyncio.Event()
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        self.asked.set()
+        await self.told.wait()
+        raise Busy("It is full.", fix="Wait.")
+
+
+async def test_ends_whose_files_were_repaired_are_loaded_again_for_who_asks_from_now_on(
+    tmp_path: Path,
+) -> None:
+    """Who has asked goes on with the process that it asked."""
+    config = await asyncio.to_thread(Config, state_dir=tmp_path, threads=1)
+    builtin = LocalModel(ModelId("builtin"), str(checkpoint_dir()), "ab" * 32, 8, None, None)
+    held = Holdings(config, secure.KEY, [builtin], owner := Slow(), tls)
+    await held.start("127.0.0.1")
+    try:
+        before = held.askers[builtin.model_id]
+        running = asyncio.create_task(anext(before.generate(REQUEST)))
+        async with asyncio.timeout(60):
+            await owner.asked.wait()
+            held.distrust("cd" * 32)
+            held.distrust(builtin.weights_sha256)
+            await until(lambda: held.askers[builtin.model_id] is not before)
+            await held.askers[builtin.model_id].wait_ready()
+            assert before.is_ready
+            owner.told.set()
+            with pytest.raises(NoRoute):
+                await running
+            await until(lambda: before.pid is None)
+        assert held.askers[builtin.model_id].is_ready
     finally:
         await held.stop_asking()
         await held.home.stop()
