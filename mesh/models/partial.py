@@ -8,8 +8,9 @@ which are there. Tensors that are read with the config are there from the beginn
 
 One line of the journal is one fact: ``c I`` tensor I is complete, its bytes were verified and have
 reached the disk; ``p I N`` piece N of tensor I was written, which is worth no more than not asking
-for it again; ``x I`` its pieces are void; ``d I`` it was dropped. I counts the tensors' names in
-ascending order. A last line without its end was cut off by a crash, and says nothing.
+for it again; ``x I`` its pieces are void; ``d I`` it was dropped, as it had changed on the disk. I
+counts the tensors' names in ascending order. A last line without its end was cut off by a
+crash, and says nothing.
 
 Reading only: `partial_writer` writes. Knows nothing of where bytes come from.
 """
@@ -63,10 +64,12 @@ class PartialRecord:
 
 @dataclass(slots=True)
 class Present:
-    """What the journal says is there: complete tensors, and pieces of others."""
+    """What the journal says is there: complete tensors, and pieces of others; `dropped` ones were,
+    and are not again."""
 
     complete: set[str]
     pieces: dict[str, set[int]]
+    dropped: set[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class Partial:
     directory: Path
     record: PartialRecord
     complete: frozenset[str]
+    dropped: frozenset[str]
 
     def mark(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """The entries of the files' headers with their recorded `sha256`, and `present` or not.
@@ -110,7 +114,7 @@ def read_partial(directory: Path) -> Partial | None:
     except FileNotFoundError:
         return None
     present = read_journal(directory, sorted(record.tensors))
-    return Partial(directory, record, frozenset(present.complete))
+    return Partial(directory, record, frozenset(present.complete), frozenset(present.dropped))
 
 
 def read_record(directory: Path) -> PartialRecord:
@@ -137,7 +141,7 @@ def read_journal(directory: Path, names: list[str]) -> Present:
         text = b""
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read: {error}.", fix=_FETCH_AGAIN) from error
-    present = Present(set(), {})
+    present = Present(set(), {}, set())
     whole, _, _ = text.rpartition(b"\n")
     for line in whole.split(b"\n") if whole else ():
         fact = _FACT.fullmatch(line)
@@ -179,5 +183,7 @@ def _learn(present: Present, what: bytes, name: str, piece: int) -> None:
     present.pieces.pop(name, None)
     if what == b"c":
         present.complete.add(name)
-    elif what == b"d":
+        present.dropped.discard(name)
+    elif what == b"d" and name in present.complete:
         present.complete.discard(name)
+        present.dropped.add(name)

@@ -173,7 +173,7 @@ class Reread(Request[int], frozen=True):
 class Damaged(ProcessMessage, frozen=True):
     """A tensor has changed on the disk since it came, and counts as missing. With these layers
     (None: everything) and perhaps the ends all is here again that was; nothing can be done about a
-    checkpoint that was not fetched."""
+    checkpoint that was not fetched. `is_old`: it was found by a fetcher before this one."""
 
     model_id: ModelId
     weights_sha256: str
@@ -182,6 +182,7 @@ class Damaged(ProcessMessage, frozen=True):
     is_fetched: bool
     layers: tuple[LayerRange, ...] | None
     ends: bool
+    is_old: bool = False
 
 
 class Idle(ProcessMessage, frozen=True):

@@ -61,7 +61,7 @@ from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.hub import origin_of
 from mesh.transfers.outside import CLAIM_PATIENCE, HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace
-from mesh.transfers.rereading import Rereading
+from mesh.transfers.rereading import Rereading, left_damaged
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId
@@ -152,7 +152,7 @@ class FetcherProcess(Worker):
         for model in (*command.models, *self._offered_early):
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
-            self._shelf.put(kept)
+            await self._put(kept)
         await asyncio.to_thread(sweep_rounded, command.cache_dir)
         # Whoever has knocked already is answered with all that is here.
         listener = await self._listen(command)
@@ -247,11 +247,16 @@ class FetcherProcess(Worker):
         cache_dir = self._started.start.cache_dir
         self._adding += 1
         try:
-            self._shelf.put(await asyncio.to_thread(_kept, model, cache_dir))
+            await self._put(await asyncio.to_thread(_kept, model, cache_dir))
         except MeshError as error:
             logger.warning("model=%s is not served to others: %s", model.model_id, error)
         finally:
             self._adding -= 1
+
+    async def _put(self, kept: StoredCheckpoint) -> None:
+        self._shelf.put(kept)
+        if (left := await asyncio.to_thread(left_damaged, kept)) is not None:
+            self.say(left)
 
     async def _report(self) -> None:
         is_kept = False

@@ -41,6 +41,10 @@ class Repairs:
             work = self._repair(damaged.directory, wanted)
             self._tasks[damaged.directory] = spawn(work, f"repair {damaged.directory}")
 
+    def __contains__(self, directory: Path) -> bool:
+        """Whether something is fetched again there."""
+        return directory in self._tasks
+
     def forget(self, directory: Path) -> None:
         """It is to be removed."""
         self._wanted.pop(directory, None)

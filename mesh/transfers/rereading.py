@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mesh.errors import MeshError, WeightsDamaged
 from mesh.models.hashing import damaged, has_changed
+from mesh.models.partial import read_partial
 from mesh.models.partial_writer import drop_tensor
 from mesh.processes.tasks import abandonable, unheard
 from mesh.transfers.commands import Damaged
@@ -112,9 +113,33 @@ class Rereading:
                 logger.info("%s is not noted as missing: %s", name, refused)
                 is_noted = False
         self._shelf.lose(kept.place, name, is_noted=is_noted)
-        is_whole = len(kept.names) == len(manifest.tensors)
-        layers, ends = (None, True) if is_whole else complete_layers(manifest, kept.names)
-        return Damaged(
-            manifest.model_id, manifest.weights_sha256, kept.place, error, is_fetched, layers,
-            ends,
-        )  # fmt: skip
+        return _found(kept, kept.names, error, is_fetched=is_fetched)
+
+
+def left_damaged(kept: StoredCheckpoint) -> Damaged | None:
+    """What had changed of a partial checkpoint before this process ran, and has not come again;
+    None where nothing has. Blocks. Raises BadCheckpoint."""
+    partial = None if kept.complete is None else read_partial(kept.manifest.directory)
+    if partial is None or not partial.dropped:
+        return None
+    first = kept.manifest.tensors[min(partial.dropped)]
+    was = kept.names | partial.dropped
+    return _found(kept, was, damaged(first), is_fetched=True, is_old=True)
+
+
+def _found(
+    kept: StoredCheckpoint,
+    was: frozenset[str],
+    error: MeshError,
+    *,
+    is_fetched: bool,
+    is_old: bool = False,
+) -> Damaged:
+    """`was` are the tensors that were here."""
+    manifest = kept.manifest
+    is_whole = len(was) == len(manifest.tensors)
+    layers, ends = (None, True) if is_whole else complete_layers(manifest, was)
+    return Damaged(
+        manifest.model_id, manifest.weights_sha256, kept.place, error, is_fetched, layers, ends,
+        is_old,
+    )  # fmt: skip

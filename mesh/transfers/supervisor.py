@@ -322,6 +322,8 @@ class FetcherSupervisor(RestingSupervisor):
         )
 
     def _damaged(self, answer: Damaged) -> None:
+        if answer.is_old and answer.directory in self.repairs:
+            return  # the fetcher that found it has said so
         error = answer.error
         logger.error("model=%s %s", answer.model_id, error)
         self._notify("warning", {"code": error.code, "message": error.message, "fix": error.fix})

@@ -97,6 +97,32 @@ async def test_what_nobody_has_is_fetched_once_somebody_has_it(
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
+async def test_what_had_changed_before_a_restart_is_fetched_again(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        await asyncio.to_thread(spoil, directory, LAYER)
+        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await keeper.supervisor.stop()
+        keeper = made.start("keeper")
+        keeper.supervisor.repairs.first_s = 1.0
+        await up(keeper)
+        keeper.supervisor.replace()  # who comes next finds it, too
+        await until(lambda: keeper.supervisor.starts == 2)
+        made.introduce()
+        await until(
+            lambda: [held.layers for held in keeper.supervisor.holdings] == [whole.layers_here()]
+        )
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        await until(lambda: directory not in keeper.supervisor.repairs)
+        assert [said["code"] for _, said in keeper.events] == [WeightsDamaged.code]
+        keeper.supervisor.replace()
+        await until(lambda: keeper.supervisor.starts == 3)
+        await up(keeper)
+        assert len(keeper.events) == 1
+
+
 async def test_what_cannot_be_noted_is_given_to_nobody_either(
     tmp_path: Path, whole: Manifest
 ) -> None:
