@@ -135,6 +135,7 @@ class ShardSupervisor(Supervisor):
             raise refusal
         try:
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
+                await self._left(name)
                 await self.wait_up()
                 here = self._here(name)
                 return here if here is not None else await asyncio.shield(self._load(request))
@@ -147,8 +148,7 @@ class ShardSupervisor(Supervisor):
         Raises as `ensure`; then it is not served, nor tried again.
         """
         known = self._known[name := request.shard_id]
-        if known.leaving is not None:
-            raise Busy(f"{name} is being unloaded.", fix="Wait until it is.")
+        await self._left(name)
         if name not in self.wanted and known.asked != request and (known.here or known.loading):
             await self.drop(name, 0.0)  # this node alone wanted it otherwise
         if known.ordered not in (None, request):
@@ -361,6 +361,11 @@ class ShardSupervisor(Supervisor):
 
         leaving = self._known[name].leaving = self.exchange.ask(Unload(name, grace_s), left)
         return leaving
+
+    async def _left(self, name: ShardId) -> None:
+        """Until it is unloaded, where it is to go: what loaded meanwhile would be taken for it."""
+        while (leaving := self._known[name].leaving) is not None:
+            await asyncio.wait([leaving])
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""

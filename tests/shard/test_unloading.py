@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import Busy
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import Done, LayerRange, ShardFailover, ShardId, ShardStatus, StreamFrame
 from tests import secure
@@ -65,14 +64,22 @@ async def test_who_does_not_move_is_ended_after_the_grace_and_memory_comes_back(
             await mesh.use([whole])
             stream = mesh.chat(greedy(PROMPT, 900))
             await anext(stream)
-            dropping = asyncio.create_task(host.drop(name, 0.2))
+            dropping = asyncio.create_task(host.drop(name, 0.5))
             await asyncio.sleep(0)
-            with pytest.raises(Busy, match="being unloaded"):
-                await host.serve(secure.request(tmp_path, **loads_of(directory, [whole])[0]))
+            request = secure.request(tmp_path, **loads_of(directory, [whole])[0])
+            alone = asyncio.create_task(host.ensure(request))
             assert await dropping == 1
             await stream.aclose()  # type: ignore[attr-defined]
         assert await held(host) == set()
-        await host.serve(secure.request(tmp_path, **loads_of(directory, [whole])[0]))
+        await alone
+        assert host.private.keys() == {name}
+        assert await host.drop(name, 0.0) == 0
+        await host.serve(request)
+        assert await held(host) == {name}
+        again = asyncio.create_task(host.drop(name, 0.0))
+        await asyncio.sleep(0)
+        await host.serve(request)
+        assert await again == 0
         assert await held(host) == {name}
         assert await host.drop(ShardId("nothing:0-1"), 0.0) == 0
 
