@@ -216,10 +216,14 @@ class TestAnswering:
     def test_conversations_that_begin_alike_compute_the_beginning_once(
         self, sofa: LocalNode
     ) -> None:
-        rules = {"role": "system", "content": "You help at home. " * 30}
-        first = ask(sofa, messages=[rules, {"role": "user", "content": "Hi! " * 60}])
-        second = ask(sofa, messages=[rules, *QUESTION])
-        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        cached = 0
+        for place in ("home", "work", "sea"):
+            rules = {"role": "system", "content": f"You help at {place}. " * 30}
+            first = ask(sofa, messages=[rules, {"role": "user", "content": "Hi! " * 60}])
+            second = ask(sofa, messages=[rules, *QUESTION])
+            cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if cached:  # of two that have the layers, one may be suspected for a moment
+                break
         assert 64 < cached < first["usage"]["prompt_tokens"] // 2
 
     def test_the_same_seed_gives_the_same_text(self, sofa: LocalNode) -> None:
