@@ -119,7 +119,9 @@ def on_http_exception(request: Request, error: Exception) -> Response:
         return response
     begun = OLLAMA if f"{path}/".startswith(OLLAMA) else _V1
     fix, known = "Check the path's spelling.", _asked_without_an_id(request.app.routes, begun)
-    if f"{path}/".startswith(begun):
+    if path.removeprefix("/v1") in known:
+        fix = "The client adds /v1 by itself: leave it out of its base URL."
+    elif f"{path}/".startswith(begun):
         fix = f"Use one of: {', '.join(known)}."
     elif _V1 + path.strip("/") in known:
         fix = "End the client's base URL in /v1, as `hearthnet up` prints it."

@@ -379,6 +379,8 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
         misled = await http.post(path, json=CHAT)
         assert misled.status_code == 404
         assert "base URL in /v1" in misled.json()["error"]["fix"]
+    for path in ("/v1/v1/chat/completions", "/v1/v1/messages", "/v1/v1/models"):
+        assert "adds /v1 by itself" in (await http.post(path, json=CHAT)).text
     wrong = await http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
