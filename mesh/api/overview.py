@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh import codec
-from mesh.api.services import LOADING, RESTING, Lack, LackKind
+from mesh.api.services import LOADING, NOT_HELD, ON_CALL, RESTING, Lack, LackKind
 from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ModelView, ShardStore
@@ -122,7 +122,9 @@ class Overview:
             if (view.model_id, view.weights_sha256) in local:
                 continue
             # Without its embedding and head this node cannot ask for it.
-            reason = _lacks(_missing(view.shards, view.total_layers)) or "not held here (--model)"
+            is_deployed = (view.model_id, view.weights_sha256) in stays
+            lacking = _lacks(_missing(view.shards, view.total_layers))
+            reason = lacking or (ON_CALL if is_deployed else NOT_HELD)
             level = level_of(each.health for each in view.shards).value
             rows.append(
                 {

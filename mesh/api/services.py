@@ -22,6 +22,12 @@ LOADING = "loading"
 RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
 """The `reason` of a model of a deployment that rests."""
 
+NOT_HELD = "not held here (--model)"
+"""The `reason` of a model that others hold by hand."""
+
+ON_CALL = "deployed; its ends come when it is asked"
+"""The `reason` of a model of a deployment that nobody has asked here."""
+
 
 class LackKind(StrEnum):
     """What kind of thing is missing before requests can be answered."""

@@ -105,8 +105,12 @@ async def test_a_body_that_is_wrong_is_refused_by_field(
 
 def deployed(model: str, state: str) -> dict[str, Any]:
     """What is asked of a row of the deployments."""
-    resting = state == "RESTING"
-    return {"model_id": model, "state": state, "resting": resting, "total_layers": 8, "context": 9}
+    spans = [{"node": node, "phase": state} for node in ("sofa", "attic", "sofa")]
+    return {
+        "model_id": model, "state": state, "resting": state == "RESTING", "level": "WARM",
+        "missing": [] if state == "READY" else ["0-7"], "total_layers": 8, "context": 9,
+        "spans": spans,
+    }  # fmt: skip
 
 
 async def test_models_that_a_chat_waits_for_are_listed_for_those_who_may(
@@ -124,6 +128,12 @@ async def test_models_that_a_chat_waits_for_are_listed_for_those_who_may(
         assert len({model["id"] for model in listed}) == len(listed)
         return {model["id"]: model["hearthnet"]["state"] for model in listed}
 
+    elsewhere = [deployed("far", "READY"), deployed("twice", "READY"), deployed("twice", "QUEUED")]
+    deployments.rows, before = elsewhere, deployments.rows
+    assert await states() == {"echo": "HOT", "far": "WARM", "twice": "WARM"}
+    far = (await http.get("/v1/models/far")).json()["hearthnet"]
+    assert far == {"state": "WARM", "total_layers": 8, "nodes": ["attic", "sofa"], "context": 9}
+    deployments.rows = before
     come = {"echo": "HOT", "coming": "PROVISIONING", "twice": "QUEUED"}
     assert await states() == come
     assert await states(**OWNER) == come | {"cold": "COLD"}
@@ -139,7 +149,8 @@ async def test_of_a_model_on_its_way_clients_of_ollama_are_told_what_is_known(
     deployments, client = served
     deployments.rows = [
         {"deployment": "d", "model_id": "big", "state": "DEPLOYING", "resting": False,
-         "total_layers": 80, "context": 0, "weights_sha256": "cd" * 32, "rests_at": None}
+         "total_layers": 80, "context": 0, "weights_sha256": "cd" * 32, "rests_at": None,
+         "missing": ["0-79"], "spans": []}
     ]  # fmt: skip
     big = (await client.get("/api/tags")).json()["models"][-1]
     assert (big["name"], big["digest"], big["size"]) == ("big:latest", "cd" * 32, 0)

@@ -1,7 +1,8 @@
 """`GET /v1/models` and `/v1/models/ID`: the models that a chat can be asked of.
 
-Besides those that answer now these are the ones that a chat waits for: what is on its way up, and,
-for callers who may wake it, what rests.
+Besides those that answer now these are the ones that a chat waits for: what is deployed on other
+machines, whose ends come when it is asked, what is on its way up, and, for callers who may wake it,
+what rests.
 """
 
 from __future__ import annotations
@@ -72,23 +73,28 @@ def _runnable(view: MeshView) -> list[dict[str, Any]]:
 def _waited_for(
     view: MeshView, deployments: DeploymentControl | None, caller: Caller
 ) -> list[dict[str, Any]]:
-    """What is deployed and cannot answer now, each model once: of several deployments the state of
-    one that is on its way."""
-    found: dict[str, dict[str, Any]] = {}
+    """What is deployed and cannot answer here now, each model once: of several deployments one that
+    is up, or else on its way."""
     runnable = {model["id"] for model in view.models() if model["runnable"]}
-    for row in deployments.view() if deployments is not None else []:
-        name, is_coming = row["model_id"], row["state"] in _COMING
-        if name in runnable or not (is_coming or (row["resting"] and caller.may_wake)):
-            continue
-        if is_coming or name not in found:
-            found[name] = _model(
-                name,
-                state=row["state"] if is_coming else _COLD,
-                total_layers=row["total_layers"],
-                nodes=[],
-                context=row["context"],
-            )
-    return list(found.values())
+    rows = deployments.view() if deployments is not None else []
+    up, coming, cold = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for row in rows:
+        if not row["resting"] and not row["missing"]:
+            up.append(_deployed(row, row["level"]))
+        elif row["state"] in _COMING:
+            coming.append(_deployed(row, row["state"]))
+        elif row["resting"] and caller.may_wake:
+            cold.append(_deployed(row, _COLD))
+    found = {each["id"]: each for each in (*cold, *coming, *up)}
+    return [each for name, each in found.items() if name not in runnable]
+
+
+def _deployed(row: dict[str, Any], state: str) -> dict[str, Any]:
+    nodes = sorted({span["node"] for span in row["spans"] if span["phase"] == "READY"})
+    return _model(
+        row["model_id"], state=state, total_layers=row["total_layers"], nodes=nodes,
+        context=row["context"],
+    )  # fmt: skip
 
 
 def _model(name: str, **facts: Any) -> dict[str, Any]:
