@@ -17,7 +17,7 @@ from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.paths import expanded
+from mesh.paths import absolute
 from mesh.types import LayerRange, ModelId
 
 BUILTIN = "builtin"
@@ -109,7 +109,7 @@ def checkpoint_facts(manifest: Manifest) -> CheckpointFacts:
 
 def local_directory(text: str) -> Path:
     """Where the checkpoint lies that is called so in the configuration."""
-    return checkpoint_dir() if text == BUILTIN else expanded(text)
+    return checkpoint_dir() if text == BUILTIN else absolute(Path(text))
 
 
 def local_manifest(

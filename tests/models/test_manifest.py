@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -356,3 +357,5 @@ def test_a_snapshot_of_the_hub_cache_has_its_repository_s_name(
         assert local.model_id == (name or commit)
     (local,) = find_local_models(Config(model=[f"{snapshot}=mine"]), tmp_path / "cache")
     assert local.model_id == "mine"
+    (local,) = find_local_models(Config(model=[os.path.relpath(snapshot)]), tmp_path / "cache")
+    assert local.directory == str(snapshot), "what lies there has one place"
