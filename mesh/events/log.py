@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
-from mesh.errors import Busy, EventLogError, MeshError
+from mesh.errors import Busy, EventLogError, LogFull, MeshError
 from mesh.events import apply as applying
 from mesh.events import opening, snapshot
 from mesh.events.authoring import Author, LogSettings, Say
@@ -88,6 +88,7 @@ class EventLog:
         self._closing = False
         self._snapshot_every = settings.snapshot_every
         self._since_snapshot = 0
+        self._is_full = False
         self._writer = asyncio.create_task(self._work(), name="event log writer")
 
     @classmethod
@@ -312,13 +313,23 @@ class EventLog:
             notes[opening.RESTART] = b""
         if accepted or proofs or decided:
             replaced = [(node, chains.generation(node)) for node in chains.replaced]
-            await self._store.write(
+            await self._write(
                 WriteBatch(accepted, decided, proofs, self._intake.adopted, replaced, notes)
             )
         if appended is None and head > author.head:
             author.tell_restored()
         author.head, author.restarts = head, author.restarts and appended is None
         self._intake.report_proofs(proofs)
+
+    async def _write(self, batch: WriteBatch) -> None:
+        try:
+            await self._store.write(batch)
+        except LogFull as error:
+            if not self._is_full:  # said once, until something is written again
+                self._is_full = True
+                self._intake.on_report(Report(error.code, None, error.message, error.fix))
+            raise
+        self._is_full = False
 
     async def _stored(self, author: NodeId, seq: int) -> Event | None:
         found = await self._store.chain((author, self.chains.generation(author), seq, seq))

@@ -115,6 +115,7 @@ async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Pa
         with pytest.raises(LogFull) as caught:
             await node.log.append(MODEL_PUBLISHED, {"model_id": "m", "fill": "x" * 4000})
         assert "Free space" in caught.value.fix
+        assert node.kinds() == [LogFull.code], "who looks at this node hears so, once"
     await node.log.append(MODEL_PUBLISHED, {"model_id": "again"})
     await node.log.close()
     node = await open_node(path)
