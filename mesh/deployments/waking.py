@@ -169,10 +169,13 @@ class Waker:
         call_for: Callable[[str], None],
         patience_s: float,
         loading: Callable[[ModelId], BringingUp | None],
+        is_asked: Callable[[ModelId], bool] = lambda model: True,
     ) -> None:
         """`is_askable`: whether this node can ask a model now; `call_for` has it be able to.
         `loading`: how far layers are that this node loads because it was told to hold them, None
-        where it loads none."""
+        where it loads none. `is_asked`: whether there is anybody here who asks it and can say what
+        is missing."""
+        self._is_asked = is_asked
         self._verbs = verbs
         self._is_askable = is_askable
         self._call_for = call_for
@@ -199,6 +202,7 @@ class Waker:
                 while not self._is_askable(model):
                     news = self._progress(model) if is_deployed else self._loading(model)
                     if news is None and (is_deployed or told is None):
+                        self._require_asked(model)
                         return  # who asks says what is missing
                     if news is not None and news != told:
                         yield news
@@ -225,6 +229,16 @@ class Waker:
         """See `_progress`; None also where it was evicted meanwhile, or rests again."""
         wanted = self._wanted(model)
         return _progress(model, wanted) if wanted else None
+
+    def _require_asked(self, model: ModelId) -> None:
+        """Raise NoRoute for what is deployed and away, where nobody asks it here yet."""
+        wanted = [] if self._is_asked(model) else self._wanted(model)
+        missing = ", ".join(str(layers) for each in wanted[:1] for layers in each.missing)
+        if missing:
+            raise NoRoute(
+                f"no node that is up serves layers {missing} of {model}, which is deployed.",
+                fix="Wait until their machines are found, or start them: see `hearthnet status`.",
+            )
 
     def _wanted(self, model: ModelId) -> list[SeenDeployment]:
         return [each for each in self._verbs.seen(model) if each.deployment.is_wanted]

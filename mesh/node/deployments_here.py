@@ -74,8 +74,9 @@ class DeploymentsHere:
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
         patience_s = config.deployments.patience_seconds
         self.waker = Waker(
-            self.control, house.is_askable, reconciler.call_for, patience_s, house.loading
-        )
+            self.control, house.is_askable, reconciler.call_for, patience_s, house.loading,
+            lambda model: model in held.askers,
+        )  # fmt: skip
 
     def progress(self) -> NodeProgress:
         """What neighbours are told: the spans that this node works at, and what it asks."""

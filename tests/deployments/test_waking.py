@@ -272,7 +272,13 @@ async def test_layers_that_are_held_by_hand_and_loading_are_waited_for() -> None
 
 
 async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
-    assert await brought_up(Verbs(Phase.AWAY, Phase.READY), 999) == []
+    away = Verbs(Phase.AWAY, Phase.READY)
+    assert await brought_up(away, 999) == []
+    waker = Waker(
+        away, lambda model: False, print, 5.0, lambda model: None, is_asked=lambda model: False
+    )
+    with pytest.raises(NoRoute, match=f"no node that is up serves layers {WISH.whole} of {MODEL}"):
+        await anext(waker.bring_up(GenerationRequest("r", MODEL)))
     with pytest.raises(NoRoute, match="needs 900 MiB"):
         await brought_up(Verbs(Phase.FAILED), 999)
     with pytest.raises(PipelineStalled):
