@@ -31,6 +31,7 @@ _TAKEN_S = 5.0
 """By when somebody has looked at what a process of a known kind used, and killed it. One that ends
 by itself says no more how much memory it had, and takes a while to be gone."""
 PAYLOAD_LENGTH = struct.Struct("!Q")
+_LEFT_OUT = b"\n... what was too long is left out here ...\n"
 
 
 @dataclass(frozen=True)
@@ -122,4 +123,12 @@ def _describe(raised: BaseException) -> bytes:
         text = str(raised)
     else:
         text = "".join(traceback.format_exception(raised, limit=-30))
-    return text.encode("utf-8", "replace")[-MAX_TEXT_BYTES:]
+    return _cut(text.encode("utf-8", "replace"))
+
+
+def _cut(text: bytes) -> bytes:
+    """Its beginning, which has the author's line, and its end, where both have no room."""
+    if len(text) <= MAX_TEXT_BYTES:
+        return text
+    half = (MAX_TEXT_BYTES - len(_LEFT_OUT)) // 2
+    return text[:half] + _LEFT_OUT + text[-half:]

@@ -299,6 +299,19 @@ async def test_an_error_shows_the_author_s_own_line_and_nothing_of_ours(here: Be
     assert "mesh/interventions" not in text
 
 
+async def test_an_error_with_much_to_say_has_its_line_and_its_end(here: Bench) -> None:
+    def failing(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            raise ZeroDivisionError("ü" * 100_000 + "the end")
+
+    with pytest.raises(JobFailed) as failed:
+        await run(here, failing)
+    text = str(failed.value)
+    assert "raise ZeroDivisionError('ü' * 100000 + 'the end')" in text
+    assert "ZeroDivisionError: ü" in text
+    assert text.endswith("üthe end")
+
+
 async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
     def misfitting(model: TransformersModel) -> None:
         with model.trace(PROMPT):
