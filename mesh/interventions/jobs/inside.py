@@ -279,7 +279,8 @@ def _told(raised: BaseException) -> str:
     text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
-    if not _is_ours(raised) and any(hint in str(raised) for hint in _NO_GRADIENT):
+    said = "".join(traceback.format_exception_only(raised))  # whose own __str__ may raise
+    if not _is_ours(raised) and any(hint in said for hint in _NO_GRADIENT):
         text += (
             "\nThe weights of a model on a mesh are frozen. Call requires_grad_(True) on the value"
             " that you want a gradient of, before what is computed from it."

@@ -312,6 +312,24 @@ async def test_an_error_with_much_to_say_has_its_line_and_its_end(here: Bench) -
     assert text.endswith("üthe end")
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise LookupError
+
+
+async def test_an_error_whose_words_cannot_be_had_says_where_it_was_raised(here: Bench) -> None:
+    def failing(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            raise Mute
+
+    with pytest.raises(JobFailed) as failed:
+        await run(here, failing)
+    text = str(failed.value)
+    assert "raise Mute" in text
+    assert text.endswith("<exception str() failed>")
+    assert "mesh/interventions" not in text
+
+
 async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
     def misfitting(model: TransformersModel) -> None:
         with model.trace(PROMPT):
