@@ -54,6 +54,11 @@ def plain_dtype_name(stored: str) -> str:
     return "bf16" if is_decoded(stored) else short_dtype_name(stored)
 
 
+def plain_dtype(stored: str) -> torch.dtype:
+    """That of `plain_dtype_name`; fp32 where it is none that is computed in."""
+    return DTYPES.get(plain_dtype_name(stored), torch.float32)
+
+
 def choose_device(requested: str = "auto") -> Choice[torch.device]:
     """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Raises BadValue when it is not there."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
 from mesh.shard.cuda import int4
-from mesh.shard.device import DTYPES, plain_dtype_name
+from mesh.shard.device import plain_dtype
 from mesh.shard.packed import (
     HalvedLinear,
     Packed,
@@ -76,10 +76,9 @@ def kept_dtype(
     Theirs, where they have 16 bits, or blocks are made such, that this CPU has no arithmetic for,
     nobody asked for fp32, and torch has kernels for that; otherwise `dtype`.
     """
-    own = DTYPES.get(plain_dtype_name(stored), torch.float32)
     if requested != "auto" or device.type != "cpu" or dtype != torch.float32:
         return dtype
-    return own if halving_fails() is None else dtype
+    return plain_dtype(stored) if halving_fails() is None else dtype
 
 
 def choose_kernels(

@@ -25,7 +25,7 @@ from mesh.shard.device import (
     Choice,
     choose_dtype,
     choose_quant,
-    plain_dtype_name,
+    plain_dtype,
     short_dtype_name,
 )
 from mesh.shard.ends import EndsPlan
@@ -97,8 +97,7 @@ class LoadPlan:
     @property
     def loaded_dtype(self) -> torch.dtype:
         """Of the weights before layers are made of them, where they are not quantised."""
-        stored = DTYPES.get(plain_dtype_name(self.manifest.dtype), torch.float32)
-        return stored if self.is_halved else self.dtype.value
+        return plain_dtype(self.manifest.dtype) if self.is_halved else self.dtype.value
 
 
 def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:

@@ -287,6 +287,14 @@ async def test_an_answer_in_channels_comes_in_its_parts_and_goes_back_as_them() 
         assert (await whole(client, reasoning_effort="none")).message.content == "hi"
 
 
+def called_with(arguments: str) -> list[Any]:
+    """A question, the call that answered it, and its result."""
+    function = {"name": "look", "arguments": arguments}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    before = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [*ASK, before, {"role": "tool", "tool_call_id": "c1", "content": ""}]
+
+
 @pytest.mark.parametrize(
     ("calls", "shown"),
     [
@@ -305,11 +313,7 @@ async def test_an_answer_in_channels_comes_in_its_parts_and_goes_back_as_them() 
 async def test_earlier_calls_go_through_a_template_as_it_wants_them(calls: str, shown: str) -> None:
     template = f"{{{{ tools }}}}{{% for m in messages %}}{{{{ m.content }}}}{calls}{{% endfor %}}"
     async with asking(template, "Done.") as (client, asker):
-        function = {"name": "look", "arguments": '{"city": "Köln"}'}
-        before: Any = {"role": "assistant", "content": ""}
-        before["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
-        result = {"role": "tool", "tool_call_id": "c1", "content": ""}
-        await whole(client, messages=[*ASK, before, result])
+        await whole(client, messages=called_with('{"city": "Köln"}'))
         assert shown in asker.prompt()
 
 
@@ -320,11 +324,7 @@ async def test_earlier_calls_go_through_a_template_as_it_wants_them(calls: str, 
 async def test_an_earlier_call_that_cannot_be_read_is_shown_as_its_text(arguments: str) -> None:
     """An answer may have been cut off in it, and models write what is no JSON."""
     async with asking(HERMES, "Done.") as (client, asker):
-        function = {"name": "look", "arguments": arguments}
-        before: Any = {"role": "assistant", "content": ""}
-        before["tool_calls"] = [{"id": "c1", "type": "function", "function": function}]
-        result = {"role": "tool", "tool_call_id": "c1", "content": "no such city"}
-        await whole(client, messages=[*ASK, before, result])
+        await whole(client, messages=called_with(arguments))
         assert json.dumps({"arguments": arguments}, ensure_ascii=False) in asker.prompt()
 
 

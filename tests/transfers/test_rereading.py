@@ -35,6 +35,12 @@ async def keeper_of(
     return keeper, await keeper.supervisor.ensure(MODEL, whole.weights_sha256)
 
 
+async def find_spoiled(keeper: Fetcher, directory: Path, whole: Manifest) -> None:
+    """A tensor changes where it lies, and that is found."""
+    await asyncio.to_thread(spoil, directory, LAYER)
+    assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+
+
 async def test_an_honest_machine_whose_disk_has_changed_is_no_liar(
     tmp_path: Path, whole: Manifest
 ) -> None:
@@ -87,8 +93,7 @@ async def test_what_nobody_has_is_fetched_once_somebody_has_it(
         keeper.supervisor.repairs.again_s = 0.1
         keeper.supervisor.hear([])
         await until(lambda: not keeper.supervisor.transfers)
-        await asyncio.to_thread(spoil, directory, LAYER)
-        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await find_spoiled(keeper, directory, whole)
         await until(lambda: keeper.supervisor.transfers)
         await until(lambda: not keeper.supervisor.transfers)
         assert LAYER not in await asyncio.to_thread(right, directory, whole)
@@ -102,8 +107,7 @@ async def test_what_had_changed_before_a_restart_is_fetched_again(
 ) -> None:
     async with house(tmp_path, "full", "keeper") as made:
         keeper, directory = await keeper_of(made, whole)
-        await asyncio.to_thread(spoil, directory, LAYER)
-        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await find_spoiled(keeper, directory, whole)
         await keeper.supervisor.stop()
         keeper = made.start("keeper")
         keeper.supervisor.repairs.first_s = 1.0
@@ -141,8 +145,7 @@ async def test_what_cannot_be_noted_is_given_to_nobody_either(
 async def test_what_is_removed_is_not_fetched_again(tmp_path: Path, whole: Manifest) -> None:
     async with house(tmp_path, "full", "keeper") as made:
         keeper, directory = await keeper_of(made, whole)
-        await asyncio.to_thread(spoil, directory, LAYER)
-        assert await keeper.supervisor.reread(whole.weights_sha256) == 1
+        await find_spoiled(keeper, directory, whole)
         await keeper.supervisor.remove(directory)
         await asyncio.sleep(2 * keeper.supervisor.repairs.first_s)
         assert not await asyncio.to_thread(directory.exists)
