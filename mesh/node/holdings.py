@@ -117,9 +117,8 @@ class Holdings:
                 self.host.distrust(name, error)
         for model_id in self.askers:
             if self.models[model_id].weights_sha256 == weights_sha256:
-                task = spawn(self._ask_anew(model_id), f"load the ends of {model_id} again")
-                self._replacing.add(task)
-                task.add_done_callback(self._replacing.discard)
+                work = self._ask_anew(model_id)
+                spawn(work, f"load the ends of {model_id} again", among=self._replacing)
 
     def keep_resident(self, shards: Collection[ShardId]) -> None:
         """Have the weights of exactly these stay on the device, used or not. A process that was

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Weights:
         self.fetcher.first_command = start
         if self._config.is_distributed:
             self.fetcher.start()
-        self._spawn(self._reread_all(), "read weights again")
+        spawn(self._reread_all(), "read weights again", among=self._rereading)
 
     async def stop(self) -> None:
         """End what is fetched; what has come stays on the disk."""
@@ -121,7 +121,8 @@ class Weights:
         for name in failed - self._damaged:
             model = self._models.get(host.wanted[name].model_id)
             if model is not None:
-                self._spawn(self._reread(model.weights_sha256), f"read {name} again")
+                work = self._reread(model.weights_sha256)
+                spawn(work, f"read {name} again", among=self._rereading)
         self._damaged = frozenset(failed)
 
     def known(self, model: str) -> tuple[ModelId, str] | None:
@@ -140,11 +141,6 @@ class Weights:
             await self.fetcher.reread(weights_sha256)
         except MeshError as error:
             logger.warning("weights are not read again: %s", error)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = spawn(work, name)
-        self._rereading.add(task)
-        task.add_done_callback(self._rereading.discard)
 
     def _in_use(self) -> set[Path]:
         return {Path(model.directory) for model in self._models.values()}

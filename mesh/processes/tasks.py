@@ -15,11 +15,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+def spawn(
+    work: Coroutine[Any, Any, None], name: str, *, among: set[asyncio.Task[None]] | None = None
+) -> asyncio.Task[None]:
     """A named task whose failure is logged; the caller owns it and ends it with `end`. What it does
-    is on behalf of no request, whoever caused it."""
+    is on behalf of no request, whoever caused it. While it runs it is `among` those."""
     task = asyncio.create_task(work, name=name, context=Context())
     task.add_done_callback(_report)
+    if among is not None:
+        among.add(task)
+        task.add_done_callback(among.discard)
     return task
 
 

@@ -130,10 +130,7 @@ class Worker(ABC):
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends with the process; its failure is logged."""
-        task = spawn(work, name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return spawn(work, name, among=self._tasks)
 
     def keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that the process is of no use without: its failure ends the process."""

@@ -215,9 +215,8 @@ class Fetch:
         self._changed.set()
         for name, asked in list(self._asked.items()):
             while (piece := self._plan.next(name)) is not None:
-                task = spawn(self._ask(name, asked, piece), f"fetch {piece.tensor}")
-                asked.tasks.add(task)
-                task.add_done_callback(asked.tasks.discard)
+                work = self._ask(name, asked, piece)
+                spawn(work, f"fetch {piece.tensor}", among=asked.tasks)
 
     async def _ask(self, name: str, asked: _Asked, piece: Piece) -> None:
         async with self._room:
@@ -225,9 +224,8 @@ class Fetch:
             if data is None:
                 return
             # Whoever gave it may be sent away meanwhile: what came is dealt with all the same.
-            keeping = spawn(self._keep(piece, data), f"keep {piece.tensor}")
-            self._keeping.add(keeping)
-            keeping.add_done_callback(self._keeping.discard)
+            work = self._keep(piece, data)
+            keeping = spawn(work, f"keep {piece.tensor}", among=self._keeping)
             self._dispatch()
             await asyncio.shield(keeping)
 

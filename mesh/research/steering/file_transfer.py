@@ -104,9 +104,7 @@ class FileTransfer:
             if asked is not None and asked[0] == peer and not asked[1].done():
                 asked[1].set_result(message)
         elif len(self._serving) < MAX_SERVING:
-            task = spawn(self._answer(peer, message), "send a steering edit")
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            spawn(self._answer(peer, message), "send a steering edit", among=self._serving)
 
     async def fetch(self, sha256: str, size: int, peers: Sequence[NodeId]) -> bytes | None:
         """The file from the first of `peers` that has it; None when none of them does."""
