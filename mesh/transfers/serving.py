@@ -123,17 +123,13 @@ class WeightsServer:
             raise BadRequest("A part cannot end before it begins.", fix="Update hearthnet.")
         if question.looking is not None:
             await question.looking
-        size = await asyncio.to_thread(self._shelf.size, ask.weights_sha256, ask.part, ask.name)
-        start, stop = min(ask.start, size), min(ask.stop, size)
+        part = await asyncio.to_thread(self._shelf.part, ask.weights_sha256, ask.part, ask.name)
+        start, stop = min(ask.start, part.size), min(ask.stop, part.size)
         if start == stop:
             self._link.send(Blob(ask.session, BlobKind.ANSWER, 0, 0))
         for place in range(start, stop, _READ_BYTES):
             end = min(place + _READ_BYTES, stop)
-            data = memoryview(
-                await asyncio.to_thread(
-                    self._shelf.read, ask.weights_sha256, ask.part, ask.name, place, end
-                )
-            )
+            data = memoryview(await asyncio.to_thread(part.read, place, end))
             for offset in range(0, len(data), _CHUNK_BYTES):
                 chunk = data[offset : offset + _CHUNK_BYTES]
                 await self._pace.take(len(chunk))

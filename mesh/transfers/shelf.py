@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ class StoredCheckpoint:
     def place(self) -> Path:
         """Its directory, which others may share with a whole GGUF file: the file then."""
         return self.manifest.path if self.complete is None else self.manifest.directory
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """What somebody asks for, `size` bytes. A document is that of one moment, whatever comes in the
+    meantime."""
+
+    size: int
+    read: Callable[[int, int], bytes]
+    """Bytes [start, stop) of it. Blocks. Raises as `Shelf.part`, OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +199,7 @@ class Shelf:
     # For others
 
     def having(self, sha256: str, name: str) -> StoredCheckpoint:
-        """A copy of the checkpoint that has this tensor. Blocks. Raises as `size`."""
+        """A copy of the checkpoint that has this tensor. Blocks. Raises as `part`."""
         self._require(sha256)
         for kept in self.of(sha256):
             if name in kept.names and self._is_as_read(kept, name):
@@ -198,27 +209,24 @@ class Shelf:
             fix="Ask another node.",
         )
 
-    def size(self, sha256: str, part: Part, name: str) -> int:
-        """How many bytes a part has. Raises ModelNotFound, WeightsMissing, BadRequest."""
+    def part(self, sha256: str, part: Part, name: str) -> StoredPart:
+        """A part of a checkpoint. Blocks. Raises ModelNotFound, WeightsMissing, BadRequest."""
         if part is Part.DOCUMENT:
-            return len(self._document(sha256))
+            text = self._document(sha256)
+            return StoredPart(len(text), lambda start, stop: text[start:stop])
         if part is Part.TENSOR:
-            return self.having(sha256, name).manifest.tensors[name].nbytes
+            size = self.having(sha256, name).manifest.tensors[name].nbytes
+            return StoredPart(size, partial(self._of_tensor, sha256, name))
         manifest = self._require(sha256).manifest
         file = _file(manifest, part, name)
-        if part is Part.FILE:
-            return file.stat().st_size
-        return documents.header_end(manifest, file)
+        is_small = part is Part.FILE
+        size = file.stat().st_size if is_small else documents.header_end(manifest, file)
+        return StoredPart(size, partial(_read, file))
 
-    def read(self, sha256: str, part: Part, name: str, start: int, stop: int) -> bytes:
-        """Bytes of a part, within its `size`. Raises as `size`."""
-        if part is Part.DOCUMENT:
-            return self._document(sha256)[start:stop]
-        if part is Part.TENSOR:
-            entry = self.having(sha256, name).manifest.tensors[name]
-            return _read(entry.file, entry.offset + start, stop - start)
-        file = _file(self._require(sha256).manifest, part, name)
-        return _read(file, start, stop - start)
+    def _of_tensor(self, sha256: str, name: str, start: int, stop: int) -> bytes:
+        """Of whichever copy has it by now."""
+        entry = self.having(sha256, name).manifest.tensors[name]
+        return _read(entry.file, entry.offset + start, entry.offset + stop)
 
     def _files_sha256(self, kept: StoredCheckpoint) -> str:
         """Read again only when one of the files is another one."""
@@ -290,9 +298,12 @@ def _file(manifest: Manifest, part: Part, name: str) -> Path:
     raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
 
 
-def _read(file: Path, start: int, count: int) -> bytes:
+def _read(file: Path, start: int, stop: int) -> bytes:
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return os.pread(fd, count, start)
+        read = os.pread(fd, stop - start, start)
     finally:
         os.close(fd)
+    if len(read) < stop - start:  # whoever asks would wait for the rest
+        raise WeightsMissing(f"{file.name} has become shorter here.", fix="Ask another node.")
+    return read

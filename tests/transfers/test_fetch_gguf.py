@@ -214,7 +214,7 @@ def test_what_lies_beside_it_is_not_given(whole: Manifest) -> None:
     sha = whole.weights_sha256
     for part, name in ((Part.FILE, "tokenizer.json"), (Part.HEADER, "other.gguf")):
         with pytest.raises(BadRequest, match="no file of this checkpoint"):
-            shelf.size(sha, part, name)
+            shelf.part(sha, part, name)
 
 
 async def test_what_is_dropped_leaves_the_settings(tmp_path: Path, checkpoint: Path) -> None:

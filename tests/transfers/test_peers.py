@@ -28,9 +28,8 @@ async def test_who_is_asked_no_more_is_listened_to_no_more(tmp_path: Path) -> No
     shelf.put(StoredCheckpoint(whole, "", None))
 
     async def reply(link: WeightsLink, ask: WeightsAsk) -> None:
-        size = await asyncio.to_thread(shelf.size, sha256, ask.part, ask.name)
-        stop = min(ask.stop, size)
-        data = await asyncio.to_thread(shelf.read, sha256, ask.part, ask.name, ask.start, stop)
+        part = await asyncio.to_thread(shelf.part, sha256, ask.part, ask.name)
+        data = await asyncio.to_thread(part.read, ask.start, min(ask.stop, part.size))
         link.message(blob(ask.session, data))
 
     replies = set[asyncio.Task[None]]()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.errors import WeightsMissing
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.transfers import documents
 from mesh.transfers.asking import WeightsLink
@@ -49,15 +50,41 @@ def test_what_comes_while_it_is_told_is_told_to_the_next_who_asks(manifest: Mani
     few = SlowNames(frozenset(sorted(names)[:3]))
     shelf.put(StoredCheckpoint(manifest, "", few))
     sha256 = manifest.weights_sha256
-    asking = threading.Thread(target=shelf.size, args=(sha256, Part.DOCUMENT, ""))
+    asking = threading.Thread(target=shelf.part, args=(sha256, Part.DOCUMENT, ""))
     asking.start()
     assert few.begun.wait(20)
     shelf.put(StoredCheckpoint(manifest, "", names))
     few.proceed.set()
     asking.join(20)
-    size = shelf.size(sha256, Part.DOCUMENT, "")
-    text = shelf.read(sha256, Part.DOCUMENT, "", 0, size)
-    assert documents.decode(text, sha256).here == names
+    told = shelf.part(sha256, Part.DOCUMENT, "")
+    assert documents.decode(told.read(0, told.size), sha256).here == names
+
+
+def test_what_is_told_is_of_one_moment_though_more_comes_meanwhile(manifest: Manifest) -> None:
+    shelf, names = Shelf(), frozenset(manifest.tensors)
+    few, sha256 = frozenset(sorted(names)[:3]), manifest.weights_sha256
+    for before, now in ((few, names), (names, few)):
+        shelf.put(StoredCheckpoint(manifest, "", before))
+        told = shelf.part(sha256, Part.DOCUMENT, "")
+        shelf.put(StoredCheckpoint(manifest, "", now))
+        assert documents.decode(told.read(0, told.size), sha256).here == before
+
+
+@pytest.mark.parametrize("kind", [Part.FILE, Part.TENSOR])
+def test_what_has_become_shorter_is_refused_not_given_in_part(
+    manifest: Manifest, kind: Part
+) -> None:
+    shelf = Shelf()
+    shelf.put(StoredCheckpoint(manifest, "", None))
+    name = "config.json" if kind is Part.FILE else min(manifest.tensors)
+    told = shelf.part(manifest.weights_sha256, kind, name)
+    assert len(told.read(0, told.size)) == told.size
+    entry = manifest.tensors[min(manifest.tensors)]
+    file = manifest.directory / name if kind is Part.FILE else entry.file
+    with file.open("r+b") as stream:
+        stream.truncate(10)
+    with pytest.raises(WeightsMissing, match="shorter"):
+        told.read(0, told.size)
 
 
 def test_what_its_owner_has_deleted_is_not_told_any_more(manifest: Manifest) -> None:
