@@ -14,12 +14,13 @@ from mesh.capacity import Device, Speed
 from mesh.deployments.laid import Gap, Laid
 from mesh.deployments.wishes import Plan, Quant, Span, Wish
 from mesh.errors import NotEnoughMemory, UnsupportedFamily, WeightsMismatch
+from mesh.models.standard import other_formats
 from mesh.routing.appraisal import Appraisal
 from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import ITEMSIZE, Demand, HeldLayers, Machine, ModelShape
-from mesh.routing.placement import NO_SUCH_FORMAT, UNQUANTISED, Layout, lay_out
+from mesh.routing.placement import NO_SUCH_FORMAT, Layout, lay_out
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
 from mesh.units import memory_size
@@ -56,7 +57,9 @@ def require_possible(model: ModelShape, wish: Wish, quant: str) -> None:
         )
     if quant not in ("auto", *model.quants):
         raise UnsupportedFamily(
-            f"{wish.model_id} {NO_SUCH_FORMAT} {quant}.", fix=UNQUANTISED, param="quant"
+            f"{wish.model_id} {NO_SUCH_FORMAT} {quant}.",
+            fix=other_formats(model.quants),
+            param="quant",
         )
 
 

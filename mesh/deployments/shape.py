@@ -6,8 +6,13 @@ import math
 
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.manifest import Manifest
-from mesh.models.standard import experts_met, has_other_layers, has_standard_layers
-from mesh.routing.machines import QUANTS, ModelShape
+from mesh.models.standard import (
+    experts_met,
+    goes_by_torch,
+    has_other_layers,
+    has_standard_layers,
+)
+from mesh.routing.machines import QUANTS, ModelShape, Quant
 from mesh.shard.footprint import cached_numbers, computing_bytes, state_bytes, weight_bytes
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
@@ -34,7 +39,7 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         manifest.hidden_size,
         _kv_numbers(cached_numbers(manifest, whole)),
         computing_bytes(manifest, settings.prefill_rows, context),
-        quants=("none",) if has_other_layers(manifest.config) else QUANTS,
+        quants=_quants(manifest),
         state_bytes=math.ceil(
             settings.max_concurrent_streams * state_bytes(manifest, whole) / manifest.total_layers
         ),
@@ -42,6 +47,12 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
         layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
+
+
+def _quants(manifest: Manifest) -> tuple[Quant, ...]:
+    if not has_other_layers(manifest.config):
+        return QUANTS
+    return ("none", "int4") if goes_by_torch(manifest.config, manifest.model_type) else ("none",)
 
 
 def _kv_numbers(each: list[int]) -> int:

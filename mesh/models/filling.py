@@ -55,7 +55,6 @@ def fill(
     one of `later`, is not expected. Raises WeightsMissing when a partial checkpoint lacks one, and
     BadCheckpoint when they do not fit.
     """
-    _compute_buffers(module, placement.device)
     pages: WeakSet[Pages] = WeakSet()
     progress = progress or Progress()
     progress.begin("reading", sum(entry.nbytes for entry in names.values()))
@@ -194,8 +193,9 @@ def _read_tensors(
     return read
 
 
-def _compute_buffers(module: Any, device: torch.device) -> None:
-    """Give every buffer that is not stored (rotary frequencies, embedding scales) its value."""
+def compute_buffers(module: Any, device: torch.device) -> None:
+    """Give every buffer that is not stored (rotary frequencies, embedding scales) its value, before
+    its weights are put in, some of which that spoils."""
     for owner in list(module.modules()):
         names: Iterable[str] = owner._non_persistent_buffers_set  # noqa: SLF001 - no accessor
         empty = [name for name in names if owner._buffers[name] is not None]  # noqa: SLF001

@@ -27,7 +27,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models.anatomy import Anatomy, base_of
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.families import Family, narrow_config
-from mesh.models.filling import Placement, fill, without_empty_biases
+from mesh.models.filling import Placement, compute_buffers, fill, without_empty_biases
 from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import Late, late_experts, stacks_of
@@ -200,6 +200,7 @@ def build_span(
     not_now = {*deferred, *(name for entries in late.values() for name in entries)}
     now = {name: entry for name, entry in names.items() if name not in not_now}
     later = {*deferred, *stacks_of(late)}
+    compute_buffers(base, placement.device)
     pages, sha256 = fill(base, now, placement, progress, same={}, later=later)
     narrow_config(base.config, layers)
     size = sum(entry.nbytes for entry in names.values())
@@ -314,6 +315,7 @@ def _fill_ends(
     same = {head: embedding} if tied and head not in later else {}
     now = {name: entry for name, entry in names.items() if name not in later}
     absent = (f"{prefix}{anatomy.layers}.",)
+    compute_buffers(causal, placement.device)
     fill(causal, now, placement, progress, same=same, absent=absent, later=later)
     return _FilledEnds(names, deferred_head)
 

@@ -8,7 +8,7 @@ of some layers that they are not; all others are looked at when they are loaded
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
@@ -25,8 +25,9 @@ STANDARD_MIXTURES = frozenset(
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
-IN_16_BIT_ALONE = UNEQUAL | {"phimoe", "minimax_m2", "hy_v3"}
-"""Mixtures of experts of which that holds, and that are not computed in few bits."""
+MIXTURES_BY_TORCH = UNEQUAL | {"phimoe", "minimax_m2", "hy_v3"}
+"""Mixtures of experts of which that holds, and that are computed in 4 bit by torch, and not in
+8."""
 RECURRENT = frozenset(
     {
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
@@ -59,15 +60,16 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     text = _text(config)
     named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
     activation = next((name for name in named if name), "silu")
+    mixtures = STANDARD_MIXTURES | MIXTURES_BY_TORCH
     return (
-        model_type in (STANDARD if experts_met(text) == 1 else STANDARD_MIXTURES | IN_16_BIT_ALONE)
+        model_type in (STANDARD if experts_met(text) == 1 else mixtures)
         and activation in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
     )
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:
-    """Whether its layers are not computed in few bits, as is certain."""
+    """Whether its layers are not computed in few bits by the compiled runtime, as is certain."""
     text = _text(config)
     known = text.get("model_type")
     are_unequal = text.get("global_head_dim") or text.get("per_layer_config")
@@ -78,6 +80,17 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
     )
+
+
+def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
+    """Whether it is a mixture whose layers torch computes in 4 bit instead."""
+    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
+
+
+def other_formats(quants: Iterable[str]) -> str:
+    """What to serve a model in that can be had in these formats, and not in the one asked for."""
+    said = "".join(f"in {quant} (--quant {quant}), or " for quant in quants if quant != "none")
+    return f"Serve it {said}unquantised (--quant none)."
 
 
 def experts_met(config: Mapping[str, Any]) -> float:

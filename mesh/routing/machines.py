@@ -63,7 +63,8 @@ class ModelShape:
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""
-        return ITEMSIZE[name] * (MIXED_SIZE.get(name, 1.0) if self.layer_read else 1.0)
+        is_widened = self.layer_read and "int8" in self.quants  # else torch computes in 4 bit
+        return ITEMSIZE[name] * (MIXED_SIZE.get(name, 1.0) if is_widened else 1.0)
 
     @property
     def total_layers(self) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mesh.models.standard import other_formats
 from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
 from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_lack, staying
 from mesh.routing.forecast import Forecast, forecast
@@ -20,7 +21,6 @@ from mesh.routing.seating import Seat, Seating, seat
 from mesh.types import LayerRange, ModelId, NodeId
 
 NO_SUCH_FORMAT = "has layers that are not standard: it cannot be served in"
-UNQUANTISED = "Serve it unquantised (--quant none)."
 
 _LEAST_CONTEXT = 512
 _MAX_REPLICAS = 64
@@ -289,7 +289,7 @@ def _contradiction(
     elif demand.quant not in ("auto", *QUANTS):
         why = f"quant {demand.quant!r} is not auto, none, int8 or int4."
     elif demand.quant not in ("auto", *model.quants):
-        why, fix = f"{model.model_id} {NO_SUCH_FORMAT} {demand.quant}.", UNQUANTISED
+        why, fix = f"{model.model_id} {NO_SUCH_FORMAT} {demand.quant}.", other_formats(model.quants)
     elif named - known:
         why = f"nobody knows {', '.join(sorted(named - known))}."
     elif out:

@@ -22,8 +22,8 @@ from mesh.models.coded.scheme import is_decoded
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import MemoryBudget, MemoryCaps
 from mesh.processes.processor import cpu_flags
+from mesh.shard import int4
 from mesh.shard.compiled.formats import BITS, Quant
-from mesh.shard.cuda import int4
 
 T = TypeVar("T")
 

@@ -43,7 +43,7 @@ class LeanExpertsBeside(nn.Module):
 
     def __init__(self, part: ExpertsBeside) -> None:
         super().__init__()
-        self._experts = (part.experts,)  # no child: its weights are not this one's
+        self._experts = (part.up.owner,)  # no child: its weights are not this one's
         self._chosen = _chosen_by(part.router, None)
         self.before, self.after = LeanNorm(part.before), LeanNorm(part.after)
         self.after_feed_forward = LeanNorm(part.after_feed_forward)

@@ -12,7 +12,7 @@ from torch import nn
 
 from mesh.shard.compiled.parts import FeedForward, Norm, NotCompilable
 from mesh.shard.compiled.parts_reader import OutputGate
-from mesh.shard.cuda.int4 import Int4Linear
+from mesh.shard.int4 import Int4Linear
 from mesh.shard.packed import PackedRows
 from mesh.shard.stacked import whole_of
 
@@ -112,7 +112,7 @@ def lean_product(linears: Sequence[Any]) -> Product:
     if len(linears) == 1:
         forward: Product = first.forward
         return forward
-    if isinstance(first, Int4Linear):
+    if any(isinstance(each, Int4Linear) for each in linears):
         return lambda x: torch.cat([each(x) for each in linears], -1)
     if not isinstance(first, PackedRows):
         return _stacked_product(linears)

@@ -22,7 +22,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
-from mesh.shard.cuda import int4
 from mesh.shard.device import plain_dtype
 from mesh.shard.packed import (
     HalvedLinear,
@@ -131,8 +130,6 @@ def choose_kernels(
 
 def _stack_all(groups: Sequence[Sequence[Place]]) -> Kernels:
     layers = [[parent.get_submodule(name) for parent, name in group] for group in groups]
-    if any(isinstance(layer, int4.Int4Linear) for group in layers for layer in group):
-        return Kernels(int4.KERNELS, f"kernels {int4.KERNELS}: linear layers in 4 bit, checked")
     if not all(map(stack, layers)):
         return Kernels(PLAIN, "kernels plain: its layers are no plain ones")
     return Kernels(STACKED, f"kernels {STACKED}: {sum(map(len, layers))} linear layers")

@@ -16,7 +16,8 @@ from mesh.models.families import Family, family_of, has_states
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import require_present
 from mesh.models.progress import Progress
-from mesh.models.standard import experts_met
+from mesh.models.standard import experts_met, goes_by_torch, other_formats
+from mesh.shard import int4
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import MIXED_SIZE, Quant, bytes_per_weight
 from mesh.shard.compiled.parts import NotCompilable
@@ -50,9 +51,9 @@ class HostedOn:
 class LoadPlan:
     """What a load will do, known before it is done: `need` is what it takes of the device.
 
-    `dtype` is that of the torch runtime; with a `quant` the compiled one computes. With `lean` the
-    torch runtime does without modules where it can, and keeps weights in 16 bit that it computes
-    with in fp32.
+    `dtype` is that of the torch runtime; the compiled one computes where it `is_compiled`. With
+    `lean` the torch runtime does without modules where it can, and keeps weights in 16 bit that it
+    computes with in fp32.
     """
 
     manifest: Manifest
@@ -60,6 +61,7 @@ class LoadPlan:
     host: HostedOn
     dtype: Choice[torch.dtype]
     quant: Choice[Quant | None]
+    is_compiled: bool
     lean: Choice[bool]
     need: ShardMemory
     progress: Progress = field(default_factory=Progress, compare=False)
@@ -92,7 +94,7 @@ class LoadPlan:
     @property
     def is_halved(self) -> bool:
         """Whether linear layers stay in 16 bit though fp32 is computed."""
-        return self.lean.value and self.dtype.value == torch.float32
+        return _is_halved(self.quant.value, self.lean, self.dtype.value)
 
     @property
     def loaded_dtype(self) -> torch.dtype:
@@ -111,14 +113,20 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     )
     require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
-    quant = _quant(request, manifest, host)
-    on_card = quant.value is not None and host.device.type != "cpu"
-    if on_card:
-        dtype = Choice(torch.bfloat16, "dtype bf16: what weights in 4 bit are computed in")
-    is_compiled = quant.value is not None and not on_card
-    lean = Choice(False, "") if is_compiled else _lean(request, manifest, host, dtype.value)
+    quant, is_compiled = _quant(request, manifest, host)
+    if quant.value is not None and not is_compiled:
+        beside = torch.float32 if host.device.type == "cpu" else torch.bfloat16
+        name = short_dtype_name(str(beside))
+        dtype = Choice(beside, f"dtype {name}: what is computed beside products in 4 bit")
+        lean = Choice(True, "")  # no others are computed so
+    elif is_compiled:
+        lean = Choice(False, "")
+    else:
+        lean = _lean(request, manifest, host, dtype.value)
     settings = request.settings
-    halved = 2.0 if lean.value and dtype.value == torch.float32 else None
+    size = 2.0 if _is_halved(quant.value, lean, dtype.value) else None
+    if quant.value is not None:
+        size = _few_bits(manifest, quant.value) if is_compiled else int4.BYTES_PER_WEIGHT
     need = estimate(
         manifest,
         request.layers,
@@ -126,13 +134,17 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
         streams=settings.max_concurrent_streams,
-        weight_size=_few_bits(manifest, quant.value) if quant.value else halved,
+        weight_size=size,
     )
-    return LoadPlan(manifest, request, host, dtype, quant, lean, need)
+    return LoadPlan(manifest, request, host, dtype, quant, is_compiled, lean, need)
+
+
+def _is_halved(quant: Quant | None, lean: Choice[bool], dtype: torch.dtype) -> bool:
+    return quant is None and lean.value and dtype == torch.float32
 
 
 def _few_bits(manifest: Manifest, quant: Quant) -> float:
-    """What a weight takes in that format, as it is computed with."""
+    """What a weight takes in that format, as the compiled runtime computes with it."""
     is_mixed = experts_met(manifest.config) < 1
     return bytes_per_weight(quant) * (MIXED_SIZE[quant] if is_mixed else 1.0)
 
@@ -166,30 +178,53 @@ def _require_lean_on_card(family: Family, cache_dir: Path | None, positions: int
     require_lean(family, cache_dir, positions)
 
 
+def _has_lean_layers(family: Family, cache_dir: Path | None, positions: int) -> bool:
+    try:
+        require_lean(family, cache_dir, positions)
+    except NotCompilable:
+        return False
+    return True
+
+
+def _goes_by_torch(manifest: Manifest, choice: Choice[Quant | None], host: HostedOn) -> bool:
+    """Whether what is refused could be had in 4 bit."""
+    known = goes_by_torch(manifest.config, manifest.model_type)
+    return known and choice.value != "int4" and host.device.type == "cpu"
+
+
 def stored_dtype(manifest: Manifest) -> torch.dtype:
     """What the checkpoint's weights are in; fp32 for what torch has no numbers like."""
     return DTYPES.get(short_dtype_name(manifest.dtype), torch.float32)
 
 
-def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[Quant | None]:
+def _quant(
+    request: ShardRequest, manifest: Manifest, host: HostedOn
+) -> tuple[Choice[Quant | None], bool]:
+    """The format, and whether the compiled runtime computes in it."""
     choice = choose_quant(request.quant, host.device, is_int4=manifest.is_int4)
     if choice.value is None:
-        return choice
-    require = _require_lean_on_card
-    if host.device.type == "cpu":
+        return choice, False
+    family = family_of(manifest)
+    known = family, manifest.cache_dir, request.settings.kv_tokens
+    try:
+        if host.device.type != "cpu":
+            _require_lean_on_card(*known)
+            return choice, False
         # Not before somebody wants it: onnxruntime takes its time to import, and memory.
         from mesh.shard.compiled.proof import require_compilable
 
-        require = require_compilable
-    family = family_of(manifest)
-    try:
-        require(family, manifest.cache_dir, request.settings.kv_tokens)
+        try:
+            require_compilable(*known)
+        except NotCompilable:
+            if choice.value != "int4" or not _has_lean_layers(*known):
+                raise
+            return choice, False
     except NotCompilable as error:
         if request.quant == "auto":
-            return Choice(None, f"quant none: {family.model_type} is not compiled, {error}")
+            return Choice(None, f"quant none: {family.model_type} is not compiled, {error}"), False
         raise UnsupportedFamily(
             f"Model type {family.model_type} cannot be served in {choice.value}: {error}.",
-            fix="Serve it unquantised (--quant none).",
+            fix=other_formats(("int4",) if _goes_by_torch(manifest, choice, host) else ()),
             param="quant",
         ) from error
-    return choice
+    return choice, True

@@ -20,8 +20,8 @@ from mesh.errors import BadCheckpoint, ShardCorrupt
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.rounded import note_place
+from mesh.shard import int4
 from mesh.shard.compiled.formats import Quant
-from mesh.shard.cuda import int4
 from mesh.shard.device import (
     determinism_class,
     dtype_name,
@@ -151,12 +151,11 @@ def _require_same(manifest: Manifest) -> None:
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:
-    on_cpu = plan.host.device.type == "cpu"
-    if plan.quant.value is not None and on_cpu:
+    if plan.quant.value is not None and plan.is_compiled:
         return _load_compiled(plan, plan.quant.value)
     if plan.quant.value is not None:
         loaded = _round(plan, plan.quant.value).loaded
-        int4.to_device(loaded.module, plan.host.device)
+        int4.to_device(loaded.module, plan.host.device, plan.dtype.value)
     else:
         loaded = _load_span(plan, plan.loaded_dtype)
     runtime = TorchRuntime(

@@ -25,7 +25,7 @@ PACKED = "hearthnet-packed"
 class PackedMatrices(nn.Module):
     """What stands where a module had one tensor for the matrices of all its experts."""
 
-    def __init__(self, each: Sequence[Packed], shape: torch.Size) -> None:
+    def __init__(self, each: Sequence[nn.Module], shape: torch.Size) -> None:
         """`shape` is that of the tensor."""
         super().__init__()
         self._each = nn.ModuleList(each)
@@ -33,8 +33,8 @@ class PackedMatrices(nn.Module):
 
     def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """(rows, in) through the matrix of one of them and what is added: (rows, out)."""
-        packed: Packed = self._each[expert]  # type: ignore[assignment]
-        return packed.forward(x)
+        output: torch.Tensor = self._each[expert].forward(x)
+        return output
 
 
 def mixtures_of(module: nn.Module) -> list[Any]:
@@ -56,10 +56,16 @@ def pack_experts(mixtures: Sequence[Any], kind: type[Packed], progress: Progress
             matrices = _packed(experts, name, kind, progress)
             if matrices is not None:
                 packed += matrices.shape[0]
-                delattr(experts, name)
-                setattr(experts, name, matrices)
+                put_packed(experts, name, matrices)
         experts.config._experts_implementation = PACKED  # noqa: SLF001 - there is no other setter
     return packed
+
+
+def put_packed(experts: Any, name: str, matrices: PackedMatrices) -> None:
+    """Have this module of experts compute with these."""
+    delattr(experts, name)
+    setattr(experts, name, matrices)
+    experts.config._experts_implementation = PACKED  # noqa: SLF001 - there is no other setter
 
 
 def _packed(

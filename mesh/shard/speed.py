@@ -21,9 +21,9 @@ from mesh.capacity import Device, Speed
 from mesh.errors import MeshError
 from mesh.models.builtin import checkpoint_dir
 from mesh.processes.headroom import ram
+from mesh.shard import int4
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
-from mesh.shard.cuda import int4
 from mesh.shard.device import DTYPES, cpu_fast_dtypes, headroom
 from mesh.shard.linear import choose_kernels, halving_fails
 from mesh.shard.load_plan import HostedOn, plan_shard

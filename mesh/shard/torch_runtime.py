@@ -17,8 +17,8 @@ import torch
 from mesh.models.families import has_states
 from mesh.models.progress import Progress
 from mesh.shard import attention as own_attention
+from mesh.shard import int4
 from mesh.shard.compiled.parts import NotCompilable
-from mesh.shard.cuda import int4
 from mesh.shard.cuda.captured import CapturedLayers
 from mesh.shard.cuda.pool import PoolCache
 from mesh.shard.cuda.rows import FULL_ROWS
@@ -72,7 +72,7 @@ def _made(
 ) -> _Made:
     together = _together(module) if lean else None
     with torch.inference_mode():
-        kernels = choose_kernels(
+        kernels = _in_4_bit(module) or choose_kernels(
             module, dtype, device, progress, halved=halved, together=together or ()
         )
     attention = choose_attention(module, device, dtype)
@@ -122,7 +122,9 @@ class TorchRuntime:
         self.batch_rows = at_once if are_together and not batch_invariant else 0
         self.kernels = self._names(made)
         exact = self._exact_rows()
-        self.short_rows = 0 if dtype == torch.float32 else exact
+        # In fp32 other last bits tell no tokens apart, unless they are rounded to bf16 on the way.
+        is_fine = dtype == torch.float32 and made.kernels.name != int4.KERNELS
+        self.short_rows = 0 if is_fine else exact
         said = (self._said_of_layers(), why_captured or self._said_of_rows(exact)) if lean else ()
         reasons = made.kernels.reason, made.attention.reason, self.protection.reason, *said
         self.reasons = tuple(filter(None, reasons))
@@ -326,6 +328,13 @@ def _is_halved(module: nn.Module, dtype: torch.dtype) -> bool:
         return False
     halves = (torch.bfloat16, torch.float16)
     return any(parameter.dtype in halves for parameter in module.parameters())
+
+
+def _in_4_bit(module: nn.Module) -> Kernels | None:
+    """What multiplies in a module whose layers are packed in 4 bit already."""
+    packed = sum(isinstance(part, int4.Int4Linear) for part in module.modules())
+    why = f"kernels {int4.KERNELS}: {packed} matrices in 4 bit, checked"
+    return Kernels(int4.KERNELS, why) if packed else None
 
 
 def _together(module: nn.Module) -> list[list[Place]] | None:

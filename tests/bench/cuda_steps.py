@@ -85,7 +85,7 @@ def _runtime(shape: dict[str, int], way: str) -> TorchRuntime:
             for name, child in list(parent.named_children()):
                 if type(child) is nn.Linear:
                     setattr(parent, name, BlockLinear(_codes(*child.weight.shape), None))
-        int4.to_device(model, CARD)
+        int4.to_device(model, CARD, torch.bfloat16)
     layers = LayerRange(0, config.num_hidden_layers)
     loaded: Any = SimpleNamespace(
         module=model, config=config, layers=layers, pages=WeakSet(), sha256={}

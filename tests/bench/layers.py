@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from weakref import WeakSet
 import torch
 from transformers import (
     AutoModel,
+    Gemma4TextConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
@@ -30,6 +32,8 @@ from transformers import (
 )
 
 from mesh.models.span import LoadedSpan
+from mesh.shard import int4
+from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import quantised_span
 from mesh.shard.runtime import Runtime, StepInput
@@ -44,6 +48,12 @@ SHAPES: dict[str, Callable[[], Any]] = {
     ),
     "gpt-oss-20b": lambda: GptOssConfig(
         num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1, vocab_size=128
+    ),
+    "Gemma-4-26B-A4B": lambda: Gemma4TextConfig(
+        hidden_size=2816, intermediate_size=2112, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=256, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        enable_moe_block=True, num_hidden_layers=1, vocab_size=128, layer_types=["full_attention"],
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0,
     ),
     "GLM-4.7-Flash": lambda: Glm4MoeLiteConfig(
         num_hidden_layers=1, vocab_size=128, first_k_dense_replace=0, mlp_layer_types=["sparse"]
@@ -89,7 +99,10 @@ def measure() -> dict[str, Any]:
 
 def _of_shape(config: Any) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as folder:
-        runtimes = {way: _runtime(config, way, Path(folder)) for way in WAYS}
+        runtimes = {}
+        for way in WAYS:
+            with suppress(NotCompilable):
+                runtimes[way] = _runtime(config, way, Path(folder))
         if "+lean" not in runtimes["lean"].kernels:
             del runtimes["lean"]  # it has none
         found = {
@@ -119,7 +132,13 @@ def _runtime(config: Any, way: str, folder: Path) -> Runtime:
         cpu, is_lean = torch.device("cpu"), way == "lean"
         return TorchRuntime(loaded, device=cpu, dtype=torch.bfloat16, lean=is_lean)
     graphs = quantised_span(loaded, "int8" if way == "int8" else "int4", "0" * 64, folder)
-    return CompiledRuntime(graphs, threads=1, positions=POSITIONS)
+    try:
+        return CompiledRuntime(graphs, threads=1, positions=POSITIONS)
+    except NotCompilable:
+        if way == "int8":
+            raise
+    int4.to_device(graphs.loaded.module, torch.device("cpu"), torch.float32)
+    return TorchRuntime(graphs.loaded, device=torch.device("cpu"), dtype=torch.float32, lean=True)
 
 
 def _medians(

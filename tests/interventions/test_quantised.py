@@ -14,12 +14,14 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
-from mesh.shard.compiled.experts import Experts, put_blocks
+from mesh.shard import int4
+from mesh.shard.compiled.experts import ExpertMatrices, put_blocks
 from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
 from mesh.shard.compiled.latent import LatentLinear
 from mesh.shard.compiled.parts import layer_parts
 from mesh.shard.compiled.products import latent_rows, product_modules, quant_of
 from mesh.shard.compiled.store import quantised_span
+from mesh.shard.taps.borrowing import sharing
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
@@ -66,22 +68,29 @@ def put_in_blocks(module: Any, quant: Quant) -> None:
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
                     setattr(parent, name, linear)
-        if isinstance(experts := parts.feed_forward, Experts):
-            for matrices in (experts.up, experts.down):
+        for matrices, *_ in product_modules(parts).values():
+            if isinstance(matrices, ExpertMatrices):
                 put_blocks(matrices, quantise(matrices.weight, quant))
 
 
 @cache
-def tree(family: str, layers: LayerRange, quant: Quant) -> SpanTree:
+def tree(family: str, layers: LayerRange, quant: Quant, *, packed: bool) -> SpanTree:
     loaded = load_span(checkpoint(family), layers, dtype=torch.float32, device=CPU)
     aligned(loaded.module)
-    return SpanTree(quantised_span(loaded, quant, "", None).loaded, CPU)
+    rounded = quantised_span(loaded, quant, "", None).loaded
+    if packed:
+        int4.to_device(rounded.module, CPU, torch.float32)
+        shared = sharing(rounded)
+        assert shared is not None
+        rounded = shared
+    return SpanTree(rounded, CPU)
 
 
 @cache
-def spread(family: str, quant: Quant) -> Parts:
+def spread(family: str, quant: Quant, *, packed: bool = False) -> Parts:
     sessions = [
-        TapSession(tree(family, held, quant), run, TapLimits()) for run, held in SPLITS[HOPS]
+        TapSession(tree(family, held, quant, packed=packed), run, TapLimits())
+        for run, held in SPLITS[HOPS]
     ]
     skeleton = load_skeleton(checkpoint(family), dtype=torch.float32)
     runs = [run for run, _ in SPLITS[HOPS]]
@@ -102,9 +111,19 @@ def test_values_are_those_of_one_machine(name: str, family: str, quant: Quant) -
 
 
 @pytest.mark.parametrize("name", ["every_layer", "at_boundaries"])
-@pytest.mark.parametrize("family", ["qwen3_5", "minicpm3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpm3", "gemma4"])
 def test_states_and_latents_are_those_of_one_machine(name: str, family: str) -> None:
     test_values_are_those_of_one_machine(name, family, "int4")
+
+
+@pytest.mark.parametrize("name", ["every_layer", "at_boundaries", *GRADIENTS])
+def test_what_torch_computes_in_4_bit_shows_what_its_codes_stand_for(name: str) -> None:
+    run = CASES.get(name) or GRADIENTS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run(reference("gemma4", "int4"))
+        found = run(spread("gemma4", "int4", packed=True))
+    equal(found, expected, GRADIENT_TOLERANCE)
 
 
 def test_the_weight_of_keys_and_values_of_latents_is_what_is_computed_with() -> None:
@@ -117,12 +136,17 @@ def test_the_weight_of_keys_and_values_of_latents_is_what_is_computed_with() -> 
     assert torch.equal(*seen)
 
 
-def test_the_weights_of_all_experts_are_not_made_dense_for_who_asks() -> None:
-    model = spread("qwen3_moe", "int4").model
+@pytest.mark.parametrize(("family", "packed"), [("qwen3_moe", False), ("gemma4", True)])
+def test_the_weights_of_all_experts_are_not_made_dense_for_who_asks(
+    family: str, packed: bool
+) -> None:
+    model = spread(family, "int4", packed=packed).model
 
     def read() -> None:
         with model.trace("hello"):
-            model.model.layers[1].mlp.experts.gate_up_proj.sum().save()
+            layer = model.model.layers[1]
+            experts = layer.experts if family == "gemma4" else layer.mlp.experts
+            experts.gate_up_proj.sum().save()
 
     with pytest.raises(Exception, match="is in few bits here, one expert by itself"):
         read()

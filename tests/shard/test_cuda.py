@@ -11,11 +11,11 @@ import torch
 
 from mesh.errors import BadValue, ContextTooLong
 from mesh.models.load import load_span
+from mesh.shard import int4
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import quantise
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.store import quantised_span
-from mesh.shard.cuda import int4
 from mesh.shard.cuda.captured import MANY_ROWS, CapturedLayers
 from mesh.shard.cuda.pool import Pool, PoolCache, PoolShape
 from mesh.shard.cuda.rows import FULL_ROWS
@@ -250,9 +250,12 @@ def test_layers_of_a_part_of_a_span_have_a_graph_of_their_own() -> None:
 @pytest.mark.parametrize("columns", [32, 64, 80, 96, 4096])
 def test_which_matrices_torch_s_kernel_takes_in_4_bit(columns: int) -> None:
     matrix = quantise(torch.randn(16, columns), "int4")
-    assert int4.fits(matrix) == (columns != 80)
-    assert not int4.fits(quantise(torch.randn(12, columns), "int4"))
-    assert not int4.fits(quantise(torch.randn(16, columns), "int8"))
+    card = torch.device("cuda")
+    assert int4.fits(matrix, card) == (columns != 80)
+    assert int4.fits(matrix, CPU) == (columns != 80)
+    for device in (card, CPU):
+        assert not int4.fits(quantise(torch.randn(12, columns), "int4"), device)
+        assert not int4.fits(quantise(torch.randn(16, columns), "int8"), device)
 
 
 def test_4_bit_is_refused_where_nothing_computes_it() -> None:

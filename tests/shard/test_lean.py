@@ -48,8 +48,8 @@ LATENT = "made of latents"
 SINGULAR = {"minicpm3": LATENT, "apertus": "activation is xielu"}
 """Families whose layers are not standard, and what is said of them."""
 MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
-IN_16_BIT_ALONE = ("gemma4", "phimoe", "minimax_m2", "hy_v3")
-ALSO = ("qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *IN_16_BIT_ALONE)
+BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3")
+ALSO = ("qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *BY_TORCH)
 """Families that have what none of the others has."""
 WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense")
 """Families of whose layers some keep a running state."""
@@ -105,7 +105,7 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
     assert has_standard_layers(manifest.config, manifest.model_type), "and plans know it"
-    assert has_other_layers(manifest.config) is (family in IN_16_BIT_ALONE)
+    assert has_other_layers(manifest.config) is (family in BY_TORCH)
     span = runtime(family)
     assert span.is_lean
     assert "+lean+" in span.kernels

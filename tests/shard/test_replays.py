@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from mesh.pipeline.history import CHUNK_ROWS, History, rows_of
+from mesh.shard.loading import load_shard
 from mesh.shard.runtime import Runtime, StepInput
 from mesh.wire.messages import WireTensor
 from tests.shard.compiled.spans import compiled
 from tests.shard.spans import HIDDEN, rows
+from tests.shard.test_int4 import plan
 from tests.shard.test_lean import needs_packed_bf16, runtime
 
 STEPS = [CHUNK_ROWS, 40, *[1] * 30, 5, *[1] * 20, 60, *[1] * 11]
@@ -21,6 +23,7 @@ SPANS = {
     "qwen3_moe": lambda: runtime("qwen3_moe", dtype=torch.bfloat16),
     "qwen3_5": lambda: runtime("qwen3_5", dtype=torch.bfloat16),
     "llama in int8": lambda: compiled("int8", "llama", positions=512),
+    "gemma4 in int4, by torch": lambda: load_shard(plan("gemma4")).load(),
     "qwen3_moe in int4": lambda: compiled("int4", "qwen3_moe", positions=512),
 }
 

@@ -59,6 +59,8 @@ QUERIES, LATENT_KEYS, LATENT_VALUES = "queries", "latent_keys", "latent_values"
 head."""
 SHARED_UP, SHARED_DOWN, SHARED_GATE = "shared_up", "shared_down", "shared_gate"
 """Of what rows go through beside their experts."""
+BESIDE_UP, BESIDE_DOWN = "beside_up", "beside_down"
+"""Of experts that rows go through beside their feed-forward."""
 
 
 class GraphBuilder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
 
 _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 """What layers call the part in which they have them."""
+_BESIDE = "experts"
+"""And what they call them where they are in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +129,24 @@ class BlockExperts:
         self._is_transposed = bool(owner.is_transposed)
         self._is_apart = name == GATE_UP and bool(owner.is_concatenated)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that the module had."""
+        rows, columns = self._rows, self._matrix.shape[1]
+        each = (columns, rows) if self._is_transposed else (rows, columns)
+        return torch.Size((self._matrix.shape[0] // rows, *each))
+
+    def matrix_of(self, expert: int) -> BlockMatrix:
+        """That of one, (out, in), its rows in the order of the module."""
+        first = expert * self._rows
+        if not self._is_apart:
+            return rows_of(self._matrix, slice(first, first + self._rows))
+        order = torch.arange(first, first + self._rows).view(-1, 2)
+        return rows_of(self._matrix, order.t().reshape(-1))
+
     def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
         """The matrix of one, fp32, in the shape that the module had it in."""
-        first = int(expert) * self._rows
-        dense = rows_of(self._matrix, slice(first, first + self._rows)).dense()
-        if self._is_apart:
-            dense = dense.view(-1, 2, dense.shape[1]).transpose(0, 1).flatten(0, 1)
+        dense = self.matrix_of(int(expert)).dense()
         return dense.t() if self._is_transposed else dense
 
 
@@ -146,29 +161,41 @@ def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
 
 
 def path_of_experts(layer: nn.Module) -> str:
-    """Where a layer has them; an empty string where it has none."""
+    """Where a layer has them: in a block, or beside it; an empty string where it has none."""
     blocks = (b for b in _BLOCKS if hasattr(getattr(layer, b, None), "experts"))
-    return next((f"{block}.experts" for block in blocks), "")
+    beside = _BESIDE if hasattr(layer, _BESIDE) else ""
+    return next((f"{block}.experts" for block in blocks), beside)
+
+
+def both_matrices(
+    reader: PartsReader, module: Any, fill: Callable[[], None]
+) -> tuple[ExpertMatrices, ExpertMatrices]:
+    """What rows go through first in this module of experts, and then. Raises NotCompilable."""
+    packed = (getattr(module, name) for name in STACKS)
+    within = (each.modules() for each in packed if isinstance(each, nn.Module))
+    reader.read.update(map(id, chain.from_iterable(within)))
+    up, down = (ExpertMatrices(module, name, fill) for name in STACKS)
+    if any(columns % BLOCK for _, _, columns in (up.shape, down.shape)):
+        raise NotCompilable(f"its experts have no multiple of {BLOCK} columns")
+    return up, down
 
 
 def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Experts | None:
     """The mixture of a layer, None where it has none; `fill` puts its weights there. Raises
     NotCompilable."""
     path = path_of_experts(reader.layer)
-    if not path:
+    block = path.rpartition(".")[0]
+    if not block:
         return None
     module: Any = reader.get(path)
     if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         raise NotCompilable(f"its experts are {type(module).__name__}")
 
-    up, down = (ExpertMatrices(module, name, fill) for name in STACKS)
-    if any(columns % BLOCK for _, _, columns in (up.shape, down.shape)):
-        raise NotCompilable(f"its experts have no multiple of {BLOCK} columns")
+    up, down = both_matrices(reader, module, fill)
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     slope, shift = (1.0, 0.0) if alpha is None else (float(alpha), 1.0)
     if alpha is None:
         _require_silu(module)
-    block = path.removesuffix(".experts")
     router = _router(reader, block)
     return Experts(
         router, up, down, up.shape[0], down.shape[2], slope, shift,

@@ -43,6 +43,7 @@ from mesh.shard.compiled.parts import (
     FeedForward,
     LayerParts,
     Mixer,
+    NotCompilable,
     StateSpace,
 )
 
@@ -77,7 +78,12 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
 
 def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
-    """The serialised graph of what stands behind the mixer; its products as in `front_model`."""
+    """The serialised graph of what stands behind the mixer; its products as in `front_model`.
+
+    Raises NotCompilable.
+    """
+    if parts.beside is not None:
+        raise NotCompilable("it has experts beside its feed-forward")
     graph, mixer = GraphBuilder(products), parts.mixer
     x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     y = graph.product(_gated(graph, mixer), OUTPUT)

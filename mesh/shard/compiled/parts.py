@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mesh.shard.compiled.experts import Experts, experts_of
+from mesh.shard.compiled.experts import ExpertMatrices, Experts, both_matrices, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
 from mesh.shard.compiled.latent import Latent, latent_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
@@ -114,7 +114,8 @@ class ExpertsBeside:
     what feed-forward gives, behind `after_feed_forward`."""
 
     router: nn.Module
-    experts: nn.Module
+    up: ExpertMatrices
+    down: ExpertMatrices
     before: Norm
     after: Norm
     after_feed_forward: Norm
@@ -165,7 +166,7 @@ def layer_parts(
         float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
         config.hidden_size,
         _scale_of(reader),
-        _beside(reader),
+        _beside(reader, fill),
     )
     reader.require_all_read()
     return parts
@@ -293,7 +294,7 @@ def _scale_of(reader: PartsReader) -> float:
     return float(scale)
 
 
-def _beside(reader: PartsReader) -> ExpertsBeside | None:
+def _beside(reader: PartsReader, fill: Callable[[], None]) -> ExpertsBeside | None:
     experts = reader.find("experts")
     if experts is None:
         return None
@@ -304,7 +305,9 @@ def _beside(reader: PartsReader) -> ExpertsBeside | None:
     )
     if before is None or after is None or after_ff is None:
         raise NotCompilable("it has experts beside its feed-forward that are not normalised")
-    return ExpertsBeside(reader.get("router"), experts, before, after, after_ff)
+    return ExpertsBeside(
+        reader.get("router"), *both_matrices(reader, experts, fill), before, after, after_ff
+    )
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:

@@ -11,6 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.shard.compiled.builder import (
+    BESIDE_DOWN,
+    BESIDE_UP,
     DOWN,
     FORGETTING,
     GATES,
@@ -30,18 +32,18 @@ from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
 from mesh.shard.compiled.feed_forward import FeedForward
 from mesh.shard.compiled.formats import BlockLinear, BlockMatrix, Quant, dense_weight, rows_of
 from mesh.shard.compiled.latent import LatentLinear, LatentRows
-from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mixer, NotCompilable
+from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mixer
 
 
 def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
-    """The linear layers that each product of a layer is made of. Raises NotCompilable."""
-    if parts.beside is not None:
-        raise NotCompilable("it has experts beside its feed-forward")
+    """The linear layers that each product of a layer is made of."""
     mixer, feed_forward = parts.mixer, parts.feed_forward
     found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
     if mixer.rates:
         found[RATES] = mixer.rates
     found |= _modules_within(mixer)
+    if (beside := parts.beside) is not None:
+        found |= {BESIDE_UP: (beside.up,), BESIDE_DOWN: (beside.down,)}
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
@@ -110,14 +112,12 @@ def _latent(parts: LayerParts, products: Mapping[str, Product]) -> dict[int, Lat
 
 
 def _put_experts(parts: LayerParts, products: Mapping[str, Product]) -> None:
-    """Have the module of the experts, if there is one, compute with these."""
-    experts = parts.feed_forward
-    if not isinstance(experts, Experts):
-        return
-    for matrices, name in ((experts.up, UP), (experts.down, DOWN)):
-        matrix = products[name].matrix
-        assert isinstance(matrix, BlockMatrix)  # noqa: S101 - of a quantised span
-        put_blocks(matrices, matrix)
+    """Have the modules of experts compute with these."""
+    for name, (first, *_) in product_modules(parts).items():
+        if isinstance(first, ExpertMatrices):
+            matrix = products[name].matrix
+            assert isinstance(matrix, BlockMatrix)  # noqa: S101 - of a quantised span
+            put_blocks(first, matrix)
 
 
 def _replace(layer: nn.Module, linears: Mapping[int, nn.Module]) -> None:

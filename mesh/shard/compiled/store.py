@@ -55,7 +55,7 @@ from mesh.shard.compiled.formats import (
     quantise,
 )
 from mesh.shard.compiled.latent import LatentRows
-from mesh.shard.compiled.parts import LayerParts, layer_parts
+from mesh.shard.compiled.parts import ExpertsBeside, LayerParts, layer_parts
 from mesh.shard.compiled.products import (
     bias_of,
     count_columns,
@@ -140,8 +140,9 @@ def quantised_span(
         for name, entry in loaded.deferred.items()
     }
     for path, parts in zip(experts, all_parts, strict=True):
-        if isinstance(parts.feed_forward, Experts):
-            stored |= stored_experts(parts.feed_forward, loaded.late.get(path, {}))
+        for part in (parts.feed_forward, parts.beside):
+            if isinstance(part, Experts | ExpertsBeside):
+                stored |= stored_experts(part, loaded.late.get(path, {}))
         for rows, linear in latent_rows(parts.mixer):
             if id(linear) in stored:
                 stored[id(rows)] = stored[id(linear)]

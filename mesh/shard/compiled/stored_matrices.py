@@ -7,6 +7,7 @@ linear layer does: none lies decoded in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from mesh.shard.compiled.experts import Experts
 from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 
+if TYPE_CHECKING:
+    from mesh.shard.compiled.parts import ExpertsBeside
+
 _UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 
 
@@ -28,7 +32,7 @@ def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
 
 
 def stored_experts(
-    part: Experts, names: Mapping[str, TensorEntry]
+    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
 ) -> dict[int, tuple[TensorEntry, ...]]:
     """By the ids of its `up` and `down`, what each of them is made of, expert after expert; empty
     unless `names` are just these, none of them plain."""

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from mesh.models.load import LoadedSpan
+from mesh.shard.int4 import Int4Linear
 from mesh.shard.packed import Packed
 
 
@@ -21,4 +22,7 @@ def sharing(loaded: LoadedSpan) -> LoadedSpan | None:
         return None
     weights: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
     copied = copy.deepcopy(module, weights)
+    for part in copied.modules():
+        if isinstance(part, Int4Linear):  # else numbers were others where a job differentiates
+            part.be_plain()
     return replace(loaded, module=copied, config=copied.config)

@@ -24,7 +24,8 @@ from mesh.errors import SAME_VERSION, BadRequest, LimitReached, MeshError
 from mesh.shard.compiled.experts import BlockExperts
 from mesh.shard.compiled.formats import BlockLinear
 from mesh.shard.compiled.latent import LatentLinear
-from mesh.shard.cuda.int4 import Int4Linear
+from mesh.shard.int4 import Int4Linear
+from mesh.shard.packed_experts import PackedMatrices
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
 from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Writer, is_cache
@@ -279,7 +280,7 @@ class TapSession:
         weight = {**module._parameters, **module._buffers}.get(name)
         if isinstance(module, BlockLinear | Int4Linear | LatentLinear) and name == "weight":
             weight = module.weight
-        if isinstance(getattr(module, name, None), BlockExperts):
+        if isinstance(getattr(module, name, None), BlockExperts | PackedMatrices):
             raise BadRequest(
                 f"{request.path}.{name} is in few bits here, one expert by itself.",
                 fix="Ask a deployment in 16 or 32 bit for it (--quant none).",
