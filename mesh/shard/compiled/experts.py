@@ -100,13 +100,18 @@ class ExpertMatrices(nn.Module):
         return (count, columns, rows) if self.owner.is_transposed else (count, rows, columns)
 
     @property
+    def is_apart(self) -> bool:
+        """Whether the owner has the rows of gate before those of what it is multiplied with."""
+        return self.name == GATE_UP and bool(self.owner.is_concatenated)
+
+    @property
     def weight(self) -> torch.Tensor:
         """(experts * rows, columns)."""
         if getattr(self.owner, self.name).is_meta:
             self._fill()
         stack: torch.Tensor = getattr(self.owner, self.name).detach()
         stack = stack.transpose(1, 2) if self.owner.is_transposed else stack
-        if self.name == GATE_UP and self.owner.is_concatenated:
+        if self.is_apart:
             stack = stack.view(len(stack), 2, -1, stack.shape[2]).transpose(1, 2)
         return stack.reshape(-1, self.shape[2])
 
@@ -121,13 +126,12 @@ class BlockExperts:
     """What stands where a module had a tensor of all experts: those in few bits, of which one is
     made dense when it is asked for."""
 
-    def __init__(self, matrix: BlockMatrix, rows: int, owner: Any, name: str) -> None:
-        """`matrix` is what `ExpertMatrices` of that `owner` and `name` have become, `rows` how many
-        each expert has."""
+    def __init__(self, matrix: BlockMatrix, of: ExpertMatrices) -> None:
+        """`matrix` is what those have become."""
         self._matrix = matrix
-        self._rows = rows
-        self._is_transposed = bool(owner.is_transposed)
-        self._is_apart = name == GATE_UP and bool(owner.is_concatenated)
+        self._rows = of.shape[1]
+        self._is_transposed = bool(of.owner.is_transposed)
+        self._is_apart = of.is_apart
 
     @property
     def shape(self) -> torch.Size:
@@ -152,8 +156,8 @@ class BlockExperts:
 
 def put_blocks(experts: ExpertMatrices, matrix: BlockMatrix) -> None:
     """Have the module compute with these, one expert after the other."""
-    owner, name, rows = experts.owner, experts.name, experts.shape[1]
-    blocks = BlockExperts(matrix, rows, owner, name)
+    owner, name = experts.owner, experts.name
+    blocks = BlockExperts(matrix, experts)
     delattr(owner, name)
     setattr(owner, name, blocks)
     # Other ways to compute them want one tensor for all.

@@ -229,7 +229,7 @@ def _rounded(
 
 def _of_stored(linear: nn.Module, entries: tuple[TensorEntry, ...], quant: Quant) -> BlockMatrix:
     if isinstance(linear, ExpertMatrices):
-        return matrix_of_experts(entries, quant, linear.shape[1])
+        return matrix_of_experts(entries, quant, linear)
     (entry,) = entries
     if isinstance(linear, LatentRows):
         return linear.of_stored(entry, quant)

@@ -7,6 +7,7 @@ linear layer does: none lies decoded in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from mesh.models.coded.gathering import EXPERT
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.header import TensorEntry
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
-from mesh.shard.compiled.experts import Experts
+from mesh.shard.compiled.experts import ExpertMatrices, Experts
 from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 
@@ -36,6 +37,33 @@ def stored_experts(
 ) -> dict[int, tuple[TensorEntry, ...]]:
     """By the ids of its `up` and `down`, what each of them is made of, expert after expert; empty
     unless `names` are just these, none of them plain."""
+    return _one_by_one(part, names) or _in_stacks(part, names)
+
+
+def _in_stacks(
+    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
+) -> dict[int, tuple[TensorEntry, ...]]:
+    """Where a file has one tensor for all of them, as modules have."""
+    made = {}
+    for stack in (part.up, part.down):
+        found = [entry for name, entry in names.items() if name.endswith(f".experts.{stack.name}")]
+        count, rows, columns = stack.shape
+        if [each.shape for each in found] != [(count, rows, columns)] or len(names) != 2:
+            return {}
+        (entry,) = found
+        if not is_decoded(entry.dtype) or entry.unlike is not None or entry.coding is not None:
+            return {}
+        size = entry.nbytes // count
+        made[id(stack)] = tuple(
+            replace(entry, shape=(rows, columns), offset=entry.offset + i * size, nbytes=size)
+            for i in range(count)
+        )
+    return made
+
+
+def _one_by_one(
+    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
+) -> dict[int, tuple[TensorEntry, ...]]:
     found = {}
     for name, entry in names.items():
         match = EXPERT.search(name)
@@ -55,12 +83,14 @@ def stored_experts(
     return {} if found else made
 
 
-def matrix_of_experts(entries: Sequence[TensorEntry], quant: Quant, rows: int) -> BlockMatrix:
-    """Those of `stored_experts` as one matrix, each expert with so many rows: of two that belong
-    together in turns. Raises BadCheckpoint."""
+def matrix_of_experts(
+    entries: Sequence[TensorEntry], quant: Quant, stack: ExpertMatrices
+) -> BlockMatrix:
+    """Those of `stored_experts` as one matrix, as `stack` is one: of two that belong together in
+    turns. Raises BadCheckpoint."""
     whole = joined([matrix_of(each, quant) for each in entries])
-    each = entries[0].shape[0]
-    if each == rows:
+    rows = stack.shape[1]
+    if entries[0].shape[0] == rows and not stack.is_apart:
         return whole
-    order = torch.arange(len(entries) * each).view(-1, rows // each, each)
+    order = torch.arange(whole.shape[0]).view(-1, 2, rows // 2)
     return rows_of(whole, order.transpose(1, 2).reshape(-1))
