@@ -26,6 +26,7 @@ from mesh.shard.device import (
     Choice,
     choose_dtype,
     choose_quant,
+    dtype_name,
     plain_dtype,
     short_dtype_name,
 )
@@ -116,8 +117,9 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     quant, is_compiled = _quant(request, manifest, host)
     if quant.value is not None and not is_compiled:
         beside = torch.float32 if host.device.type == "cpu" else torch.bfloat16
-        name = short_dtype_name(str(beside))
-        dtype = Choice(beside, f"dtype {name}: what is computed beside products in 4 bit")
+        dtype = Choice(
+            beside, f"dtype {dtype_name(beside)}: what is computed beside products in 4 bit"
+        )
         lean = Choice(True, "")  # no others are computed so
     elif is_compiled:
         lean = Choice(False, "")

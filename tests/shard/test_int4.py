@@ -74,6 +74,7 @@ def test_a_row_has_the_bits_that_it_has_alone_and_plans_count_what_it_takes(tmp_
     shard = load_shard(plan("gemma4", cache_dir=tmp_path))
     runtime, hidden = shard.load(), rows(48)
     assert any("the same bits" in reason for reason in shard.reasons)
+    assert "dtype fp32: what is computed beside products in 4 bit" in shard.reasons
     found = []
     for size in (1, 7, 16):
         cache = runtime.new_cache(64)
