@@ -19,7 +19,7 @@ from typing import Any
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
-from mesh.models.coded.gathering import all_fit_int4, gathered, parts_of
+from mesh.models.coded.gathering import all_are_blocks, all_fit_int4, gathered, parts_of
 from mesh.models.coded.scheme import scheme_of
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
@@ -30,6 +30,7 @@ from mesh.models.hub_cache import checkpoint_name
 from mesh.models.latents import with_latents
 from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
+from mesh.models.standard import goes_by_torch
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -115,8 +116,11 @@ class Manifest:
 
     @property
     def is_int4(self) -> bool:
-        """Whether all matrices of its layers are stored so that int4 has them without rounding."""
-        return all_fit_int4(self.layer_weights(LayerRange(0, self.total_layers)))
+        """Whether all matrices of its layers are stored so that int4 has them without rounding, and
+        int8 does not as well."""
+        weights = self.layer_weights(LayerRange(0, self.total_layers))
+        has_no_int8 = goes_by_torch(self.config, self.model_type)
+        return all_fit_int4(weights) or (has_no_int8 and all_are_blocks(weights, "Q4_0"))
 
     def layers_here(self) -> tuple[LayerRange, ...]:
         """The runs of layers of which every byte is here: all of them, but in a partial one."""

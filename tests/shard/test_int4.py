@@ -10,6 +10,7 @@ import torch
 from mesh.deployments.shape import shape_of
 from mesh.errors import UnsupportedFamily
 from mesh.models.load import LoadedSpan, load_span
+from mesh.models.manifest import read_manifest
 from mesh.shard import int4
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.experts import ExpertMatrices, put_blocks
@@ -21,11 +22,13 @@ from mesh.shard.runtime import Runtime
 from mesh.shard.taps.borrowing import sharing
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, NodeId
-from tests.checkpoints import WINDOW
+from tests.checkpoints import WINDOW, make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.shard.compiled.spans import added
 from tests.shard.spans import CPU, checkpoint, relative_error, rows, step
 from tests.shard.test_lean import BY_TORCH
 
+HOST = HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), CPU, 1)
 FEW = LayerRange(0, 2)
 """Behind many mixtures most rows have gone to another expert somewhere by a hair."""
 
@@ -33,8 +36,7 @@ FEW = LayerRange(0, 2)
 def plan(family: str, quant: str = "int4", cache_dir: Path | None = None) -> LoadPlan:
     manifest = checkpoint(family)
     request = ShardRequest(manifest.path, manifest.model_id, FEW, quant=quant, cache_dir=cache_dir)
-    host = HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), CPU, 1)
-    return plan_shard(request, host)
+    return plan_shard(request, HOST)
 
 
 def in_blocks(family: str) -> LoadedSpan:
@@ -143,3 +145,16 @@ def test_eight_bits_are_refused_with_what_to_ask_for_instead() -> None:
         plan("gemma4", "int8")
     assert "--quant int4" in caught.value.fix
     assert plan("gemma4", "auto").quant.value is None
+
+
+@pytest.mark.parametrize(("kind", "quant"), [("Q4_0", "int4"), ("Q8_0", None)])
+def test_auto_is_4_bit_for_a_file_that_is_stored_so(
+    kind: str, quant: str | None, tmp_path: Path
+) -> None:
+    made = make_checkpoint(tmp_path / "made", "gemma4", layers=2)
+    manifest = read_manifest(write_gguf(made, tmp_path / "model.gguf", kind))
+    request = ShardRequest(manifest.path, manifest.model_id, FEW, quant="auto")
+    planned = plan_shard(request, HOST)
+    assert planned.quant.value == quant
+    assert planned.ends.manifest.is_int4 is (quant == "int4")
+    assert shape_of(manifest, 64).is_int4 is (quant == "int4")

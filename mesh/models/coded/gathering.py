@@ -40,7 +40,7 @@ EXPERT = re.compile(
     r"\.experts\.(?P<number>\d{1,6})\.(?P<part>gate_proj|up_proj|down_proj)\.weight$"
 )
 """How a matrix of one expert is called that becomes blocks by itself."""
-_ROUTERS = (".gate.weight", ".router.weight")
+_ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight")
 """What chooses experts, and is never rounded."""
 
 
@@ -77,13 +77,23 @@ def parts_of(entry: TensorEntry) -> tuple[TensorEntry, ...]:
 
 def all_fit_int4(weights: Iterable[TensorEntry]) -> bool:
     """Whether that is true of all matrices among these weights of layers that would be rounded."""
-    matrices = [
-        entry for entry in weights if len(entry.shape) > 1 and not entry.name.endswith(_ROUTERS)
-    ]
+    matrices = _rounded(weights)
     return bool(matrices) and all(
         fits_int4(entry) and (".experts." not in entry.name or EXPERT.search(entry.name))
         for entry in matrices
     )
+
+
+def all_are_blocks(weights: Iterable[TensorEntry], kind: str) -> bool:
+    """Whether all these matrices are GGUF's blocks of this type."""
+    matrices = _rounded(weights)
+    return bool(matrices) and all(entry.dtype == kind for entry in matrices)
+
+
+def _rounded(weights: Iterable[TensorEntry]) -> list[TensorEntry]:
+    return [
+        entry for entry in weights if len(entry.shape) > 1 and not entry.name.endswith(_ROUTERS)
+    ]
 
 
 def fits_int4(entry: TensorEntry) -> bool:
