@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -161,6 +162,9 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         log_config=None,
         access_log=False,
         server_header=False,
+        # As long as the next request may take to begin, twice what httpx keeps a connection: where
+        # both give one up at the same time, a request that is just being sent is lost.
+        timeout_keep_alive=math.ceil(app.state.settings.head_timeout_s),
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config, listener, tls, app.state.settings)

@@ -117,6 +117,18 @@ async def test_answer_that_nobody_reads_ends_its_generation(quick: Served) -> No
             await quick.generations.ended["endless"].wait()
 
 
+async def test_a_connection_stays_open_for_longer_than_clients_keep_theirs() -> None:
+    """Whoever sends something just when it is closed would hear that it broke."""
+    kept_s = httpx.Limits().keepalive_expiry
+    assert kept_s is not None
+    head = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    async with serving(SETTINGS) as api, raw(api) as (reader, writer), asyncio.timeout(3 * LONG_S):
+        for pause_s in (kept_s + 0.5, 0):
+            writer.write(head)
+            assert b"HTTP/1.1 200 OK" in await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(pause_s)
+
+
 async def test_too_many_or_too_long_headers_are_refused(quick: Served) -> None:
     async with httpx.AsyncClient(base_url=quick.url, trust_env=False) as http:
         many = {f"X-{n}": "1" for n in range(MAX_HEADERS + 1)}
