@@ -109,8 +109,9 @@ class ShardStore:
         offers = replace(offers, shards=tuple(served.values()))
         entry = _Entry(info, offers, self._now(), min(ttl_s, self._expiry_s))
         before = self._nodes.get(info.node_id)
+        was_seen = before is not None and before.online and not self._expired(before)
         self._nodes[info.node_id] = entry
-        if before is None or not before.online or _differs(before, entry):
+        if before is None or not was_seen or _differs(before, entry):
             self._changed()
 
     def offline(self, node_id: NodeId) -> None:

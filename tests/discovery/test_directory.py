@@ -156,6 +156,20 @@ async def test_heartbeat_that_says_nothing_new_wakes_nobody(store: ShardStore) -
     assert await waiting
 
 
+async def test_who_comes_back_after_what_it_said_has_expired_is_news(
+    store: ShardStore, clock: FakeClock
+) -> None:
+    """Readers that looked meanwhile did not see it, though nobody had swept it away yet."""
+    node = NODES[0]
+    store.update(info(node), Offering((advertised(node),)))
+    changes = store.subscribe()
+    clock.time_s += EXPIRY_S
+    assert not store.shards(ModelId("tiny"))
+    store.update(info(node), Offering((advertised(node),)))
+    assert await changes.wait(0)
+    assert store.shards(ModelId("tiny"))
+
+
 class Directory(RuleBasedStateMachine):
     """Any order of words, losses, goodbyes, sweeps and time against a plain model of the rule."""
 
