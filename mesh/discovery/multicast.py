@@ -46,6 +46,8 @@ class Multicast:
         self._ttl_s = ttl_s
         self._browser: AsyncServiceBrowser | None = None
         self._info: AsyncServiceInfo | None = None
+        self._saying: asyncio.Future[None] | None = None
+        """An announcement is sent several times, over half a second."""
 
     @classmethod
     async def open(
@@ -84,12 +86,15 @@ class Multicast:
             return
         self._info = self._service(own)
         # The instance name holds a nonce of this run, so nothing needs probing for a conflict.
-        await self._zeroconf.async_register_service(self._info, cooperating_responders=True)
+        self._saying = asyncio.ensure_future(
+            await self._zeroconf.async_register_service(self._info, cooperating_responders=True)
+        )
 
     async def update(self, own: Announcement) -> None:
         """Announce changed contents of the same instance."""
         self._info = self._service(own)
-        await self._zeroconf.async_update_service(self._info)
+        self._say_no_more()
+        self._saying = asyncio.ensure_future(await self._zeroconf.async_update_service(self._info))
 
     async def resolve(self, instance: str, timeout_s: float) -> Record | None:
         """Its records, asked for on the network once the known ones expired; None when silent."""
@@ -107,10 +112,16 @@ class Multicast:
 
     async def close(self) -> None:
         """Say goodbye and free the sockets, within a few seconds whatever happens."""
+        self._say_no_more()
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             if self._browser is not None:
                 await self._browser.async_cancel()
             await self._zeroconf.async_close()
+
+    def _say_no_more(self) -> None:
+        """Or others would believe what is sent once more after what comes now."""
+        if self._saying is not None:
+            self._saying.cancel()
 
     def _service(self, own: Announcement) -> AsyncServiceInfo:
         host = own.instance.removesuffix(f".{SERVICE_TYPE}")

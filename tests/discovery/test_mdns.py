@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -101,11 +102,14 @@ async def test_changed_shards_reach_the_others(hearth: str) -> None:
             await one.until(lambda shards=shards: getattr(one.sees(other), "shards", "") == shards)
 
 
-async def test_goodbye_is_heard(hearth: str) -> None:
+@pytest.mark.parametrize("stands_still_s", [0.0, 1.0])
+async def test_goodbye_is_heard(hearth: str, stands_still_s: float) -> None:
+    """Also where the machine stands still after the first of several, and it had just begun."""
     one, other = Listener(hearth, settings=MdnsSettings()), Listener(hearth)
     async with listening(one):
         async with listening(other):
             await one.until(lambda: one.sees(other) is not None)
+            asyncio.get_running_loop().call_later(0.05, time.sleep, stands_still_s)
         await one.until(lambda: one.sees(other) is None)
 
 
