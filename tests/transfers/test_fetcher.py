@@ -29,6 +29,7 @@ from mesh.types import LayerRange, ModelId
 from tests.checkpoints import make_checkpoint
 from tests.models.test_partial import empty_copy
 from tests.transfers.house import MODEL, Fetcher, house, up
+from tests.waiting import awake
 
 
 @pytest.fixture(scope="module")
@@ -359,7 +360,7 @@ def spoil(directory: Path, *names: str) -> None:
 
 async def sent(fetcher: Fetcher) -> int:
     """How many bytes of weights it has sent, by its own count, small files and headers left out."""
-    await asyncio.sleep(1.1)  # it tells twice a second
+    await awake(1.1)  # it tells twice a second
     return fetcher.supervisor.sent_bytes
 
 

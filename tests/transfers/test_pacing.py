@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.checkpoints import make_checkpoint
 from tests.simulation.virtual_loop import VirtualLoop, run_virtually
 from tests.transfers.house import MODEL, house, up
 from tests.transfers.test_fetcher import weights_bytes
+from tests.waiting import awake
 
 MIB = 1 << 20
 
@@ -120,10 +122,11 @@ async def test_a_giver_makes_way_while_it_is_used(tmp_path: Path) -> None:
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
         while not full.supervisor.sent_bytes:  # noqa: ASYNC110 - a process has no event for it
             await asyncio.sleep(0.05)
-        before = full.supervisor.sent_bytes
-        await asyncio.sleep(1.0)
-        slowly = full.supervisor.sent_bytes - before
-        assert 0 < slowly < weights_bytes(whole) / 2
+        before, begin = full.supervisor.sent_bytes, time.monotonic()
+        await awake(1.0)
+        given = full.supervisor.sent_bytes - before
+        slowly = given / (time.monotonic() - begin)
+        assert 0 < given < weights_bytes(whole) / 2
         assert not fetch.done()
         is_used = False
         left = weights_bytes(whole) - full.supervisor.sent_bytes
