@@ -330,8 +330,13 @@ class WebSocketLink(PlainProtocol):
         self._timer = self._loop.call_later(after_s, callback)
 
     def _tick(self) -> None:
-        """Ping the peer, give up one that stays silent."""
+        """Ping the peer, give up one that stays silent.
+
+        Whoever stood still itself has heard nobody meanwhile, and blames nobody.
+        """
         now, limits = self._loop.time(), self._session.limits
+        late_s = 0.0 if self._timer is None else now - self._timer.when()
+        self._heard_at = min(now, self._heard_at + late_s)
         backlog = self.queued_bytes
         if self._read_paused and backlog < self._backlog:
             self._heard_at = now  # we do not listen, but it takes what we send
