@@ -29,7 +29,7 @@ from tui.app import TopApp
 OWNER = "the-owners-key"
 VERBS = {"up": "Start this machine's node.", "peers": "List the nodes.", "invite": "Let one in.",
          "deploy": "Load a model."}  # fmt: skip
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @dataclass
@@ -130,6 +130,7 @@ async def running(
     """The app while the block runs, its ages as of one moment."""
     app = TopApp(connect, lambda: VERBS, lambda: MOMENT.timestamp() + 42)
     app.animation_level = "none"
+    app.NOTIFICATION_TIMEOUT = PATIENCE_S  # a busy machine looks too late at what goes after 5 s
     async with app.run_test(size=size, notifications=True) as pilot:
         yield Top(app, pilot)
 
