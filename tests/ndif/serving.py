@@ -55,6 +55,7 @@ class ScriptedRunner:
         self.coming: BringingUp | MeshError | None = None
         self.woken: list[bool] = []
         self.refusals = 0
+        self.losses = 0
         self.is_full: Callable[[], bool] = lambda: False
         self.refused = 0
 
@@ -83,6 +84,9 @@ class ScriptedRunner:
         self.most_running = max(self.most_running, self.running)
         self.began.put_nowait(spec.job_id)
         try:
+            if words == "lose a hop" and self.losses:
+                self.losses -= 1
+                raise NoRoute("no node serves layers 3-5.", fix="Wait.")
             value = await self._play(words, hearer.prints)
         except asyncio.CancelledError:
             self.ended_by_cancel.append(spec.job_id)

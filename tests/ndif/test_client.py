@@ -344,6 +344,23 @@ async def test_a_job_that_could_not_be_begun_is_begun_later(node: Node) -> None:
     assert via.seen[-1].status.value == "COMPLETED"
 
 
+async def test_a_job_whose_hop_nobody_takes_over_waits_for_one_and_is_begun_once_more(
+    node: Node,
+) -> None:
+    node.runner.losses = 1
+    result, via = await in_thread(client.ask, node.url, "lose a hop")
+    assert result["words"] == "lose a hop"
+    assert [spec.lost_a_hop for spec in node.runner.specs] == [False, True]
+    assert [each.status.value for each in via.seen[-5:]] == [
+        "RUNNING",
+        "PROVISIONING",
+        "DISPATCHED",
+        "RUNNING",
+        "COMPLETED",
+    ]
+    assert via.seen[-4].description == "no node serves layers 3-5."
+
+
 async def test_jobs_from_many_clients_are_not_mixed_up(node: Node) -> None:
     await many(node, clients=8, each=5)
 

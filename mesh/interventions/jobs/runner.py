@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError, WeightsMissing
+from mesh.errors import BadRequest, Busy, JobFailed, MeshError, WeightsMissing
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs.files import write_whole
@@ -96,7 +96,7 @@ class JailRunner:
             if loss.hop is not None and loss.error is not None:
                 self._routes.failed(loss.hop, loss.error)
             lost.append(replace(loss, took=took))
-            if len(lost) > 1:
+            if spec.lost_a_hop or len(lost) > 1:
                 raise _given_up(lost)
             hearer.prints(f"({loss.what}; the job is run again from its start)")
             place = replace(place, shards=tuple(await newest()))
@@ -106,12 +106,7 @@ class JailRunner:
         self, manifest: Manifest, place: JobPlace, lost: Sequence[_Loss]
     ) -> AsyncIterator[OpenRoute]:
         wanted = RoutedModel(place.model_id, manifest.weights_sha256, manifest.total_layers)
-        try:
-            route = await self._routes.open(wanted, place.shards, _keys(lost))
-        except (RouteError, Busy) as nobody:
-            if lost:
-                raise _given_up(lost, nobody) from nobody
-            raise
+        route = await self._routes.open(wanted, place.shards, _keys(lost))
         try:
             yield route
         finally:
@@ -236,11 +231,10 @@ def _failure(outcome: JobOutcome, took: Mapping[str, Any]) -> JobFailed:
     return JobFailed(outcome.text, fix=fix if is_limit else "", took=took)
 
 
-def _given_up(lost: Sequence[_Loss], nobody: MeshError | None = None) -> JobFailed:
+def _given_up(lost: Sequence[_Loss]) -> JobFailed:
     what = ", then ".join(loss.what for loss in lost)
-    then = f" Nobody else can take over: {nobody.message}" if nobody is not None else ""
     return JobFailed(
-        f"The job did not end because of this mesh, not because of its code: {what}.{then}",
+        f"The job was lost twice because of this mesh, not because of its code: {what}.",
         fix="Run it again when the machines are back.",
         took=lost[-1].took,
     )

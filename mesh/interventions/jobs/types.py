@@ -19,6 +19,7 @@ class JobSpec:
     `payload` is the file with the request's bytes exactly as they came (zstd when `compress`),
     `result` the file its result is to be written to (zstd when `compress`). `env` is what the
     client says of its model (`attn_implementation`). `trusted` keys run without the inner fence.
+    One that `lost_a_hop` before is not run again when it loses another.
     """
 
     job_id: str
@@ -28,6 +29,7 @@ class JobSpec:
     compress: bool
     env: Mapping[str, Any]
     trusted: bool
+    lost_a_hop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class JobRunner(Protocol):
         Cancelling ends the job's process within a second, and its files are written no more when
         this returns. Raises MeshError: JobFailed with what the user should read (their own
         traceback, a limit) and what the job took, NoRoute when nobody serves the model, Busy when
-        no place is free; a job whose hop died was run again once before that.
+        no place is free: also where nobody takes over from a hop that died, once it has begun. A
+        job whose hop died was run again once before any JobFailed.
         """
 
     def why_not(self, model_id: ModelId) -> str | None:

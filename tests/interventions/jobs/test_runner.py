@@ -588,19 +588,22 @@ async def test_a_shard_that_came_while_the_job_ran_takes_over(
 
 
 async def test_a_job_that_loses_its_hops_twice_says_so(here: Bench, tmp_path: Path) -> None:
-    """A hop that took the job and then never answers counts as lost, like one that died."""
+    """Where nobody takes over it may be begun once more; a hop lost then is the second."""
     request = await asyncio.to_thread(request_of, lingering)
-    async with shards(["llama"], tmp_path, [WHOLE]) as doomed:
-        shards_of_it = served(doomed, family="llama", spans=[WHOLE])
-        place = dataclasses.replace(here.place("llama", 1), shards=shards_of_it)
-        job = asyncio.create_task(here.run(request, place))
-        await here.said("half way")
-        await kill(doomed)
-        with pytest.raises(
-            JobFailed, match=r"because of this mesh.*node, which ran layers 0-5"
-        ) as f:
-            await job
-        assert f.value.took["hops"] == ("node",)
+    for number, lost_before in enumerate((False, True)):
+        async with shards(["llama"], tmp_path / str(number), [WHOLE]) as doomed:
+            shards_of_it = served(doomed, family="llama", spans=[WHOLE])
+            place = dataclasses.replace(here.place("llama", 1), shards=shards_of_it)
+            here.lines.clear()
+            job = asyncio.create_task(here.run(request, place, lost_a_hop=lost_before))
+            await here.said("half way")
+            await kill(doomed)
+            with pytest.raises(JobFailed if lost_before else NoRoute) as failed:
+                await job
+    assert "because of this mesh" in str(failed.value)
+    assert "node, which ran layers 0-5, was lost" in str(failed.value)
+    assert isinstance(failed.value, JobFailed)
+    assert failed.value.took["hops"] == ("node",)
 
 
 async def test_the_death_of_the_warmed_parent_is_survived(here: Bench) -> None:

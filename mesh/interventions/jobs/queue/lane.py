@@ -20,7 +20,8 @@ _ON_ITS_WAY = (Status.QUEUED, Status.PROVISIONING, Status.DEPLOYING)
 
 @dataclass(slots=True, eq=False)
 class JobTicket:
-    """A job that has not ended. `ending` is why it is being ended, once somebody does."""
+    """A job that has not ended. `ending` is why it is being ended, once somebody does; one that
+    `lost_a_hop` waits for another, and is begun once more."""
 
     job: Job
     feed: Feed | None
@@ -28,6 +29,7 @@ class JobTicket:
     latest: Update
     begun_s: float | None = None
     ending: str | None = None
+    lost_a_hop: bool = False
     run: asyncio.Task[JobReport] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     printed: Printed = field(default_factory=Printed)

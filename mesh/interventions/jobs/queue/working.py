@@ -214,8 +214,9 @@ class RunLoop:
         result = await asyncio.to_thread(work.spool.prepare_result, job_id)
         payload = work.spool.payload(job_id)
         spec = JobSpec(
-            job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted
-        )
+            job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted,
+            ticket.lost_a_hop,
+        )  # fmt: skip
         hearer = JobHearer(partial(self._began, ticket), partial(_say, ticket))
         limit_s = self._settings.time_limit_s
         try:
@@ -230,6 +231,7 @@ class RunLoop:
             ) from None
 
     def _began(self, ticket: JobTicket) -> None:
+        self._lane.release()
         if ticket.latest.status is Status.RUNNING:
             return  # it is run again
         ticket.tell(_turn(ticket.job_id))
@@ -251,6 +253,7 @@ class RunLoop:
             self._lane.release()
             await self._complete(ticket, run.result())
         elif isinstance(error, Busy | NoRoute) and ticket.ending is None:
+            ticket.lost_a_hop |= ticket.latest.status is Status.RUNNING
             ticket.job = replace(ticket.job, status=Status.QUEUED, attempts=ticket.job.attempts - 1)
             self._lane.put_back(ticket)
             return error
