@@ -11,7 +11,6 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-import io
 import pickle
 import re
 import secrets
@@ -71,6 +70,7 @@ from mesh.interventions.jail.standins import (
     progress_modules,
     unavailable,
 )
+from mesh.interventions.jail.storages import WRITTEN_AS, load_storage
 
 _BUILTINS = guarded_builtins()
 _LOAD = serialization._load_function
@@ -229,10 +229,6 @@ def _fenced_class_state(made: type, state: tuple[dict[str, Any], dict[str, Any]]
     return filled
 
 
-def _load_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 _BY_VALUE = "cloudpickle.cloudpickle.dynamic_subimport"
 _REPLACED: dict[str, Any] = {
     "nnsight.intervention.serialization._fill": refusing_incomplete(_fenced_fill),
@@ -242,7 +238,7 @@ _REPLACED: dict[str, Any] = {
     "_frozen_importlib.ModuleSpec": Nothing,
     "_frozen_importlib_external.SourceFileLoader": Nothing,
     "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,
-    "torch.storage._load_from_bytes": _load_storage,
+    ".".join(WRITTEN_AS): load_storage,
     "builtins.getattr": _fenced_getattr,
     "torch._C._VariableFunctionsClass": _TorchFunctions,
     "__future__._Feature": Nothing,

@@ -19,6 +19,7 @@ from nnsight.intervention import serialization
 
 from mesh.errors import BadRequest
 from mesh.interventions.jail.standins import NamedOnly
+from mesh.interventions.jail.storages import WRITTEN_AS, load_storage
 
 _CLASS = "__class__"
 _REFUSAL = "__refusal__"
@@ -121,6 +122,8 @@ class CompleteUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[mis
 
     def find_class(self, module: str, name: str) -> Any:
         """A global by name; for what is not here, a stand-in that says so when it is used."""
+        if (module, name) == WRITTEN_AS:
+            return load_storage
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError) as error:

@@ -47,6 +47,8 @@ from tests.interventions.worlds import equal, module_of, whole
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 WHOLE = LayerRange(0, 6)
 
+_NEWER = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+
 Trace = Callable[[TransformersModel], Any]
 
 
@@ -260,6 +262,27 @@ async def test_objects_of_the_client_s_own_classes_come_back(here: Bench, truste
     assert saved["plain"] == SimpleNamespace(layer=2)
     assert type(saved["trained"]["probe"]) is own_module.Probe
     equal(saved["trained"]["probe"].state_dict(), probe.state_dict(), 0.0)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_the_client_s_tensors_come_in_every_number_format_and_from_every_device(
+    here: Bench, trusted: bool
+) -> None:
+    given = [torch.arange(6.0), *(torch.arange(6.0).to(each)[2:] for each in _NEWER)]
+
+    def using(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            back = nnsight.save([*given, given[0].device.type])
+
+    request = await asyncio.to_thread(request_of, using, compress=False)
+    elsewhere = request.replace(b"X\x03\x00\x00\x00cpu", b"X\x03\x00\x00\x00mps")
+    assert elsewhere != request
+    here.trusted = trusted
+    result = await here.run(elsewhere, here.place("llama", 1), compress=False)
+    *back, where = loaded(result, compress=False)["back"]
+    assert where == "cpu"
+    assert [each.dtype for each in back] == [torch.float32, *_NEWER]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(given, back, strict=True))
 
 
 async def test_what_cannot_be_saved_is_named(here: Bench) -> None:
