@@ -64,6 +64,13 @@ def flood(payload: bytes, channel: socket.socket) -> bytes:
         print("x" * 100)
 
 
+def spilling(payload: bytes, channel: socket.socket) -> bytes:
+    """Print as many lines of 100 characters as the payload says."""
+    for _ in range(int(payload)):
+        print("x" * 99)
+    return b"done"
+
+
 def breaking_lines(payload: bytes, channel: socket.socket) -> bytes:
     """Print empty lines, a million at once."""
     print("\n" * 1_000_000)

@@ -125,6 +125,22 @@ async def test_output_is_bounded_in_rate_and_amount(jail: Jail) -> None:
     assert 0 < sum(map(len, few)) < 160 << 10  # a second's worth, and what the pipe held
 
 
+async def test_a_job_that_prints_fast_is_told_that_it_waits_and_does_not_for_what_is_dropped(
+    jail: Jail,
+) -> None:
+    texts: list[str] = []
+    limits = JobLimits(wall_s=10, log_bytes=256 << 10, log_bytes_per_s=256 << 10)
+    outcome = await run(jail, "spilling", b"100000", limits, texts.append)
+    assert outcome.result == b"done"
+    lines = "\n".join(texts).split("\n")
+    said = "(it prints more than 256 KiB a second: its prints wait, and so does the job)"
+    assert lines.count(said) == 1
+    assert lines[-1] == "(the output limit is reached; the rest is dropped)"
+    few: list[str] = []
+    await run(jail, "spilling", b"500", limits, few.append)  # the pipe holds it
+    assert said not in "\n".join(few)
+
+
 async def test_short_lines_come_many_at_a_time(jail: Jail) -> None:
     texts: list[str] = []
     limits = JobLimits(wall_s=1.5, log_bytes=64 << 10, log_bytes_per_s=256 << 10)
