@@ -21,7 +21,6 @@ from nnsight.tracing.tracer import Tracer
 from RestrictedPython.Guards import (
     guarded_iter_unpack_sequence,
     guarded_unpack_sequence,
-    safe_builtins,
 )
 from RestrictedPython.transformer import INSPECT_ATTRIBUTES
 
@@ -358,14 +357,11 @@ def guarded_builtins(suffix: str = "") -> dict[str, Any]:
     With a `suffix` that nobody knows, no variable that comes along can take a guard's place.
     """
     guards = {name + suffix: guard for name, guard in _GUARDS.items()}
-    exceptions = {n: v for n, v in safe_builtins.items() if isinstance(v, type)
+    exceptions = {n: v for n, v in vars(builtins).items() if isinstance(v, type)
                   and issubclass(v, BaseException)}  # fmt: skip
     return {
         **exceptions,
         **{name: getattr(builtins, name) for name in allowed.BUILTINS},
-        "StopAsyncIteration": StopAsyncIteration,
-        "TimeoutError": TimeoutError,
-        "RecursionError": RecursionError,
         # A class takes its module from here; `dataclass` wants one that exists.
         "__name__": "builtins",
         # Statements go by `_import_`; this is what compiled code fetches its own parts with, at

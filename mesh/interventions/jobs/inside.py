@@ -265,17 +265,11 @@ def _require_writable(name: str, value: Any) -> None:
 
 def _told(raised: BaseException) -> str:
     """The traceback with the author's own lines, where it has any."""
-    seen: set[int] = set()
-    error: BaseException | None = raised
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    for error in _with_what_led_to_it(raised):
         kept = filter_traceback(error.__traceback__, _is_theirs)
         if kept is None and not _is_ours(error):
             kept = filter_traceback(error.__traceback__, _is_the_model_s)
         error.__traceback__ = kept
-        if isinstance(error.__context__, WithBlockNotFoundError):
-            error.__context__ = None  # how nnsight finds out that a backward() has no block
-        error = error.__cause__ or error.__context__
     text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
@@ -291,6 +285,22 @@ def _told(raised: BaseException) -> str:
             " runs this node to raise jobs.memory_mb."
         )
     return text
+
+
+def _with_what_led_to_it(raised: BaseException) -> list[BaseException]:
+    """All errors that are told beside `raised`, itself first."""
+    found: dict[int, BaseException] = {}
+    left: list[BaseException | None] = [raised]
+    while left:
+        error = left.pop()
+        if error is None or id(error) in found:
+            continue
+        found[id(error)] = error
+        if isinstance(error.__context__, WithBlockNotFoundError):
+            error.__context__ = None  # how nnsight finds out that a backward() has no block
+        left += [error.__cause__, error.__context__]
+        left += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return list(found.values())
 
 
 def _is_ours(error: BaseException) -> bool:

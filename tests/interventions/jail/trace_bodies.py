@@ -313,6 +313,8 @@ def exceptions_and_conditions(m: Any, x: torch.Tensor, backend: Backend) -> Name
             hidden.reshape(5, 5)
         except RuntimeError as error:
             message = nnsight.save("shape" in str(error))
+        many = ExceptionGroup("many", [ConnectionError("one"), *[ValueError("other")] * 2])
+        others = nnsight.save(len(many.subgroup(ValueError).exceptions))
         found = nnsight.save("big" if (largest := float(hidden.max())) > 100 else "small")
         assert largest < 1000
         del hidden

@@ -322,6 +322,26 @@ async def test_an_error_shows_the_author_s_own_line_and_nothing_of_ours(here: Be
     assert "mesh/interventions" not in text
 
 
+async def test_errors_in_a_group_show_the_author_s_lines_alone(here: Bench) -> None:
+    def failing(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            hidden = model.model.layers[3].output
+            errors = []
+            try:
+                torch.nn.functional.layer_norm(hidden, (7,))
+            except RuntimeError as error:
+                errors.append(error)
+            raise ExceptionGroup("all of them", errors)
+
+    here.trusted = False
+    with pytest.raises(JobFailed, match="layer_norm") as failed:
+        await run(here, failing)
+    text = str(failed.value)
+    assert "ExceptionGroup: all of them (1 sub-exception)" in text
+    assert text.count("test_runner.py") == 2
+    assert "site-packages" not in text
+
+
 async def test_an_error_with_much_to_say_has_its_line_and_its_end(here: Bench) -> None:
     def failing(model: TransformersModel) -> None:
         with model.trace(PROMPT):
