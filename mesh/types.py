@@ -293,7 +293,8 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True)
 class ShardHealth:
-    """What a shard reports of itself. Latencies are milliseconds per recent step."""
+    """What a shard reports of itself. Latencies are milliseconds per recent step of chats. `jobs`
+    are those of nnsight clients that use it now, `jobs_so_far` all that have."""
 
     online: bool
     last_seen: Moment
@@ -303,6 +304,8 @@ class ShardHealth:
     active_streams: Count
     memory: ShardMemory | None = None
     """What it takes now; None when its host does not say."""
+    jobs: Count = 0
+    jobs_so_far: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ class _Health:
 
 
 _SINCE = ("embeds", "head", "kv_tokens", "halved", "quant", "own_quant", "short_rows")
+_HEALTH_SINCE = ("memory", "jobs", "jobs_so_far")
 """Said only where there is something to say: earlier versions have none of them."""
 
 
@@ -42,8 +43,9 @@ def encode(advertisement: Advertisement) -> dict[str, Any]:
     fields = codec.plain(shard) | {"advertised_at": shard.advertised_at.isoformat()}
     more = {name: value for name in _SINCE if (value := fields.pop(name))}
     said = codec.plain(health) | {"last_seen": health.last_seen.isoformat()}
-    if health.memory is None:
-        del said["memory"]
+    for name in _HEALTH_SINCE:
+        if not said[name]:
+            del said[name]
     return {**fields, "health": said, **more}
 
 

@@ -131,8 +131,10 @@ class House(World):
     def use(self, deployment: Deployment) -> Use:
         wish, asker = deployment.wish, self._held.askers.get(deployment.wish.model_id)
         healths = [each.health for each in self._shards(wish.model_id, wish.weights_sha256)]
-        is_busy = any(each.active_streams or each.queue_depth for each in healths)
-        signs = tuple((each.p50_latency_ms, each.p95_latency_ms) for each in healths)
+        is_busy = any(each.active_streams or each.queue_depth or each.jobs for each in healths)
+        signs = tuple(
+            (each.p50_latency_ms, each.p95_latency_ms, each.jobs_so_far) for each in healths
+        )
         is_asked = self._awaits(wish.model_id) or (asker is not None and asker.is_busy)
         return Use(is_busy or is_asked, signs)
 

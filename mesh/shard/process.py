@@ -339,7 +339,10 @@ class ShardProcess(Worker):
 
 
 async def _report_of(held: HeldShard) -> ShardReport:
-    health = replace(await held.server.health(), memory=held.memory)
+    health = replace(
+        await held.server.health(),
+        memory=held.memory, jobs=held.taps.sessions, jobs_so_far=held.taps.sessions_so_far,
+    )  # fmt: skip
     return ShardReport(held.server.descriptor.shard_id, health, held.server.load_now())
 
 

@@ -71,6 +71,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         draw(st.booleans()), draw(moments), draw(durations), draw(durations),
         draw(counts), draw(counts),
         draw(st.none() | st.builds(ShardMemory, counts, counts, counts)),
+        draw(counts), draw(counts),
     )  # fmt: skip
     return Advertisement(descriptor, health)
 

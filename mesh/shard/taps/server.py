@@ -248,6 +248,7 @@ class TapServer:
             ),
         )
         """Intervention sessions, and what they hold, by who asked for them."""
+        self.sessions_so_far = 0
         self._sessions: set[JobSession] = set()
         self._tree: SpanTree | None = None
         self._borrows = False
@@ -281,6 +282,7 @@ class TapServer:
             )
         session = JobSession(self, request.session, owner, layers)
         self._sessions.add(session)
+        self.sessions_so_far += 1
         return session
 
     async def tap(self, layers: LayerRange) -> TapSession:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import nnsight
 import pytest
@@ -24,15 +24,24 @@ import pytest_asyncio
 import torch
 from nnsight.modeling.transformers import TransformersModel
 
+from mesh.clock import SystemClock
+from mesh.config import Config
+from mesh.deployments.wishes import Deployment
+from mesh.discovery.directory import ShardStore
 from mesh.errors import BadRequest, Busy, JobFailed, NoRoute
 from mesh.interventions.jobs import runner as runner_module
+from mesh.node.deploying import House
+from mesh.node.holdings import Holdings
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange
+from mesh.types import LayerRange, NodeId
+from tests import secure
+from tests.deployments.test_waking import WISH
 from tests.interventions.cases import PROMPT
 from tests.interventions.jail import own_module
 from tests.interventions.jail.processes import warmed_parent
 from tests.interventions.jobworld import (
     LIMITS,
+    ROUTES,
     Bench,
     as_client,
     bench,
@@ -43,6 +52,12 @@ from tests.interventions.jobworld import (
     shards,
 )
 from tests.interventions.worlds import equal, module_of, whole
+from tests.node.test_holdings import tls
+from tests.pipeline.test_supervisor import Owner
+from tests.waiting import until
+
+if TYPE_CHECKING:
+    from mesh.hearth.network import Network
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 WHOLE = LayerRange(0, 6)
@@ -647,6 +662,29 @@ async def test_a_job_that_loses_its_hops_twice_says_so(here: Bench, tmp_path: Pa
     assert "node, which ran layers 0-5, was lost" in str(failed.value)
     assert isinstance(failed.value, JobFailed)
     assert failed.value.took["hops"] == ("node",)
+
+
+async def test_a_job_is_use_of_the_model_while_it_runs_and_is_seen_afterwards(
+    here: Bench, host: ShardSupervisor
+) -> None:
+    """Or a deployment that only jobs use would rest."""
+    config = await asyncio.to_thread(Config)
+    held = Holdings(config, secure.KEY, [], Owner(), tls)
+    held.host = host
+    store = ShardStore(SystemClock(), expiry_s=9.0)
+    house = House(config, NodeId("me"), held, cast("Network", None), store, lambda model: False)
+    (offer,) = served(host, family="llama", spans=ROUTES[1])
+    shard = offer.shard.descriptor
+    wish = dataclasses.replace(WISH, model_id=shard.model_id, weights_sha256=shard.weights_sha256)
+    deployment = Deployment(wish, None, "", NodeId("me"), 0)
+    before = house.use(deployment)
+    assert not before.is_busy
+    request = await asyncio.to_thread(request_of, lingering)
+    job = asyncio.create_task(here.run(request, here.place("llama", 1)))
+    await until(lambda: house.use(deployment).is_busy)
+    await job
+    await until(lambda: not house.use(deployment).is_busy)
+    assert house.use(deployment).signs != before.signs
 
 
 async def test_the_death_of_the_warmed_parent_is_survived(here: Bench) -> None:
