@@ -103,6 +103,11 @@ class StatePaths:
         return self.root / "named-checkpoints.json"
 
     @property
+    def begun_pulls(self) -> Path:
+        """The pulls that have not ended (0600); see `mesh.transfers.begun`."""
+        return self.root / "pulls.json"
+
+    @property
     def models_dir(self) -> Path:
         """Checkpoints that were put here for this node, a folder each, called like the model."""
         return self.root / "models"

@@ -10,7 +10,8 @@ from starlette.routing import Route
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings
 from mesh.errors import BadRequest
-from mesh.transfers.pulls import Pulls, PullWish
+from mesh.transfers.begun import PullWish
+from mesh.transfers.pulls import Pulls
 from mesh.types import LayerRange
 
 _PATH = "/mesh/v1/weights"
@@ -18,7 +19,7 @@ _PATH = "/mesh/v1/weights"
 
 class PullWeightsBody(Strict):
     """The body of `POST /mesh/v1/weights/pull`. `layers` are ranges ``LO-HI``, inclusive; left out,
-    everything is fetched. `source` is ``hub`` or the name of a node."""
+    everything is fetched. `source` is ``hub`` or the name or id of a node."""
 
     model: str = Field(min_length=1, max_length=512)
     layers: list[str] | None = Field(default=None, max_length=64)

@@ -60,8 +60,9 @@ def pull(  # noqa: PLR0913 - flags
     """Fetch a model to this machine's disk, or only some of its layers.
 
     What neighbours have comes from them, several at once; else it comes from the hub, once for the
-    whole hearth. The daemon fetches it: Ctrl-C ends this command, and --cancel the fetch. One that
-    was ended in whatever way goes on where it stopped when it is pulled again.
+    whole hearth. The daemon fetches it, and goes on when it is started again: Ctrl-C ends this
+    command, and --cancel the fetch. One that was ended or has failed goes on where it stopped when
+    it is pulled again.
     """
     if cancel:
         if layers or not ends or source or revision != "main" or drop or not wait:

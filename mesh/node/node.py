@@ -124,7 +124,7 @@ class Node:
         tls = await network.tls_material()
         await self._held.start(self._addresses[0])
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
-        self.weights.start(tls)
+        await self.weights.start(tls)
         self._jobs.first_command = wiring.start_jobs(self._config, self._key, tls)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, self._jobs, *watchers)

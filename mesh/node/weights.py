@@ -22,7 +22,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.node import wiring
 from mesh.node.holdings import Holdings
-from mesh.paths import cache_dir
+from mesh.paths import StatePaths, cache_dir
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import PullContext, Pulls, meant
@@ -71,16 +71,19 @@ class Weights:
             None, self._changed, self._notify, is_used=lambda: held.is_used
         )
         self.fetcher.repairs.on_repaired = held.distrust
-        around = PullContext(lambda: self._peers, self._in_use, self._notify, cache_dir())
+        begun = StatePaths(config.state_dir).begun_pulls
+        around = PullContext(lambda: self._peers, self._in_use, self._notify, cache_dir(), begun)
         self.pulls = Pulls(self.fetcher, around)
 
-    def start(self, tls: TlsMaterial) -> None:
-        """Begin to serve, where this node belongs to a hearth; fetching begins when asked for."""
+    async def start(self, tls: TlsMaterial) -> None:
+        """Begin to serve, where this node belongs to a hearth, and go on with what was pulled;
+        other fetching begins when asked for."""
         models = list(self._models.values())
         start = wiring.start_fetcher(self._config, self._key, models, self._address, tls)
         self.fetcher.first_command = start
         if self._config.is_distributed:
             self.fetcher.start()
+        await self.pulls.go_on()
         spawn(self._reread_all(), "read weights again", among=self._rereading)
 
     async def stop(self) -> None:

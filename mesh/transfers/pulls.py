@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,17 @@ from mesh.errors import (
     ModelNotFound,
     as_mesh_error,
 )
+from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
 from mesh.paths import expanded
 from mesh.processes.tasks import end, spawn
+from mesh.transfers.begun import BegunPull, BegunPulls, PullWish
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
 from mesh.transfers.shelf import Holding
-from mesh.transfers.supervisor import FetcherSupervisor, OnOrder
-from mesh.types import LayerRange, ModelId
+from mesh.transfers.supervisor import FetcherSupervisor
+from mesh.types import ModelId, NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +44,6 @@ MAX_PULLS = 64
 _LONGEST_WAIT_S = 30.0
 
 Notify = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PullWish:
-    """What is to be pulled: `layers` None for all; `source` is '' for wherever it is, ``hub``, or
-    the name of a node."""
-
-    model: str
-    layers: tuple[LayerRange, ...] | None = None
-    ends: bool = True
-    source: str = ""
-    revision: str = "main"
-    drop: bool = False
 
 
 @dataclass(slots=True)
@@ -78,14 +67,20 @@ class PullContext:
     in_use: Callable[[], Collection[Path]]
     notify: Notify
     cache_dir: Path
+    begun: Path
+    """The file with what has not ended."""
 
 
 class Pulls:
-    """Starts pulls and remembers how they ended."""
+    """Starts pulls and remembers how they ended; `go_on` with those of the last start first."""
+
+    go_on_s: float = 5.0
+    """By then this node has found its neighbours, and asks no hub in their place."""
 
     def __init__(self, fetcher: FetcherSupervisor, around: PullContext) -> None:
         self._fetcher = fetcher
         self._around = around
+        self._begun = BegunPulls(around.begun)
         self._pulls: dict[str, _Pull] = {}
         self._numbers = itertools.count(1)
 
@@ -133,13 +128,19 @@ class Pulls:
         Raises ModelNotFound for a name that means nothing, BadRequest for one that means several
         things, Busy when too many run.
         """
-        name = str(next(self._numbers))
-        work = self._find(wish, lambda order: self._ordered(name, order))
+        begun = self._meant(wish)
         self._forget_old()
-        task = spawn(self._run(name, work), f"pull {wish.model}")
-        self._pulls[name] = _Pull(name, wish.model, task)
-        self._around.notify("pull_started", {"pull": name, "model": wish.model})
+        name = str(next(self._numbers))
+        self._begin(name, begun)
         return {"pull": name}
+
+    async def go_on(self) -> None:
+        """Take up the pulls that had not ended when this node did, under the names they had."""
+        begun = await self._begun.read()
+        last = max((int(name) for name in begun if name.isdecimal()), default=0)
+        self._numbers = itertools.count(last + 1)
+        for name, each in begun.items():
+            self._begin(name, each, after_s=self.go_on_s)
 
     async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
         """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
@@ -158,6 +159,7 @@ class Pulls:
         """End a pull; what came is kept."""
         pull = self._require(name)
         await end([pull.task])
+        await self._begun.remove(name)
         return await self.outcome(name, 0.0)
 
     async def remove(self, model: str) -> dict[str, Any]:
@@ -175,27 +177,21 @@ class Pulls:
         return {"removed": holding.model_id, "bytes": holding.here_bytes}
 
     async def close(self) -> None:
-        """End what runs."""
+        """End what runs; the next start goes on with it."""
         await end([pull.task for pull in self._pulls.values()])
 
     # Private
 
-    def _ordered(self, name: str, order: str) -> None:
-        self._require(name).order = order
-
-    def _find(self, wish: PullWish, on_order: OnOrder) -> Awaitable[Path]:
-        if wish.model.startswith((".", "/", "~")):
-            return self._offer(expanded(wish.model))
-        fetcher = self._fetcher
-        peers = [
-            peer for peer in self._around.peers() if wish.source in ("", peer.node_name, peer.node)
-        ]
-        known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
+    def _meant(self, wish: PullWish) -> BegunPull:
+        if _is_path(wish.model):
+            return BegunPull(wish)
+        peers = self._around.peers()
+        if wish.source not in ("", "hub"):
+            wish = replace(wish, source=_only_node(wish.source, peers))
+            peers = [peer for peer in peers if peer.node == wish.source]
+        known = meant(wish.model, peers, () if wish.source else self._fetcher.holdings)
         if known is not None and wish.source != "hub":
-            sources = tuple({peer.node for peer in peers}) if wish.source else ()
-            return fetcher.ensure(
-                *known, wish.layers, ends=wish.ends, sources=sources, on_order=on_order
-            )
+            return BegunPull(wish, known)
         repository, _ = split_name(wish.model)
         if wish.source not in ("", "hub") or REPOSITORY.fullmatch(repository) is None:
             raise ModelNotFound(
@@ -203,7 +199,30 @@ class Pulls:
                 fix="See `hearthnet list` for what there is; the hub's models are ORG/NAME.",
                 param="model",
             )
-        return fetcher.pull(
+        return BegunPull(wish)
+
+    def _begin(self, name: str, begun: BegunPull, *, after_s: float = 0.0) -> None:
+        model = begun.wish.model
+        task = spawn(self._run(name, begun, after_s), f"pull {model}")
+        self._pulls[name] = _Pull(name, model, task)
+        self._around.notify("pull_started", {"pull": name, "model": model})
+
+    async def _fetch(self, name: str, begun: BegunPull, after_s: float) -> Path:
+        await self._begun.put(name, begun)
+        await asyncio.sleep(after_s)
+        wish, fetcher = begun.wish, self._fetcher
+
+        def on_order(order: str) -> None:
+            self._require(name).order = order
+
+        if _is_path(wish.model):
+            return await self._offer(expanded(wish.model))
+        if begun.meant is not None:
+            sources = (NodeId(wish.source),) if wish.source else ()
+            return await fetcher.ensure(
+                *begun.meant, wish.layers, ends=wish.ends, sources=sources, on_order=on_order
+            )  # fmt: skip
+        return await fetcher.pull(
             wish.model, wish.layers, revision=wish.revision, ends=wish.ends, drop=wish.drop,
             hub_alone=wish.source == "hub", on_order=on_order,
         )  # fmt: skip
@@ -216,10 +235,10 @@ class Pulls:
         self._fetcher.offer(LocalCheckpoint(manifest.model_id, manifest.path))
         return directory
 
-    async def _run(self, name: str, work: Awaitable[Path]) -> None:
+    async def _run(self, name: str, begun: BegunPull, after_s: float) -> None:
         pull: _Pull | None = None
         try:
-            directory = await as_mesh_error(work, "the pull")
+            directory = await as_mesh_error(self._fetch(name, begun, after_s), "the pull")
             pull = self._pulls[name]
             pull.state, pull.directory = "done", directory
             self._around.notify("pull_done", {"pull": name, "model": pull.model})
@@ -234,6 +253,7 @@ class Pulls:
                 pull.state, pull.error = "failed", Busy("It was cancelled.", fix="Pull it again.")
                 self._around.notify("pull_cancelled", {"pull": name, "model": pull.model})
             pull.ended.set()
+        await self._begun.remove(name)
 
     def _transfer(self, pull: _Pull) -> dict[str, Any] | None:
         found = (each for each in self._fetcher.transfers if each.id == pull.order)
@@ -284,6 +304,28 @@ def _means(text: str, model_id: str, sha256: str) -> bool:
     """Whether a name, perhaps with the beginning of the hash behind ``@``, is this checkpoint's."""
     name, _, digits = text.partition("@")
     return bool(sha256) and name == model_id and sha256.startswith(digits)
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith((".", "/", "~"))
+
+
+def _only_node(who: str, peers: Sequence[PeerHolding]) -> NodeId:
+    known = [(peer.node, peer.node_name) for peer in peers]
+    found = nodes_meant(who, known)
+    if len(found) > 1:
+        raise BadRequest(
+            f"{len(found)} nodes are called {who!r}.",
+            fix=f"Name one of: {told_apart(known)}.",
+            param="source",
+        )
+    if not found:
+        raise ModelNotFound(
+            f"No node that is up and has models is called {who!r}.",
+            fix="See `hearthnet peers`.",
+            param="source",
+        )
+    return found[0]
 
 
 def _only(model: str, held: list[Holding]) -> Holding:

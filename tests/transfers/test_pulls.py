@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mesh.errors import BadRequest
+from mesh.identity.keys import short_id
 from mesh.models.manifest import read_manifest
-from mesh.transfers.pulls import PullContext, Pulls, PullWish
+from mesh.transfers.begun import PullWish
+from mesh.transfers.commands import PeerHolding
+from mesh.transfers.pulls import PullContext, Pulls
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
-from tests.transfers.house import MODEL, house, up
+from tests.transfers.house import MODEL, Fetcher, house, up
 from tests.transfers.test_fetcher import sent
+
+
+def pulls_of(taker: Fetcher, peers: Callable[[], Sequence[PeerHolding]], root: Path) -> Pulls:
+    def ignore(kind: str, fields: dict[str, Any]) -> None:
+        pass
+
+    files = root / "cache", root / "pulls.json"
+    return Pulls(taker.supervisor, PullContext(peers, tuple, ignore, *files))
 
 
 async def test_each_of_two_pulls_of_a_model_says_how_far_it_is_itself(tmp_path: Path) -> None:
@@ -25,8 +41,7 @@ async def test_each_of_two_pulls_of_a_model_says_how_far_it_is_itself(tmp_path: 
         taker = made.start("taker")
         await up(giver, taker)
         made.introduce()
-        around = PullContext(giver.holding, tuple, lambda kind, fields: None, tmp_path / "cache")
-        pulls = Pulls(taker.supervisor, around)
+        pulls = pulls_of(taker, giver.holding, tmp_path)
         first, second = (
             pulls.start(PullWish(MODEL, (LayerRange(layer, layer + 1),), ends=False))["pull"]
             for layer in (0, 1)
@@ -54,8 +69,7 @@ async def test_a_cancelled_pull_fetches_no_more_and_what_came_is_kept(tmp_path: 
         taker = made.start("taker")
         await up(giver, taker)
         made.introduce()
-        around = PullContext(giver.holding, tuple, lambda kind, fields: None, tmp_path / "cache")
-        pulls = Pulls(taker.supervisor, around)
+        pulls = pulls_of(taker, giver.holding, tmp_path)
         name = pulls.start(PullWish(MODEL, ends=False))["pull"]
 
         def come() -> int:
@@ -70,6 +84,9 @@ async def test_a_cancelled_pull_fetches_no_more_and_what_came_is_kept(tmp_path: 
         ended = await pulls.cancel(name)
         assert (ended["state"], ended["error"]["message"]) == ("failed", "It was cancelled.")
         assert pulls.view()["pulls"] == []
+        after = pulls_of(taker, giver.holding, tmp_path)
+        await after.go_on()
+        assert after.view()["pulls"] == []
         async with asyncio.timeout(20):
             while pulls.view()["transfers"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -90,8 +107,7 @@ async def test_what_is_pulled_from_one_node_comes_from_no_other(tmp_path: Path) 
         await up(one, two, taker)
         made.introduce()
         peers = [*one.holding(), *two.holding()]
-        around = PullContext(lambda: peers, tuple, lambda kind, fields: None, tmp_path / "cache")
-        pulls = Pulls(taker.supervisor, around)
+        pulls = pulls_of(taker, lambda: peers, tmp_path)
         half = (LayerRange(0, 2),)
         for wish in (PullWish(MODEL, half, source="two"), PullWish(MODEL, source=two.key.node_id)):
             name = pulls.start(wish)["pull"]
@@ -104,3 +120,44 @@ async def test_what_is_pulled_from_one_node_comes_from_no_other(tmp_path: Path) 
         assert outcome["error"]["code"] == "transfer_failed"
         assert await sent(one) == 0
         await pulls.close()
+
+
+async def test_a_pull_goes_on_after_a_restart_though_nobody_is_found_yet(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=2)
+    async with house(tmp_path, "giver", "taker") as made:
+        giver, taker = made.start("giver", directory), made.start("taker")
+        await up(giver, taker)
+        before = pulls_of(taker, giver.holding, tmp_path)
+        name = before.start(PullWish(MODEL, source="giver"))["pull"]
+        async with asyncio.timeout(20):
+            while not before.view()["transfers"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await before.close()
+        await taker.supervisor.stop()
+
+        taker = made.start("taker")
+        await up(taker)
+        after = pulls_of(taker, tuple, tmp_path)
+        after.go_on_s = 0.0
+        await after.go_on()
+        assert after.view()["pulls"] == [{"pull": name, "model": MODEL, "transfer": None}]
+        made.introduce()
+        assert (await after.outcome(name, 20.0))["state"] == "done"
+        await after.close()
+        again = pulls_of(taker, tuple, tmp_path)
+        await again.go_on()
+        assert again.view()["pulls"] == []
+
+
+async def test_a_name_that_two_nodes_have_is_no_source(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=1)
+    async with house(tmp_path, "one", "two") as made:
+        one, two = made.start("one", directory), made.start("two")
+        await up(one, two)
+        (held,) = one.holding()
+        peers = [held, replace(held, node=two.key.node_id)]
+        pulls = pulls_of(two, lambda: peers, tmp_path)
+        with pytest.raises(BadRequest, match="2 nodes are called 'one'") as refused:
+            pulls.start(PullWish(MODEL, source="one"))
+        assert all(short_id(peer.node) in str(refused.value.fix) for peer in peers)
+        assert pulls.view()["pulls"] == []
