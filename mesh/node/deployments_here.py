@@ -78,12 +78,15 @@ class DeploymentsHere:
             lambda model: model in held.askers,
         )  # fmt: skip
 
-    def progress(self) -> NodeProgress:
-        """What neighbours are told: the spans that this node works at, and what it asks."""
+    def progress(self, *, is_paused: bool) -> NodeProgress:
+        """What neighbours are told: the spans that this node works at, or keeps back while it is
+        paused, and what it asks."""
         spans = []
         for deployment in live(self.house.deployments()):
             for shard in deployment.shards_of(self.house.node):
                 now = self.reconciler.phases.get(shard)
+                if is_paused and (now is None or now.phase is Phase.READY):
+                    now = _PAUSED
                 if now is not None and now.phase is not Phase.READY:
                     spans.append(told_of(shard, now))
         asks = [name for name, asker in self._held.askers.items() if asker.is_ready]
@@ -101,6 +104,9 @@ class DeploymentsHere:
         await self._replanner.stop()
         await self._sleeper.stop()
         await self.reconciler.stop()
+
+
+_PAUSED = PhaseProgress(Phase.AWAY, reason="it is paused, until `hearthnet resume` there")
 
 
 def told_of(shard: ShardId, now: PhaseProgress) -> SpanProgress:

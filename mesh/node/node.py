@@ -276,8 +276,8 @@ class Node:
         host, weights = self._held.host, self.weights.held()
         if host.first_command is None:
             return Serving(Offering(weights=weights))
-        progress, capacity = self._deployments.progress(), self._capacity.now()
-        offers = Offering(tuple(self._served()), weights, capacity, progress)
+        progress = self._deployments.progress(is_paused=self._is_paused)
+        offers = Offering(tuple(self._served()), weights, self._capacity.now(), progress)
         return Serving(offers, list(host.wanted))
 
     def _served(self) -> list[Advertisement]:

@@ -162,6 +162,14 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
         assert answer(node) == expected
     until(lambda: level(study) == ("HOT", "HOT"), "it is used", study)
 
+    # Who is paused keeps its layers back, and the others say why they are not there.
+    assert hearthnet("pause", node=kitchen).returncode == 0
+    (away,) = until(lambda: [s for s in row(attic)["spans"] if s["phase"] == "AWAY"], "it is away")
+    assert away["node"] == "kitchen"
+    assert "paused" in away["reason"]
+    assert hearthnet("resume", node=kitchen).returncode == 0
+    ready(*house.values())
+
     # Replicas up and down; numbers are not used again.
     assert hearthnet("scale", MODEL, "3", "--wait", node=kitchen).returncode == 0
     ready(*house.values(), replicas=3)
