@@ -45,6 +45,7 @@ from mesh.api.services import (
     MeshView,
     Services,
 )
+from mesh.api.targets import OriginForm
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import ApiKeys, Scope
 
@@ -85,6 +86,7 @@ def create_app(
             *page.routes(),
         ],
         middleware=[
+            Middleware(OriginForm),
             Middleware(RequestIds),
             Middleware(ndif.OneSlash),
             Middleware(Gate, settings=settings, access=access),

@@ -51,6 +51,24 @@ async def test_loopback_answers_to_loopback_names_only(
     assert (await http.get("/healthz", headers={"Host": host})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://127.0.0.1:1/v1/models?a=b", "evil.example", 200),
+        (b"HTTP://localhost/healthz", "localhost", 200),
+        (b"http://127.0.0.1", "127.0.0.1", 200),
+        (b"http://evil.example/v1/models", "127.0.0.1", 403),
+        (b"ftp://127.0.0.1/v1/models", "127.0.0.1", 404),
+    ],
+)
+@SHARED_LOOP
+async def test_a_host_in_the_target_counts_instead_of_the_header(
+    http: httpx.AsyncClient, target: bytes, host: str, status: int
+) -> None:
+    response = await http.get("/", headers={"Host": host}, extensions={"target": target})
+    assert response.status_code == status
+
+
 async def test_web_pages_of_other_origins_are_refused(http: httpx.AsyncClient, api: Served) -> None:
     for origin, status in [
         (api.url, 200),
