@@ -57,10 +57,20 @@ async def bring_up(client: Client, model: str, error: MeshError | None = None) -
 
 async def is_deployed(client: Client, model: str) -> bool:
     """Whether whoever asks it waits while it comes up."""
+    return any(model == each["model_id"] for each in await _deployments(client))
+
+
+async def deployed_and_up(client: Client) -> list[str]:
+    """The deployed models of which every layer is served by somebody."""
+    rows = await _deployments(client)
+    return [row["model_id"] for row in rows if not row["resting"] and not row["missing"]]
+
+
+async def _deployments(client: Client) -> list[dict[str, Any]]:
     try:
-        return any(model == each["model_id"] for each in await client.deployments())
-    except NotFound:
-        return False
+        return await client.deployments()
+    except NotFound:  # a daemon that deploys nothing
+        return []
 
 
 def _unknown(model: str) -> ModelNotFound:

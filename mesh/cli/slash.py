@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli import lens, why
-from mesh.cli.bringing_up import is_deployed
+from mesh.cli.bringing_up import deployed_and_up, is_deployed
 from mesh.cli.conversation import SETTINGS, Conversation
 from mesh.cli.output import one_line, route_line
 from mesh.errors import ModelNotFound
@@ -88,22 +88,28 @@ class SlashCommands:
         return [] if " " in argument else [(word, "") for word in choices()]
 
     async def choose(self, wanted: str | None) -> str:
-        """Take this model, else the first that can answer; what to say of it.
+        """Take this model, else the first that can answer here, or that is up on others; what to
+        say of it.
 
         Raises ModelNotFound.
         """
         models = await self._known()
         self._models = [str(model["id"]) for model in models]
+        chosen = wanted
+        if chosen is None:
+            can_answer = [model["id"] for model in models if model["runnable"]]
+            async with self._daemon.client() as client:
+                chosen = next(iter(can_answer or await deployed_and_up(client)), None)
         for model in models:
-            if model["id"] == wanted or (wanted is None and model["runnable"]):
-                self._chat.model = str(model["id"])
+            if model["id"] == chosen:
+                self._chat.model = str(chosen)
                 if model["runnable"]:
                     return ""
                 async with self._daemon.client() as client:
                     is_coming = await is_deployed(client, model["id"])
                 if is_coming:
-                    return f"{wanted} is not all up yet: an answer waits while it comes up"
-                return f"warning: {wanted} cannot answer now: {model['reason']}"
+                    return f"{chosen} is not all up here yet: an answer waits while it comes up"
+                return f"warning: {chosen} cannot answer now: {model['reason']}"
         names = ", ".join(map(one_line, self._models)) or "none"
         what = f"There is no model {wanted!r}" if wanted else "No model can answer now"
         raise ModelNotFound(

@@ -302,7 +302,10 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     attic, kitchen, study = house.values()
     order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
     assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
-    ready(attic, kitchen)
+    ready(attic, kitchen, study)
+    talk = hearthnet("chat", "--json", stdin="/set max_tokens 2\nTea?\n", node=study)
+    assert json.loads(talk.stdout)["usage"]["completion_tokens"] == 2, talk.stderr
+    assert f"{MODEL} is not all up here yet" in talk.stderr
     expected = answer(kitchen, 4)
     assert level(kitchen) == ("HOT", "HOT")
     # By the node that will have it rest: what others see of its use may be some seconds old.
