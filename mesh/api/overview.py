@@ -5,7 +5,7 @@ Reads what others own and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -123,12 +123,13 @@ class Overview:
                 continue
             # Without its embedding and head this node cannot ask for it.
             is_deployed = (view.model_id, view.weights_sha256) in stays
-            lacking = _lacks(_missing(view.shards, view.total_layers))
+            shards = self._reached(view.shards)
+            lacking = _lacks(_missing(shards, view.total_layers))
             reason = lacking or (ON_CALL if is_deployed else NOT_HELD)
-            level = level_of(each.health for each in view.shards).value
+            level = level_of(each.health for each in shards).value
             rows.append(
                 {
-                    **_model(view, view.shards, reason),
+                    **_model(view, shards, reason),
                     "context": None,
                     "level": level,
                     "local": False,
@@ -234,6 +235,11 @@ class Overview:
             return None
         return self._parts.verdict(peer.node_id).value
 
+    def _reached(self, shards: Iterable[Advertisement]) -> list[Advertisement]:
+        """Without those of nodes that are silent for too long: nobody is routed there."""
+        verdict = self._parts.verdict
+        return [each for each in shards if verdict(each.descriptor.host) is not Verdict.LOST]
+
     def _seen(self, shard: Advertisement) -> dict[str, Any]:
         """A peer's shard with its standing at this node's asker; None when nothing is known."""
         descriptor = shard.descriptor
@@ -244,7 +250,7 @@ class Overview:
         return {**_shard(shard), "standing": known[0] if known else None}
 
     def _local_model(self, model: LocalModel) -> dict[str, Any]:
-        shards = self._parts.store.shards(model.model_id, model.weights_sha256)
+        shards = self._reached(self._parts.store.shards(model.model_id, model.weights_sha256))
         asker = self._parts.askers.get(model.model_id)
         conflicts = self._parts.store.conflicts(model.model_id)
         return {

@@ -347,7 +347,7 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
             (
                 peer["name"],
                 (peer["id"] or "")[:6],  # one given by its address is unknown until it answers
-                peer["state"],
+                _standing(peer),
                 _version(peer),
                 None if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f}",
                 peer["address"],
@@ -356,6 +356,12 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
             for peer in peers
         ],
     )
+
+
+def _standing(peer: dict[str, Any]) -> str:
+    """``up``, or what is thought of one that is linked and silent."""
+    state, doubt = str(peer["state"]), peer.get("verdict")
+    return state if state != "up" or doubt in (None, "healthy") else str(doubt)
 
 
 def _version(peer: dict[str, Any]) -> str | None:

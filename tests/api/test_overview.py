@@ -54,6 +54,7 @@ class Household:
     host: ShardSupervisor = field(default_factory=lambda: ShardSupervisor(None, (), lambda: None))
     lacking: list[Lack] = field(default_factory=list)
     peers: list[PeerView] = field(default_factory=list)
+    verdict: Verdict = Verdict.HEALTHY
     counts: LiveCounts = field(default_factory=lambda: LiveCounts(SystemClock(), lambda: None))
 
     def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerSupervisor:
@@ -81,7 +82,7 @@ class Household:
                 node=dict, models={m.model_id: m for m in self.models}, store=self.store,
                 peers=lambda: self.peers, askers=self.askers,
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
-                verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
+                verdict=lambda _: self.verdict, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
                 accounts=list, deployments=list, counts=self.counts,
                 weights=FetcherSupervisor(None), software="hearthnet/0.2.0",
@@ -134,6 +135,18 @@ async def test_a_peer_that_is_gone_serves_nothing(home: Household) -> None:
     home.peers = [replace(linked, state=PeerState.UNREACHABLE, rtt_ms=None)]
     (row,) = home.overview.peers()
     assert row["shards"] == []
+
+
+async def test_a_peer_that_is_silent_serves_nothing_before_its_link_is_given_up(
+    home: Household,
+) -> None:
+    home.heard(far="0-7")
+    for home.verdict, missing in (
+        (Verdict.HEALTHY, []), (Verdict.SUSPECT, []), (Verdict.LOST, ["0-7"]),
+    ):  # fmt: skip
+        (row,) = home.overview.models()
+        assert row["missing"] == missing
+        assert row["nodes"] == ([] if missing else ["kitchen"])
 
 
 async def test_a_peer_of_another_version_is_said_to_be_one(home: Household) -> None:

@@ -198,6 +198,17 @@ def test_a_peer_that_never_answered_is_listed_by_its_address(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("verdict", "state"), [("healthy", "up"), ("suspect", "suspect"), ("lost", "lost")]
+)
+def test_a_peer_that_is_silent_is_not_said_to_be_up(
+    verdict: str, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"id": None, "name": "attic", "address": "a:1", "state": "up", "rtt_ms": None}
+    print_peers([{**row, "verdict": verdict, "shards": []}])
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == state
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says by its clock when it booted")
 def test_a_daemon_is_found_after_the_wall_clock_was_set(tmp_path: Path) -> None:
     file = tmp_path / "daemon.json"
