@@ -74,9 +74,13 @@ def _listed(picture: dict[str, Any]) -> None:
     print_table(["model", "weights", "layers here", "size", "stored as", ""], rows)
     for transfer in picture["transfers"]:
         say(f"fetching {transfer['model_id']}: {transfer_line(transfer)}")
+    told = {transfer["id"] for transfer in picture["transfers"]}
+    for pull in picture["pulls"]:
+        if pull["transfer"] not in told:
+            say(f"fetching {pull['model']}: looking for it")
     here = {row["weights_sha256"] for row in picture["models"]}
     for row in picture["neighbours"]:
-        names = ", ".join(each["name"] for each in row["nodes"])
+        names = ", ".join(name for _, name in _called(row["nodes"]))
         if row["weights_sha256"] not in here:
             say(f"nearby: {row['id']} ({row['weights_sha256'][:12] or 'being fetched'}) on {names}")
 
@@ -94,10 +98,18 @@ def _shown(found: dict[str, Any]) -> None:
     if not found["here"]:
         note("nothing of it is here")
     for row in found["neighbours"]:
-        for node in row["nodes"]:
+        for node, name in _called(row["nodes"]):
             ends = " and ends" if node["ends"] else ""
             spans = ", ".join(node["layers"]) or "no whole layer"
-            say(f"{node['name']} has {spans}{ends} of {row['weights_sha256'][:12]}")
+            say(f"{name} has {spans}{ends} of {row['weights_sha256'][:12]}")
+
+
+def _called(nodes: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """Nodes with what to call them: two that share a name by how their ids begin as well."""
+    from mesh.identity.naming import called
+
+    names = called((node["node_id"], node["name"]) for node in nodes)
+    return [(node, names[node["node_id"]]) for node in nodes]
 
 
 def _layers(row: dict[str, Any]) -> str:

@@ -279,3 +279,27 @@ async def test_a_pull_that_is_left_before_it_hears_how_it_goes_says_that_it_goes
         _, err = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 130
     assert b"The daemon goes on fetching toy" in err
+
+
+async def test_two_nodes_of_one_name_are_told_apart_where_models_lie(hearthnet: Run) -> None:
+    nodes = [
+        {"node_id": f"hn1{start}", "name": "attic", "layers": ["0-1"], "ends": False}
+        for start in ("abcdefgh", "bcdefghi")
+    ]
+    row = {"id": "toy", "weights_sha256": "ab" * 32, "nodes": nodes}
+    empty: dict[str, list[object]] = {"models": [], "transfers": [], "pulls": []}
+    body = json.dumps({**empty, "neighbours": [row]}).encode()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
+        host = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        listed = await hearthnet("list", "--host", host)
+        shown = await hearthnet("show", "toy", "--host", host)
+    assert "on abcdef (attic), bcdefg (attic)" in listed.out
+    assert "abcdef (attic) has 0-1" in shown.out
+    assert "bcdefg (attic) has 0-1" in shown.out

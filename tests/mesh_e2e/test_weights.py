@@ -144,7 +144,11 @@ def test_a_pull_goes_on_without_its_command_and_ends_when_it_is_cancelled(
     _, said = pulling.communicate(timeout=30)
     assert pulling.returncode == 130
     assert "The daemon goes on fetching toy" in said
+    sofa.kill()
+    sofa.start()
+    sofa.wait_up()
     assert [each["model"] for each in sofa.get("/mesh/v1/weights")["pulls"]] == ["toy"]
+    assert "fetching toy: " in verb(sofa, "list").stdout
     refused = verb(sofa, "pull", "--cancel", "toy", "--layers", "0-3")
     assert (refused.returncode, "no other option" in refused.stderr) == (2, True)
     cancelled = verb(sofa, "pull", "--cancel", "toy")
