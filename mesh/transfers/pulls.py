@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 
-from mesh.clock import set_within
+from mesh.clock import backoff_s, set_within
 from mesh.errors import (
     BadRequest,
     Busy,
     MeshError,
     ModelInUse,
     ModelNotFound,
+    TransferFailed,
     as_mesh_error,
 )
 from mesh.identity.naming import nodes_meant, told_apart
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 MAX_PULLS = 64
 """Pulls that are remembered, most of them ended."""
 _LONGEST_WAIT_S = 30.0
+_TRIES, _LONGEST_REST_S = 20, 300.0
+"""Of a pull that goes on after a restart: an hour at least."""
 
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -131,7 +134,7 @@ class Pulls:
         begun = self._meant(wish)
         self._forget_old()
         name = str(next(self._numbers))
-        self._begin(name, begun)
+        self._begin(name, begun, self._fetch(name, begun))
         return {"pull": name}
 
     async def go_on(self) -> None:
@@ -140,7 +143,7 @@ class Pulls:
         last = max((int(name) for name in begun if name.isdecimal()), default=0)
         self._numbers = itertools.count(last + 1)
         for name, each in begun.items():
-            self._begin(name, each, after_s=self.go_on_s)
+            self._begin(name, each, self._goes_on(name, each))
 
     async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
         """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
@@ -201,15 +204,25 @@ class Pulls:
             )
         return BegunPull(wish)
 
-    def _begin(self, name: str, begun: BegunPull, *, after_s: float = 0.0) -> None:
+    def _begin(self, name: str, begun: BegunPull, work: Coroutine[Any, Any, Path]) -> None:
         model = begun.wish.model
-        task = spawn(self._run(name, begun, after_s), f"pull {model}")
+        task = spawn(self._run(name, work), f"pull {model}")
         self._pulls[name] = _Pull(name, model, task)
         self._around.notify("pull_started", {"pull": name, "model": model})
 
-    async def _fetch(self, name: str, begun: BegunPull, after_s: float) -> Path:
+    async def _goes_on(self, name: str, begun: BegunPull) -> Path:
+        """As `_fetch`; whoever has it, or the way to the hub, may be up later than this node."""
+        await asyncio.sleep(self.go_on_s)
+        for count in range(1, _TRIES):
+            try:
+                return await self._fetch(name, begun)
+            except TransferFailed as error:
+                logger.warning("%s is still to be pulled: %s", begun.wish.model, error)
+                await asyncio.sleep(backoff_s(count, self.go_on_s, _LONGEST_REST_S))
+        return await self._fetch(name, begun)
+
+    async def _fetch(self, name: str, begun: BegunPull) -> Path:
         await self._begun.put(name, begun)
-        await asyncio.sleep(after_s)
         wish, fetcher = begun.wish, self._fetcher
 
         def on_order(order: str) -> None:
@@ -235,10 +248,10 @@ class Pulls:
         self._fetcher.offer(LocalCheckpoint(manifest.model_id, manifest.path))
         return directory
 
-    async def _run(self, name: str, begun: BegunPull, after_s: float) -> None:
+    async def _run(self, name: str, work: Awaitable[Path]) -> None:
         pull: _Pull | None = None
         try:
-            directory = await as_mesh_error(self._fetch(name, begun, after_s), "the pull")
+            directory = await as_mesh_error(work, "the pull")
             pull = self._pulls[name]
             pull.state, pull.directory = "done", directory
             self._around.notify("pull_done", {"pull": name, "model": pull.model})

@@ -135,12 +135,15 @@ async def test_a_pull_goes_on_after_a_restart_though_nobody_is_found_yet(tmp_pat
         await before.close()
         await taker.supervisor.stop()
 
-        taker = made.start("taker")
+        taker = made.start("taker", patience_s=0.1)
         await up(taker)
         after = pulls_of(taker, tuple, tmp_path)
-        after.go_on_s = 0.0
+        after.go_on_s = 0.1
         await after.go_on()
         assert after.view()["pulls"] == [{"pull": name, "model": MODEL, "transfer": None}]
+        async with asyncio.timeout(20):
+            while after.view()["pulls"][0]["transfer"] in (None, "1"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         made.introduce()
         assert (await after.outcome(name, 20.0))["state"] == "done"
         await after.close()
