@@ -40,13 +40,13 @@ from mesh.errors import (
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
+from mesh.models.standard import other_formats
 from mesh.node.deployments_here import told_of
 from mesh.node.estimates import EstimateContext, Estimates
 from mesh.node.layouts import Layouts
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import benches, shard_bytes
 from mesh.routing.machines import Demand, Machine
-from mesh.routing.placement import UNQUANTISED
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import ends_mb, estimate
@@ -415,7 +415,7 @@ async def test_a_format_that_no_machine_serves_the_model_in_is_refused_before_it
     )
     ask = {**ASK, "model": str(stored)}
     refusal = (await estimates.plan({**ask, "quant": "int8"}))["refusal"]
-    assert (refusal["code"], refusal["fix"]) == ("bad_request", UNQUANTISED)
+    assert (refusal["code"], refusal["fix"]) == ("bad_request", other_formats(["none"]))
     plain = await estimates.plan(ask)
     assert await estimates.plan({**ask, "quant": "auto"}) == plain, "what a shard makes of auto"
     assert plain["replicas"][0]["shards"][0]["format"] == "fp32"
