@@ -16,8 +16,8 @@ async def until(holds: Callable[[], object], limit_s: float = 30.0) -> None:
 
 async def awake(seconds: float) -> None:
     """So long in which this machine runs: while it stands still, all others wait as well."""
-    for _ in range(round(seconds / 0.05)):
-        await asyncio.sleep(0.05)
+    for _ in range(round(seconds / 0.1)):
+        await asyncio.sleep(0.1)
 
 
 def wait_until(holds: Callable[[], object], what: str = "", *, limit_s: float = 90.0) -> None:

@@ -293,10 +293,10 @@ async def test_a_node_leaves_a_place_for_another_and_its_own_may_have_all() -> N
 async def test_a_job_may_think_for_longer_than_a_silent_session_is_kept() -> None:
     def job(parts: Parts) -> Any:
         first = CASES["every_layer"](parts)
-        time.sleep(1.5)
+        time.sleep(3.5)
         return first, CASES["every_layer"](parts)
 
-    async with shard(TapSettings(silence_s=0.5)) as here:
+    async with shard(TapSettings(silence_s=1.5)) as here:
         sessions = await HopSessions.open(here.route, here.lines)
         first, second = await run_job(sessions, job)
         assert sessions.lost is None

@@ -31,7 +31,7 @@ async def test_a_span_says_what_its_weights_wait_for(tmp_path: Path) -> None:
         told.append(row.reason)
 
     async with house(tmp_path, "empty") as made:
-        empty = made.start("empty", patience_s=1.5)
+        empty = made.start("empty", patience_s=4.0)
         await up(empty)
         here: Any = SimpleNamespace(fetcher=empty.supervisor)
         weights = FetchedWeights(LocalWeights({}, [], None), here, None, thin=False)

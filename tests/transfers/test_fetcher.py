@@ -251,16 +251,16 @@ async def test_a_giver_that_dies_is_replaced(tmp_path: Path, whole: Manifest) ->
 
 @pytest.mark.slow
 async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) -> None:
-    """The fetching process is killed 20 times: bytes are equal, and what it had noted of them when
+    """The fetching process is killed 12 times: bytes are equal, and what it had noted of them when
     it was killed, complete tensors and pieces of others, is not given to it again.
 
     A piece that was under way is: what a kill costs is at most what may be under way.
     """
-    rng, kills = random.Random(7), 20
+    rng, kills = random.Random(7), 12
     async with house(tmp_path, "full", "empty") as made:
         full = made.start("full", whole.directory, bytes_per_s=12e6)
         empty = made.start("empty")
-        empty.supervisor.restart_delays_s = (1.5,)  # the giver has counted, and gives nothing
+        empty.supervisor.restart_delays_s = (2.5,)  # the giver has counted, and gives nothing
         await up(full, empty)
         made.introduce()
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
