@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,20 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Served]:
     async with serving() as served:
         await asyncio.to_thread(_write_record, served, tmp_path / ".local/state/hearthnet")
         yield served
+
+
+@asynccontextmanager
+async def answering(body: bytes) -> AsyncIterator[str]:
+    """The host and port of something that answers every request with this."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def _write_record(served: Served, state_dir: Path) -> None:

@@ -15,7 +15,7 @@ from mesh.api.openai.schemas import ChatBody
 from mesh.cli.conversation import Conversation
 from mesh.cli.options import patiently
 from tests.api.conftest import Served
-from tests.cli.conftest import COMMAND, Run
+from tests.cli.conftest import COMMAND, Run, answering
 from tests.cli.terminal import Terminal
 
 
@@ -288,16 +288,7 @@ async def test_two_nodes_of_one_name_are_told_apart_where_models_lie(hearthnet: 
     ]
     row = {"id": "toy", "weights_sha256": "ab" * 32, "nodes": nodes}
     empty: dict[str, list[object]] = {"models": [], "transfers": [], "pulls": []}
-    body = json.dumps({**empty, "neighbours": [row]}).encode()
-
-    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        await reader.read()
-        writer.close()
-
-    async with await asyncio.start_server(take, "127.0.0.1", 0) as server:
-        host = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with answering(json.dumps({**empty, "neighbours": [row]}).encode()) as host:
         listed = await hearthnet("list", "--host", host)
         shown = await hearthnet("show", "toy", "--host", host)
     assert "on abcdef (attic), bcdefg (attic)" in listed.out

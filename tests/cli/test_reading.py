@@ -17,7 +17,7 @@ import pytest
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served, serving, with_key
-from tests.cli.conftest import COMMAND, Run
+from tests.cli.conftest import COMMAND, Run, answering
 from tests.tui.house import whole
 
 if TYPE_CHECKING:
@@ -212,14 +212,7 @@ async def test_a_host_that_is_no_url_is_refused(hearthnet: Run, host: str) -> No
 
 @pytest.mark.parametrize("answer", [b"<html>It works!</html>", b"[]", b"\xff", b""])
 async def test_what_is_no_daemon_is_said_to_be_none(hearthnet: Run, answer: bytes) -> None:
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
-        host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with answering(answer) as host:
         finished = await hearthnet("peers", "--host", host)
     assert (finished.code, finished.out) == (1, "")
     assert "is not a hearthnet daemon" in finished.err
