@@ -20,7 +20,7 @@ from mesh.models.late_experts import STACKS
 from mesh.shard.compiled.experts import BlockExperts
 from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix, rows_of, unpacked
 from mesh.shard.compiled.latent import LatentLinear
-from mesh.shard.packed_experts import PackedMatrices, put_packed
+from mesh.shard.packed_experts import PackedMatrices, compute_packed, put_packed
 
 KERNELS = "int4pack"
 
@@ -142,23 +142,22 @@ def to_device(module: nn.Module, device: torch.device, dtype: torch.dtype) -> in
 
 def _moved(linear: BlockLinear, device: torch.device, dtype: torch.dtype) -> nn.Module:
     linear = linear.to(device)
-    if not linear.transposed and (layer := _packed_layer(linear.matrix, linear.bias, device)):
-        return layer
-    return _dense(linear.matrix.dense(), linear.bias, dtype)
+    matrix, bias = linear.matrix, linear.bias
+    layer = None if linear.transposed else _packed_layer(matrix, bias, device, lambda: matrix)
+    return layer or _dense(matrix.dense(), bias, dtype)
 
 
 def _packed_layer(
     matrix: BlockMatrix,
     bias: torch.Tensor | None,
     device: torch.device,
-    again: Callable[[], BlockMatrix] | None = None,
+    again: Callable[[], BlockMatrix],
 ) -> Int4Linear | None:
     """None where the kernel does not take it, or gives other numbers."""
     if not fits(matrix, device):
         return None
-    # Of a CPU it lies in a mapping, which is read when somebody looks and takes nothing till then.
-    of_cpu = (lambda: matrix) if device.type == "cpu" else None
-    layer = Int4Linear(matrix, bias, device, again or of_cpu)
+    # What a CPU has lies in a mapping, and takes nothing until somebody looks at it.
+    layer = Int4Linear(matrix, bias, device, again if device.type == "cpu" else None)
     return layer if _agrees(layer, matrix) else None
 
 
@@ -173,6 +172,7 @@ def _pack_experts(owner: Any, device: torch.device) -> int:
         each = [_expert(stack, number, biases, device) for number in range(stack.shape[0])]
         packed += sum(isinstance(layer, Int4Linear) for layer in each)
         put_packed(owner, name, PackedMatrices(each, stack.shape))
+        compute_packed(owner)
     return packed
 
 

@@ -209,18 +209,9 @@ def _quant(
     family = family_of(manifest)
     known = family, manifest.cache_dir, request.settings.kv_tokens
     try:
-        if host.device.type != "cpu":
-            _require_lean_on_card(*known)
-            return choice, False
-        # Not before somebody wants it: onnxruntime takes its time to import, and memory.
-        from mesh.shard.compiled.proof import require_compilable
-
-        try:
-            require_compilable(*known)
-        except NotCompilable:
-            if choice.value != "int4" or not _has_lean_layers(*known):
-                raise
-            return choice, False
+        if host.device.type == "cpu":
+            return choice, _is_compiled(choice.value, *known)
+        _require_lean_on_card(*known)
     except NotCompilable as error:
         if request.quant == "auto":
             return Choice(None, f"quant none: {family.model_type} is not compiled, {error}"), False
@@ -229,4 +220,19 @@ def _quant(
             fix=other_formats(("int4",) if _goes_by_torch(manifest, choice, host) else ()),
             param="quant",
         ) from error
-    return choice, True
+    return choice, False
+
+
+def _is_compiled(quant: Quant, family: Family, cache_dir: Path | None, positions: int) -> bool:
+    """Whether the compiled runtime computes in that format, or torch. Raises NotCompilable where
+    neither does."""
+    # Not before somebody wants it: onnxruntime takes its time to import, and memory.
+    from mesh.shard.compiled.proof import require_compilable
+
+    try:
+        require_compilable(family, cache_dir, positions)
+    except NotCompilable:
+        if quant != "int4" or not _has_lean_layers(family, cache_dir, positions):
+            raise
+        return False
+    return True

@@ -57,14 +57,18 @@ def pack_experts(mixtures: Sequence[Any], kind: type[Packed], progress: Progress
             if matrices is not None:
                 packed += matrices.shape[0]
                 put_packed(experts, name, matrices)
-        experts.config._experts_implementation = PACKED  # noqa: SLF001 - there is no other setter
+        compute_packed(experts)
     return packed
 
 
 def put_packed(experts: Any, name: str, matrices: PackedMatrices) -> None:
-    """Have this module of experts compute with these."""
+    """Have these stand where this module of experts has a tensor by that name."""
     delattr(experts, name)
     setattr(experts, name, matrices)
+
+
+def compute_packed(experts: Any) -> None:
+    """Have this module compute with what is packed of it."""
     experts.config._experts_implementation = PACKED  # noqa: SLF001 - there is no other setter
 
 

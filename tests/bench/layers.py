@@ -128,17 +128,17 @@ def _runtime(config: Any, way: str, folder: Path) -> Runtime:
             torch.nn.init.normal_(parameter, std=0.02)
     layers = LayerRange(0, 1)
     loaded = LoadedSpan(module, module.config, layers, 0, 0, WeakSet(), {})
+    cpu = torch.device("cpu")
     if way in ("bf16", "lean"):
-        cpu, is_lean = torch.device("cpu"), way == "lean"
-        return TorchRuntime(loaded, device=cpu, dtype=torch.bfloat16, lean=is_lean)
+        return TorchRuntime(loaded, device=cpu, dtype=torch.bfloat16, lean=way == "lean")
     graphs = quantised_span(loaded, "int8" if way == "int8" else "int4", "0" * 64, folder)
     try:
         return CompiledRuntime(graphs, threads=1, positions=POSITIONS)
     except NotCompilable:
         if way == "int8":
             raise
-    int4.to_device(graphs.loaded.module, torch.device("cpu"), torch.float32)
-    return TorchRuntime(graphs.loaded, device=torch.device("cpu"), dtype=torch.float32, lean=True)
+    int4.to_device(graphs.loaded.module, cpu, torch.float32)
+    return TorchRuntime(graphs.loaded, device=cpu, dtype=torch.float32, lean=True)
 
 
 def _medians(
