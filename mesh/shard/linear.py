@@ -22,13 +22,16 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
+from mesh.shard.compiled.formats import dense_weight
 from mesh.shard.device import plain_dtype
 from mesh.shard.packed import (
     HalvedLinear,
+    Matrix,
     Packed,
     PackedLinear,
     PackedRows,
     packed_product,
+    packed_products,
     packs,
 )
 from mesh.shard.packed_experts import mixtures_of, pack_experts, stacks_bytes
@@ -222,36 +225,46 @@ def _pack_all(
     """How many layers were replaced."""
     progress.begin("packing", sum(map(_size, groups)) + stacks_bytes(mixtures))
     replaced = pack_experts(mixtures, kind, progress)
-    for group in groups:
+    for group, packed in zip(groups, packed_products(kind, map(_matrix, groups)), strict=True):
         size = _size(group)  # known before only
-        if _replace(group, kind):
+        if packed is not None:
+            _replace(group, packed)
             replaced += len(group)
-        else:
-            replaced += sum(_replace([place], kind) for place in group if len(group) > 1)
+        elif len(group) > 1:
+            replaced += sum(_pack_alone(place, kind) for place in group)
         progress.add(size)
     return replaced
 
 
+def _pack_alone(place: Place, kind: type[Packed]) -> bool:
+    packed = packed_product(kind, *_matrix([place]))
+    if packed is not None:
+        _replace([place], packed)
+    return packed is not None
+
+
 def _size(group: list[Place]) -> int:
-    layers: list[Any] = [parent.get_submodule(name) for parent, name in group]
-    return sum(layer.weight.nbytes for layer in layers)
+    return sum(layer.weight.nbytes for layer in _layers(group))
 
 
-def _replace(group: list[Place], kind: type[Packed]) -> bool:
-    layers: list[Any] = [parent.get_submodule(name) for parent, name in group]
-    weights = [
-        layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
-        for layer in layers
-    ]
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    packed = packed_product(kind, weight, _bias(layers, weights))
-    if packed is None:
-        return False
+def _layers(group: list[Place]) -> list[Any]:
+    return [parent.get_submodule(name) for parent, name in group]
+
+
+def _matrix(group: list[Place]) -> Matrix:
+    """Of their product."""
+    layers = _layers(group)
+    weights = [dense_weight(layer).detach() for layer in layers]
+    return weights[0] if len(weights) == 1 else torch.cat(weights), _bias(layers, weights)
+
+
+def _replace(group: list[Place], packed: Packed) -> None:
+    """Have these compute with it, each with its own rows."""
     first = 0
-    for (parent, name), rows in zip(group, weights, strict=True):
-        setattr(parent, name, packed if len(group) == 1 else PackedRows(packed, first, len(rows)))
-        first += len(rows)
-    return True
+    for (parent, name), layer in zip(group, _layers(group), strict=True):
+        rows = len(dense_weight(layer))
+        setattr(parent, name, packed if len(group) == 1 else PackedRows(packed, first, rows))
+        first += rows
 
 
 def _bias(layers: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,10 +27,16 @@ _TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 
 _LARGEST = torch.finfo(torch.float16).max
 
+_MOST_AT_ONCE, _MOST_BYTES = 4, 768 << 20
+"""Matrices that fbgemm packs at once, each on one thread, and what they may take in fp32 then."""
+
 # Torch has no public name for these; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
 _QUANTIZED = torch.ops.quantized
+
+Matrix = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight, (out, in), and its bias."""
 
 
 class Packed(nn.Module):
@@ -134,14 +143,64 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype in _TOLERANCE
 
 
+def packed_products(kind: type[Packed], matrices: Iterable[Matrix]) -> Iterator[Packed | None]:
+    """The layers of these, packed, in their order; None for one that would give other numbers."""
+    if kind is HalvedLinear:
+        yield from _halved(matrices)
+        return
+    for weight, bias in matrices:
+        packed = kind(weight, bias)
+        yield packed if _agrees(packed, weight, bias) else None
+
+
 def packed_product(
     kind: type[Packed], weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Packed | None:
     """The layer with this weight, (out, in), packed; None where that would give other numbers."""
-    if kind is HalvedLinear and not _halves(weight):
-        return None
-    packed = kind(weight, bias)
-    return packed if _agrees(packed, weight, bias) else None
+    return next(packed_products(kind, [(weight, bias)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Halving:
+    """A layer on its way into fp16; `wide` and `bias` are in fp32."""
+
+    wide: torch.Tensor
+    bias: torch.Tensor | None
+    layer: Future[HalvedLinear]
+
+    def done(self) -> HalvedLinear | None:
+        layer = self.layer.result()
+        return layer if _agrees(layer, self.wide, self.bias) else None
+
+
+def _halved(matrices: Iterable[Matrix]) -> Iterator[HalvedLinear | None]:
+    """fbgemm packs a matrix on one thread, and that is most of the time of a load."""
+    most = min(torch.get_num_threads(), _MOST_AT_ONCE)
+    begun: deque[_Halving | None] = deque()
+    with ThreadPoolExecutor(most, thread_name_prefix="packing") as pool:
+        for weight, bias in matrices:
+            room = _MOST_BYTES - 4 * weight.numel()
+            while begun and (len(begun) >= most or sum(map(_taken, begun)) > room):
+                yield _done(begun)
+            begun.append(_begin(weight, bias, pool) if _halves(weight) else None)
+        while begun:
+            yield _done(begun)
+
+
+def _begin(weight: torch.Tensor, bias: torch.Tensor | None, pool: ThreadPoolExecutor) -> _Halving:
+    # Widened here: torch's own threads would be as many again for each of the pool's.
+    wide = weight.float().contiguous()
+    added = None if bias is None else bias.float()
+    return _Halving(wide, added, pool.submit(HalvedLinear, wide, added))
+
+
+def _done(begun: deque[_Halving | None]) -> HalvedLinear | None:
+    first = begun.popleft()
+    return None if first is None else first.done()
+
+
+def _taken(halving: _Halving | None) -> int:
+    return 0 if halving is None else halving.wide.nbytes
 
 
 def _halves(weight: torch.Tensor) -> bool:
@@ -150,15 +209,12 @@ def _halves(weight: torch.Tensor) -> bool:
     bf16 has fewer digits, and more range than weights need; what is below the smallest normal
     number of fp16 loses digits that no product shows.
     """
-    return bool(weight.abs().max() <= _LARGEST)
+    low, high = torch.aminmax(weight)
+    return bool(low >= -_LARGEST) and bool(high <= _LARGEST)
 
 
 def _agrees(packed: Packed, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    exact = isinstance(packed, HalvedLinear)
     probe = torch.linspace(-1, 1, packed.in_features, dtype=weight.dtype).expand(2, -1)
-    if exact:
-        probe, weight = probe.float(), weight.float()
-        bias = None if bias is None else bias.float()
     expected = F.linear(probe, weight, bias).float()
     error = (packed(probe).float() - expected).norm()
     return bool(error <= _TOLERANCE[weight.dtype] * expected.norm() + 1e-6)

@@ -17,7 +17,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mesh.models.late_experts import STACKS
 from mesh.models.progress import Progress
-from mesh.shard.packed import Packed, packed_product
+from mesh.shard.packed import Packed, packed_products
 
 PACKED = "hearthnet-packed"
 
@@ -77,8 +77,8 @@ def _packed(
 ) -> PackedMatrices | None:
     stack: torch.Tensor = getattr(experts, name).detach()
     found = []
-    for number in range(len(stack)):
-        product = packed_product(kind, *_layer(experts, name, number))
+    matrices = (_layer(experts, name, number) for number in range(len(stack)))
+    for number, product in enumerate(packed_products(kind, matrices)):
         if product is None:
             return None
         found.append(product)

@@ -7,13 +7,14 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.shard import linear, packed
 from mesh.shard.linear import PACKED, PLAIN, choose_kernels, fill_rows, halving_fails
-from mesh.shard.packed import HalvedLinear, PackedLinear
-from tests.shard.spans import plain_kernels
+from mesh.shard.packed import HalvedLinear, PackedLinear, packed_products
+from tests.shard.spans import plain_kernels, relative_error
 
 CPU = torch.device("cpu")
 
@@ -142,6 +143,29 @@ def test_rows_over_halved_weights_have_the_same_bits_in_any_company() -> None:
     for count in range(33):
         assert torch.equal(layer(rows[:count]), alone[:count])
     assert torch.equal(layer(rows.view(2, 16, 768)), alone.view(2, 16, 96))
+
+
+@pytest.mark.skipif(halving_fails() is not None, reason="torch's fbgemm does not run here")
+@torch.inference_mode()
+def test_what_is_halved_at_once_is_bounded_and_comes_in_its_order() -> None:
+    seeded = torch.Generator().manual_seed(5)
+    weights = [torch.randn(32 * n, 64, generator=seeded).bfloat16() for n in range(1, 9)]
+    weights[4][3, 4] = 1e6
+    begun = iter(weights)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = packed_products(HalvedLinear, ((weight, None) for weight in begun))
+        layers = [next(found)]
+        assert len(list(begun)) == len(weights) - 4, "three were begun, and a fourth asked for"
+        layers += packed_products(HalvedLinear, ((weight, None) for weight in weights[1:]))
+    finally:
+        torch.set_num_threads(before)
+    rows = torch.randn(5, 64, generator=seeded)
+    for number, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
+        assert (layer is None) is (number == 4)
+        if layer is not None:
+            assert relative_error(layer(rows), F.linear(rows, weight.float())) < 1e-5
 
 
 def test_fp16_and_gpus_keep_their_own_kernels() -> None:

@@ -36,6 +36,9 @@ _NARROWED = (1.0, 0.9)
 _WEIGHTS_AT_ONCE = 1 << 17
 """Weights that are rounded at a time: what that takes stays in the cache of one core."""
 
+_DENSE_AT_ONCE = 1 << 18
+"""Weights that are made of codes at a time, likewise: whole matrices take three times as long."""
+
 
 def bytes_per_weight(quant: Quant) -> float:
     """What one weight of a matrix takes, scales and zero points counted in."""
@@ -75,11 +78,16 @@ class BlockMatrix:
     def dense(self) -> torch.Tensor:
         """(out, in) fp32."""
         rows, columns = self.shape
-        codes = self.codes if self.bits == 8 else unpacked(self.codes)
-        zeros: torch.Tensor | float = 128.0
-        if self.zeros is not None:
-            zeros = unpacked(self.zeros)[:, : self.scales.shape[1], None].float()
-        weights = (codes.float() - zeros) * self.scales[..., None]
+        blocks = self.scales.shape[1]
+        weights = torch.empty(rows, blocks, BLOCK, device=self.codes.device)
+        at_once = max(1, _DENSE_AT_ONCE // columns)
+        for start in range(0, rows, at_once):
+            some = slice(start, start + at_once)
+            codes = self.codes[some] if self.bits == 8 else unpacked(self.codes[some])
+            zeros: torch.Tensor | float = 128.0
+            if self.zeros is not None:
+                zeros = unpacked(self.zeros[some])[:, :blocks, None]
+            weights[some].copy_(codes).sub_(zeros).mul_(self.scales[some][..., None])
         return weights.view(rows, -1)[:, :columns]
 
 
