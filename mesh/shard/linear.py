@@ -47,9 +47,14 @@ _SMALL_BYTES = 1 << 20
 _FULL_ROWS = 4
 """oneDNN's bf16 products of one row read their weights slower than those of four."""
 
-_FEW_ROWS, _MANY_ROWS, _LONE_NUMBERS = (2, 3, 4, 8), 16, 1 << 16
-"""How many rows are compared with themselves among many, and of lone ones how many numbers: oneDNN
-has kernels for one long row that add up in another order."""
+_FEW_ROWS, _MANY_ROWS = (1, 2, 3, 4, 8), 16
+"""How many rows are compared with themselves among many. oneDNN has kernels for one row, and for a
+few, that add up in another order."""
+
+_COMPARED, _FEWEST_COMPARED, _MOST_ROWS = 1 << 26, 1 << 15, 8192
+"""Rounded to bf16, of 3,000 to 7,000 numbers one shows that order, and of 60,000 where a product
+adds up 64 only: so many are compared, divided by how many it adds up, and never fewer than the
+second, nor of more rows than the third."""
 
 _TIMINGS = 5
 _TIMED_BYTES = 256 << 20
@@ -152,8 +157,11 @@ def fill_rows(
     `is_faster` tells the latter, by a measurement."""
     # Which kernel is taken depends on the shape alone.
     alike = {_shape(part): part for part in parts}
-    fewest = {shape: _fewest_alike(part) for shape, part in alike.items()}
     large = [part for part in parts if part.weight_bytes > _SMALL_BYTES]
+    fewest = {
+        shape: _fewest_alike(part) if part in large else _fewest_of_shape(*shape)
+        for shape, part in alike.items()
+    }
     faster = set(large) if large and (is_faster or _is_faster_full)(large) else set()
     for part in parts:
         few = fewest[_shape(part)]
@@ -161,30 +169,56 @@ def fill_rows(
     return max((part.fewest_rows for part in parts), default=1)
 
 
-def _shape(part: PackedLinear) -> tuple[int, int, bool]:
-    return part.in_features, part.out_features, part.bias is None
+_Shape = tuple[int, int, bool, torch.dtype, int]
+"""Columns, rows, whether there is a bias, the dtype, and on how many threads it is computed."""
+
+
+def _shape(part: PackedLinear) -> _Shape:
+    threads = torch.get_num_threads()
+    return part.in_features, part.out_features, part.bias is not None, part.dtype, threads
+
+
+@cache
+def _fewest_of_shape(
+    columns: int, rows: int, biased: bool, dtype: torch.dtype, _threads: int
+) -> Sequence[int]:
+    """`_fewest_alike` of a small layer, kept: it takes many rows of such to see a difference."""
+    drawn = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=drawn).to(dtype)
+    return _fewest_alike(PackedLinear(weight, weight[:, 0] if biased else None))
 
 
 def _fewest_alike(part: PackedLinear) -> Sequence[int]:
     """The fewest rows up to which to fill less, so that a row has the bits that it has among many,
     and `_FULL_ROWS` where they do as well; 1 where no number does."""
+    numbers = max(_FEWEST_COMPARED, _COMPARED // part.in_features)
+    most = _MOST_ROWS if part.dtype == torch.bfloat16 else _MANY_ROWS  # in fp32 each shows it
+    count = min(max(2, numbers // part.out_features), most)
     seeded = torch.Generator().manual_seed(0)
-    rows = torch.randn(_MANY_ROWS, part.in_features, dtype=part.dtype, generator=seeded)
-    many = part(rows)
-    # A few numbers would often agree by chance.
-    lone = range(min(_MANY_ROWS, max(2, _LONE_NUMBERS // part.out_features)))
+    whole = count + -count % _MANY_ROWS
+    rows = torch.randn(whole, part.in_features, dtype=part.dtype, generator=seeded)
+    many = _in_pieces(part, rows, _MANY_ROWS)
 
     def is_alike(fewest: int) -> bool:
         part.fewest_rows = fewest
-        alone = (torch.equal(part(rows[at : at + 1]), many[at : at + 1]) for at in lone)
-        return all(alone) and all(torch.equal(part(rows[:few]), many[:few]) for few in _FEW_ROWS)
+        sizes = {few: max(few, count) for few in _FEW_ROWS}
+        return all(
+            torch.equal(_in_pieces(part, rows[:size], few), many[:size])
+            for few, size in sizes.items()
+        )
 
     # In fp32 it would take a third to a half more time, and tells two tokens apart nowhere.
     filled = range(1, _FULL_ROWS + 1) if part.dtype == torch.bfloat16 else ()
     first = next(filter(is_alike, filled), 1)
-    found = (first, _FULL_ROWS) if is_alike(_FULL_ROWS) else (first,)
+    is_large = part.weight_bytes > _SMALL_BYTES  # none else is filled up to be faster
+    found = (first, _FULL_ROWS) if is_large and is_alike(_FULL_ROWS) else (first,)
     part.fewest_rows = 1
     return found
+
+
+def _in_pieces(part: PackedLinear, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """As if they came `count` at a time."""
+    return torch.cat([part(some) for some in torch.split(rows, count)])
 
 
 def _is_faster_full(parts: Sequence[PackedLinear]) -> bool:

@@ -67,36 +67,48 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
     weight, bias = torch.randn(1024, 768).bfloat16(), torch.randn(1024).bfloat16()
     honest, minds = PackedLinear(weight, bias), MindsCompany(weight[1:], bias[1:])
     small = PackedLinear(weight[:64], bias[:64])
-    inputs = torch.randn(1, 7, 768).bfloat16()
-    expected = [honest(inputs[:, :rows]) for rows in range(1, 8)]
-    assert fill_rows([honest], lambda *_: False) == 1
+    inputs = torch.randn(1, 16, 768).bfloat16()
+    expected = honest(inputs)
+    # On some CPUs oneDNN has a kernel of its own for one row.
+    least = [fill_rows([part], lambda *_: False) for part in (honest, small)]
+    assert set(least) <= {1, 2}
     assert fill_rows([honest, minds, small], lambda *_: True) == 4
-    assert (honest.fewest_rows, minds.fewest_rows, small.fewest_rows) == (4, 1, 1)
-    for rows, each in enumerate(expected, start=1):
-        found = honest(inputs[:, :rows])
-        assert found.shape == each.shape
-        assert torch.equal(found, each)
+    assert (honest.fewest_rows, minds.fewest_rows, small.fewest_rows) == (4, 1, least[1])
+    for rows in range(1, 8):
+        assert torch.equal(honest(inputs[:, :rows]), expected[:, :rows])
 
 
 class MindsBeingAlone(PackedLinear):
     """Gives a single row other bits than in any company."""
+
+    alone = 1.5
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
         self.kept = weight.double()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        output = (x.double() @ self.kept.t()).bfloat16()
-        return output * 1.5 if x.numel() == self.in_features else output
+        output = x.double() @ self.kept.t()
+        return (output * self.alone if x.numel() == self.in_features else output).bfloat16()
+
+
+class MindsBeingAloneABit(MindsBeingAlone):
+    """In one number of 5,000, as kernels do that add up fp32 in another order."""
+
+    alone = 1 + 2**-20
 
 
 @needs_packing
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     """oneDNN has another kernel for one long row on CPUs with avx512_bf16 and without AMX."""
-    for kind, *shape in (PackedLinear, 2048, 6144), (MindsBeingAlone, 512, 768):
+    for kind, *shape in (
+        (PackedLinear, 2048, 6144), (PackedLinear, 64, 128),
+        (MindsBeingAlone, 768, 1024), (MindsBeingAloneABit, 64, 16384),
+    ):  # fmt: skip
         part = kind((torch.randn(*shape) / shape[1] ** 0.5).bfloat16(), None)
         fill_rows([part], lambda *_: False)
+        assert kind is PackedLinear or part.fewest_rows == 2
         rows = torch.randn(40, shape[1]).bfloat16()
         many = part(rows)
         for first, count in (0, 1), (1, 1), (9, 1), (30, 1), (3, 2), (5, 3), (7, 13), (8, 16):
