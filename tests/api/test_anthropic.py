@@ -220,6 +220,12 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+async def test_models_hear_nothing_of_billing(http: httpx.AsyncClient, api: Served) -> None:
+    system = [_text("x-anthropic-billing-header: cc_version=2; cch=1f;"), _text("Be brief.")]
+    await http.post("/v1/messages", json={**BODY, "system": system})
+    assert (api.generations.requests[-1].messages or ())[0]["content"] == "Be brief."
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "21"}
 

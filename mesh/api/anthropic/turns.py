@@ -20,6 +20,9 @@ from mesh.errors import BadRequest
 
 _MAX_NAME = 256
 _AS_TEXT = Unsupported("only text has a meaning here", "Send its text.")
+_BILLING = "x-anthropic-billing-header:"
+"""How the first block of Claude Code's system begins. It is for Anthropic's billing, and differs
+from request to request: behind it, no cache of what was said before would be found."""
 
 
 class TextBlock(Strict):
@@ -142,7 +145,7 @@ def to_conversation(system: str | Sequence[TextBlock] | None, said: Messages) ->
     Raises BadRequest where nothing is asked, and for the result of no call before it.
     """
     turns = _Turns()
-    if text := joined(system):
+    if text := joined(_to_the_model(system)):
         turns.say("system", text)
     for number, message in enumerate(said):
         for place, block in enumerate(message.blocks):
@@ -153,6 +156,12 @@ def to_conversation(system: str | Sequence[TextBlock] | None, said: Messages) ->
             "messages: nothing is asked in them.", fix="Send a user's message.", param="messages"
         )
     return found
+
+
+def _to_the_model(system: str | Sequence[TextBlock] | None) -> str | Sequence[TextBlock] | None:
+    if system is None or isinstance(system, str):
+        return system
+    return [block for block in system if not block.text.startswith(_BILLING)]
 
 
 class _Turns:
