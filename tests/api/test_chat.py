@@ -162,8 +162,11 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
     payload["messages"] = [
         {"role": "developer", "content": "be brief"},
         {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-    ]
+        {"role": "user", "content": [
+            {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
+            {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}},
+        ]},
+    ]  # fmt: skip
     assert (await http.post("/v1/chat/completions", json=payload)).status_code == 200
     request = api.generations.requests[-1]
     sampling = request.sampling

@@ -62,6 +62,8 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Hint = None
+    cache_control: Hint = None  # Anthropic's; clients of several servers send it to all
 
 
 class _Part(Protocol):
