@@ -52,6 +52,7 @@ async def test_whole_answer_has_text_usage_and_extension(http: httpx.AsyncClient
         "completion_tokens": 3,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     extension = answer["hearthnet"]
     assert extension["token_ids"] == [0, 1, 2]
@@ -256,7 +257,9 @@ async def test_reasoning_stands_apart_from_the_answer(http: httpx.AsyncClient) -
     message = answer["choices"][0]["message"]
     assert message["content"] == "so it is"
     assert message["reasoning_content"] == "first this,\nthen that."
-    *streamed, _ = await chunks(http, body("thinks"))
+    *streamed, _ = await chunks(http, body("thinks", stream_options={"include_usage": True}))
+    for used in (answer["usage"], streamed[-1]["usage"]):
+        assert used["completion_tokens_details"] == {"reasoning_tokens": 2}
     deltas = [choice["delta"] for chunk in streamed for choice in chunk["choices"]]
     assert deltas[1:4] == [
         {"reasoning_content": "first this,\n"},

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mesh.types import BringingUp, Done, Queued, ShardFailover, ShardStatus, TokenLogprob
+from mesh.types import (
+    BringingUp,
+    Done,
+    Queued,
+    ShardFailover,
+    ShardStatus,
+    StreamFrame,
+    TokenDelta,
+    TokenLogprob,
+)
 from mesh.types import PipelineAborted as Aborted
 
 _LOWEST_LOGPROB = -9999.0
@@ -36,7 +45,25 @@ class Head:
         }
 
 
-def usage(all_done: Sequence[Done]) -> dict[str, Any]:
+class ThoughtTokens:
+    """Counts the tokens of one answer that the model thought with."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._unshown = 0
+
+    def take(self, frame: StreamFrame) -> None:
+        """Count a frame."""
+        if not isinstance(frame, TokenDelta):
+            return
+        self._unshown += len(frame.token_ids)
+        if frame.reasoning and not frame.text:
+            self.count += self._unshown
+        if frame.reasoning or frame.text or frame.tool_calls:
+            self._unshown = 0  # a mark, or half a character, belongs to what follows it
+
+
+def usage(all_done: Sequence[Done], thought_tokens: int) -> dict[str, Any]:
     """OpenAI's token counts, of all choices together."""
     prompt_tokens = sum(done.prompt_tokens for done in all_done)
     completion_tokens = sum(done.completion_tokens for done in all_done)
@@ -45,6 +72,7 @@ def usage(all_done: Sequence[Done]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in all_done)},
+        "completion_tokens_details": {"reasoning_tokens": thought_tokens},
     }
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from mesh.api.faults import error_body
-from mesh.api.openai.answers import chat_logprobs, diagnostic, extension
+from mesh.api.openai.answers import ThoughtTokens, chat_logprobs, diagnostic, extension
 from mesh.api.typed_events import Event
 from mesh.errors import MeshError
 from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
@@ -172,7 +172,7 @@ class ResponseWriter:
         self._items: list[dict[str, Any]] = []
         self._open: _Item | None = None
         self._unspoken: list[TokenDelta] = []
-        self._thought_tokens = 0
+        self._thought = ThoughtTokens()
         self._told = 0
         self.answer: dict[str, Any] = self._standing(_UNDER_WAY)
         """The whole answer, once it has ended."""
@@ -220,6 +220,7 @@ class ResponseWriter:
         }
 
     def _go_on(self, delta: TokenDelta) -> list[Event]:
+        self._thought.take(delta)
         self._unspoken.append(delta)  # a mark, or half a character, belongs to what follows it
         # What is left of the call under way comes before what is said behind it.
         calls = delta.tool_calls
@@ -232,8 +233,6 @@ class ResponseWriter:
             logprobs = [entry for each in self._unspoken for entry in each.logprobs]
             message, begun = self._within(_Message)
             events += [*begun, message.say(delta.text, logprobs)]
-        elif delta.reasoning:
-            self._thought_tokens += sum(len(each.token_ids) for each in self._unspoken)
         for news in calls[fresh:]:
             events += self._call(news)
         if events:
@@ -286,6 +285,6 @@ class ResponseWriter:
             "input_tokens": done.prompt_tokens,
             "input_tokens_details": {"cached_tokens": done.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": done.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._thought.count},
             "total_tokens": done.prompt_tokens + done.completion_tokens,
         }

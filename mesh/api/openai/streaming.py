@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mesh.api.auth import Caller
-from mesh.api.openai.answers import Head, diagnostic, extension, usage
+from mesh.api.openai.answers import Head, ThoughtTokens, diagnostic, extension, usage
 from mesh.api.openai.schemas import MAX_LOGPROBS
 from mesh.api.openai.several import Of
 from mesh.api.resumable import KeptStreams
@@ -48,10 +48,12 @@ class Said:
     thoughts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
+    thought: ThoughtTokens = field(default_factory=ThoughtTokens)
     done: Done | None = None
 
     def take(self, frame: StreamFrame) -> None:
         """Add a frame."""
+        self.thought.take(frame)
         if isinstance(frame, TokenDelta):
             self.texts.append(frame.text)
             self.thoughts.append(frame.reasoning)
@@ -98,7 +100,8 @@ async def whole(
             for style, (said, done) in zip(styles, ended, strict=True)
         ]
     )
-    return JSONResponse({**body, "usage": usage(all_done), "hearthnet": extension(all_done)})
+    used = usage(all_done, sum(said.thought.count for said, _ in ended))
+    return JSONResponse({**body, "usage": used, "hearthnet": extension(all_done)})
 
 
 def streamed(
@@ -128,6 +131,7 @@ async def events(
     pending: dict[str, Any] = {"usage": None} if include_usage else {}
     openings = {index: style.opening() for index, style in enumerate(styles)}
     all_done: dict[int, Done] = {}
+    thought = [ThoughtTokens() for _ in styles]
     bill = Bill(caller)
     last: dict[str, Any] = {}
     async with aclosing(frames):
@@ -135,6 +139,7 @@ async def events(
             index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
             style = styles[index]
             bill.take(frame)
+            thought[index].take(frame)
             if (opening := openings.pop(index, None)) is not None:
                 yield encode(head.whole([opening]) | pending)
             if isinstance(frame, Done):
@@ -154,7 +159,7 @@ async def events(
     in_order = [all_done[index] for index in range(len(styles))]
     if include_usage:
         yield encode(last | pending)
-        last = head.whole([]) | {"usage": usage(in_order)}
+        last = head.whole([]) | {"usage": usage(in_order, sum(each.count for each in thought))}
     yield encode(last | {"hearthnet": extension(in_order)})
     yield DONE
 
