@@ -72,6 +72,7 @@ class Notices:
         self._ttl_ms = int(ttl_s * 1000)
         self._counter = 0
         self._heard = Ephemera(hearth, trust.verify)
+        self._runs: dict[NodeId, str] = {}
 
     def seal(self, offering: Offering) -> Advertise:
         """A newer notice than all before. Raises BadEvent when it is too large."""
@@ -85,11 +86,18 @@ class Notices:
         )
         return Advertise(*seal_notice(notice, self._trust.sign))
 
+    def linked(self, node: NodeId, run: str) -> None:
+        """This run of the node holds its link, so that it alone is heard: what another run has
+        said, as one with a copy of its key may have, does not count as newer."""
+        if self._runs.get(node) != run:
+            self._heard.forget(node)
+            self._runs[node] = run
+
     def read(self, message: Advertise, sender: NodeId) -> tuple[Offering, float]:
         """What the sender offers, and for how many seconds that holds from its arrival on.
 
         Raises BadAdvertisement when it is malformed, forged, about another node, or not newer than
-        what the sender said before.
+        this run of the sender said before.
         """
         try:
             notice = self._heard.offer(message.body, message.signature, sender)
@@ -98,7 +106,7 @@ class Notices:
         if notice is None:
             raise BadAdvertisement(
                 "It repeats an advertisement, or signs an older one than before.",
-                fix="If its --state-dir was restored from a backup, give it a new one.",
+                fix="Restart hearthnet on the node that sent it.",
                 param="epoch",
             )
         entries = notice.payload.get(_KEY)
@@ -114,6 +122,7 @@ class Notices:
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""
         self._heard.forget(node)
+        self._runs.pop(node, None)
 
 
 def _beside(payload: Mapping[str, object]) -> Offering:

@@ -347,6 +347,7 @@ class Peering:
                 logger.warning("not listed: peer=%s reason=%s", label(peer), error)
             self._on_event(PeerUp(peer.node_id, peer.name, peer.address, end.initiated))
         if admitted is not Admitted.SPARE:
+            self._notices.linked(peer.node_id, peer.run)
             self._send(end, None)
         end.release()
 

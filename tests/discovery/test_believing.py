@@ -62,8 +62,8 @@ def layers(node: Node) -> list[str]:
 
 
 @asynccontextmanager
-async def member(node: Node, hearth: str) -> AsyncIterator[Member]:
-    key = new_key()
+async def member(node: Node, hearth: str, key: NodeKey | None = None) -> AsyncIterator[Member]:
+    key = key or new_key()
     trust = await VILLAGE.enter(hearth, key)
     me = PeerHello(key.node_id, "attic", "0.1", hearth, secrets.token_hex(4), 1, "127.0.0.1:9")
     link = await connect(
@@ -134,6 +134,15 @@ async def test_advertisement_of_an_earlier_start_does_not_come_back(hearth: str)
         peer.link.send(peer.says(99, epoch=1))
         await node.event(lambda event: isinstance(event, Warned) and "older" in event.message)
         assert layers(node) == []
+
+
+async def test_a_node_is_heard_again_behind_another_machine_that_had_its_key(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node, member(node, hearth) as copied:
+        copied.link.send(copied.says(9, epoch=2))
+        await node.until(lambda store: layers(node) == ["0-7"])
+        async with member(node, hearth, copied.key) as own:
+            own.link.send(own.says(1, "8-15", epoch=1))
+            await node.until(lambda store: layers(node) == ["8-15"])
 
 
 async def test_nobody_speaks_for_another_member(hearth: str) -> None:
