@@ -1,5 +1,7 @@
-"""The pulls of this node that have begun and not ended, in a file: a node that starts again goes on
-with them. Knows nothing of how anything is fetched.
+"""The pulls of this node that have begun and not ended, in a file, and those that go on for good,
+as offers of directories do. A node that starts again goes on with them.
+
+Knows nothing of how anything is fetched.
 """
 
 from __future__ import annotations
@@ -69,6 +71,12 @@ class BegunPulls:
         """It has ended, whether it went well or not."""
         if self._begun.pop(name, None) is not None:
             await self._write()
+
+    def is_twice(self, name: str) -> bool:
+        """Whether another one has the same wish."""
+        return any(
+            self._begun[name] == each for other, each in self._begun.items() if other != name
+        )
 
     async def _write(self) -> None:
         async with self._turn:

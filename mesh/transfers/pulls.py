@@ -29,7 +29,7 @@ from mesh.errors import (
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
-from mesh.paths import expanded
+from mesh.paths import absolute
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.begun import BegunPull, BegunPulls, PullWish
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
@@ -138,7 +138,8 @@ class Pulls:
         return {"pull": name}
 
     async def go_on(self) -> None:
-        """Take up the pulls that had not ended when this node did, under the names they had."""
+        """Take up the pulls that had not ended when this node did, under the names they had, and
+        offer the directories again that were offered."""
         begun = await self._begun.read()
         last = max((int(name) for name in begun if name.isdecimal()), default=0)
         self._numbers = itertools.count(last + 1)
@@ -211,25 +212,28 @@ class Pulls:
         self._around.notify("pull_started", {"pull": name, "model": model})
 
     async def _goes_on(self, name: str, begun: BegunPull) -> Path:
-        """As `_fetch`; whoever has it, or the way to the hub, may be up later than this node."""
+        """As `_fetch`; whoever has it, the way to the hub, or the disk of a directory that is
+        offered, may be up later than this node."""
         await asyncio.sleep(self.go_on_s)
         for count in range(1, _TRIES):
             try:
                 return await self._fetch(name, begun)
-            except TransferFailed as error:
+            except MeshError as error:
+                if not isinstance(error, TransferFailed) and not _is_path(begun.wish.model):
+                    raise
                 logger.warning("%s is still to be pulled: %s", begun.wish.model, error)
                 await asyncio.sleep(backoff_s(count, self.go_on_s, _LONGEST_REST_S))
         return await self._fetch(name, begun)
 
     async def _fetch(self, name: str, begun: BegunPull) -> Path:
-        await self._begun.put(name, begun)
         wish, fetcher = begun.wish, self._fetcher
+        if _is_path(wish.model):
+            return await self._offer(name, wish)
+        await self._begun.put(name, begun)
 
         def on_order(order: str) -> None:
             self._require(name).order = order
 
-        if _is_path(wish.model):
-            return await self._offer(expanded(wish.model))
         if begun.meant is not None:
             sources = (NodeId(wish.source),) if wish.source else ()
             return await fetcher.ensure(
@@ -240,8 +244,10 @@ class Pulls:
             hub_alone=wish.source == "hub", on_order=on_order,
         )  # fmt: skip
 
-    async def _offer(self, directory: Path) -> Path:
+    async def _offer(self, name: str, wish: PullWish) -> Path:
         """A directory is here already: only its hashes are needed, and others may have it."""
+        directory = await asyncio.to_thread(absolute, Path(wish.model))
+        await self._begun.put(name, BegunPull(replace(wish, model=str(directory))))
         manifest = await asyncio.to_thread(
             read_manifest, directory, cache_dir=self._around.cache_dir
         )
@@ -266,7 +272,9 @@ class Pulls:
                 pull.state, pull.error = "failed", Busy("It was cancelled.", fix="Pull it again.")
                 self._around.notify("pull_cancelled", {"pull": name, "model": pull.model})
             pull.ended.set()
-        await self._begun.remove(name)
+        is_offered = pull.state == "done" and _is_path(pull.model)
+        if not is_offered or self._begun.is_twice(name):
+            await self._begun.remove(name)
 
     def _transfer(self, pull: _Pull) -> dict[str, Any] | None:
         found = (each for each in self._fetcher.transfers if each.id == pull.order)

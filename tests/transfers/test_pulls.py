@@ -152,6 +152,38 @@ async def test_a_pull_goes_on_after_a_restart_though_nobody_is_found_yet(tmp_pat
         assert again.view()["pulls"] == []
 
 
+async def test_a_directory_is_offered_again_after_a_restart_once_its_disk_is_there(
+    tmp_path: Path,
+) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=1)
+    async with house(tmp_path, "giver") as made:
+        giver = made.start("giver")
+        await up(giver)
+        before = pulls_of(giver, tuple, tmp_path)
+        for _ in range(2):
+            name = before.start(PullWish(str(directory)))["pull"]
+            assert (await before.outcome(name, 20.0))["state"] == "done"
+        await before.close()
+        await giver.supervisor.stop()
+
+        away = directory.rename(tmp_path / "away")
+        giver = made.start("giver")
+        await up(giver)
+        after = pulls_of(giver, tuple, tmp_path)
+        after.go_on_s = 0.1
+        await after.go_on()
+        (row,) = after.view()["pulls"]
+        assert row["model"] == str(directory)
+        await asyncio.sleep(0.2)
+        away.rename(directory)
+        assert (await after.outcome(row["pull"], 20.0))["state"] == "done"
+        async with asyncio.timeout(20):
+            while not giver.supervisor.holdings:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert giver.supervisor.holdings[0].directory == directory
+        await after.close()
+
+
 async def test_a_name_that_two_nodes_have_is_no_source(tmp_path: Path) -> None:
     directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=1)
     async with house(tmp_path, "one", "two") as made:
