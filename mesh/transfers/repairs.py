@@ -1,6 +1,7 @@
 """Fetches again what has changed on the disk since it came.
 
-Tries until it is there: somebody who has it may be away for long. Use on one event loop.
+Where one tensor has changed others may have: all of that checkpoint is read again first. Tries
+until it is there: somebody who has it may be away for long. Use on one event loop.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ class Repairs:
     """What else is damaged is found meanwhile, and others hear that it is not offered any more."""
     again_s: float = 1800.0
 
-    def __init__(self, ensure: Callable[[Damaged], Awaitable[object]]) -> None:
-        """`ensure` has all of it here that was; raises MeshError."""
+    def __init__(
+        self,
+        reread: Callable[[str], Awaitable[object]],
+        ensure: Callable[[Damaged], Awaitable[object]],
+    ) -> None:
+        """`reread` has what has changed of a checkpoint told, `ensure` all of it here that was;
+        both raise MeshError."""
         self.on_repaired: Callable[[str], None] = lambda weights_sha256: None
         """Hears of each checkpoint that is whole again."""
+        self._reread = reread
         self._ensure = ensure
         self._wanted: dict[Path, list[Damaged]] = {}
         self._tasks: dict[Path, asyncio.Task[None]] = {}
@@ -56,10 +63,13 @@ class Repairs:
         await end(self._tasks.values())
 
     async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
-        wait_s, sha256 = self.first_s, wanted[0].weights_sha256
+        wait_s, sha256, is_read = self.first_s, wanted[0].weights_sha256, False
         while wanted:
             await asyncio.sleep(wait_s)
             try:
+                if not is_read:
+                    await self._reread(sha256)
+                    is_read = True
                 await self._ensure(wanted[0])
                 del wanted[0]
                 wait_s = 0.0

@@ -85,6 +85,26 @@ async def test_what_has_changed_is_found_though_nobody_asks_for_it(
         assert await keeper.supervisor.reread() == 0
 
 
+async def test_where_one_tensor_has_changed_all_others_that_have_are_fetched_again_too(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper", "empty") as made:
+        keeper, directory = await keeper_of(made, whole)
+        for tensor in (LAYER, "model.layers.5.mlp.up_proj.weight"):
+            await asyncio.to_thread(spoil, directory, tensor)
+        repaired: list[str] = []
+        keeper.supervisor.repairs.on_repaired = repaired.append
+        empty = made.start("empty", patience_s=0.5)
+        await up(empty)
+        empty.supervisor.hear(keeper.holding())
+        with pytest.raises(TransferFailed):
+            await empty.supervisor.ensure(
+                MODEL, whole.weights_sha256, [LayerRange(2, 3)], ends=False
+            )
+        await until(lambda: repaired == [whole.weights_sha256])
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
 async def test_what_nobody_has_is_fetched_once_somebody_has_it(
     tmp_path: Path, whole: Manifest
 ) -> None:
