@@ -11,14 +11,18 @@ from mesh.deployments.wishes import Quant, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, NodeId
 
+PAUSED = "it is paused, until `hearthnet resume` there"
+
 
 @dataclass(frozen=True, slots=True)
 class AvailableNode:
-    """A node that may be used; `free_mb` is None where nobody knows."""
+    """A node that may be used; `free_mb` is None where nobody knows. One that `is_paused` keeps
+    what it has, and is given no more."""
 
     node: NodeId
     name: str
     free_mb: int | None = None
+    is_paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +98,12 @@ class Rooms:
     def refusal(self, wish: Wish, layers: int) -> NotEnoughMemory:
         """So many layers do not fit."""
         said = "; ".join(
-            f"{each.name} has room for {max(0, min(self._left[each.node], wish.total_layers))}"
+            f"{each.name}: {PAUSED}"
+            if each.is_paused
+            else f"{each.name} has room for {max(0, min(self._left[each.node], wish.total_layers))}"
             + (f" ({each.free_mb} MiB are free)" if each.free_mb is not None else "")
             for each in self._machines
-            if each.node in self._left
+            if each.is_paused or each.node in self._left
         )
         return NotEnoughMemory(
             f"{wish.model_id} does not fit: {layers} layers need a place; {said}.",

@@ -92,8 +92,10 @@ def make_plan(
     What is lacking is put where `laid` says, replicas in its order, as far as that goes.
 
     Replicas that stand on `machines` and within the wish stay as they are; of others the spans that
-    can stay do. The last replicas go first. Raises NoRoute when no machine may be used,
-    BadRequest when pins cannot be met and NotEnoughMemory where something finds no room.
+    can stay do, and what is new goes to no machine that is paused. The last replicas go first.
+
+    Raises NoRoute when no machine may be used, BadRequest when pins cannot be met and
+    NotEnoughMemory where something finds no room.
     """
     usable = [m for m in machines if not wish.nodes or m.node in wish.nodes]
     require_pins(wish, machines, {})
@@ -106,6 +108,7 @@ def make_plan(
         raise laid.refusal
     here = {machine.node for machine in usable}
     left = Rooms(laid, usable)
+    usable = [machine for machine in usable if not machine.is_paused]
     kept = [] if before is None else [_kept(r, wish, here) for r in before.replicas]
     kept = kept[: wish.replicas]
     next_replica = 0 if before is None else before.next_replica

@@ -38,10 +38,12 @@ class SpanProgress:
 
 @dataclass(frozen=True, slots=True)
 class NodeProgress:
-    """The spans that a node still works at, and the models whose ends it has loaded to ask."""
+    """The spans that a node still works at, the models whose ends it has loaded to ask, and whether
+    it is paused, of which earlier versions say nothing."""
 
     spans: Annotated[tuple[SpanProgress, ...], Meta(max_length=MAX_SPANS)] = ()
     asks: Annotated[tuple[Text, ...], Meta(max_length=MAX_MODELS)] = ()
+    paused: bool = False
 
 
 def shortened(reason: str) -> str:

@@ -195,8 +195,10 @@ class House(World):
             return ()
         up = {p.node_id for p in self._network.peers() if p.state is PeerState.UP and p.node_id}
         names = self.names()
+        said = {view.info.node_id: view.offers.progress for view in self._store.nodes()}
+        paused = {node for node, progress in said.items() if progress and progress.paused}
         return [
-            AvailableNode(node, names.get(node, node), self._free_mb(node))
+            AvailableNode(node, names.get(node, node), self._free_mb(node), node in paused)
             for node in sorted({self.node, *up})
             if hearth.may_serve(node)
         ]

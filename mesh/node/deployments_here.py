@@ -11,6 +11,7 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.control import Deploying
+from mesh.deployments.laid import PAUSED
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.replan import Replanner
@@ -80,7 +81,7 @@ class DeploymentsHere:
 
     def progress(self, *, is_paused: bool) -> NodeProgress:
         """What neighbours are told: the spans that this node works at, or keeps back while it is
-        paused, and what it asks."""
+        paused, what it asks, and whether it is paused."""
         spans = []
         for deployment in live(self.house.deployments()):
             for shard in deployment.shards_of(self.house.node):
@@ -90,7 +91,7 @@ class DeploymentsHere:
                 if now is not None and now.phase is not Phase.READY:
                     spans.append(told_of(shard, now))
         asks = [name for name, asker in self._held.askers.items() if asker.is_ready]
-        return NodeProgress(tuple(spans[:MAX_SPANS]), tuple(asks[:MAX_MODELS]))
+        return NodeProgress(tuple(spans[:MAX_SPANS]), tuple(asks[:MAX_MODELS]), is_paused)
 
     def start(self) -> None:
         """Follow the log."""
@@ -106,7 +107,7 @@ class DeploymentsHere:
         await self.reconciler.stop()
 
 
-_PAUSED = PhaseProgress(Phase.AWAY, reason="it is paused, until `hearthnet resume` there")
+_PAUSED = PhaseProgress(Phase.AWAY, reason=PAUSED)
 
 
 def told_of(shard: ShardId, now: PhaseProgress) -> SpanProgress:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from mesh import codec
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
-from mesh.deployments.laid import UNKNOWN, Laid
+from mesh.deployments.laid import PAUSED, UNKNOWN, Laid
 from mesh.deployments.laying import RoomAdjustments, lay, require_possible, rooms, with_more
 from mesh.deployments.placement import gaps, leaving
 from mesh.deployments.shape import shape_of
@@ -312,13 +312,14 @@ class Estimates:
     def _refusal(self, view: NodeView) -> str:
         node, config = view.info.node_id, self._house.config
         if node == self._house.node:
-            off = config.distributed.host.serve_shards is False
-            return "its settings let it serve no layers (host.serve_shards)" if off else ""
-        if not view.online or self._house.verdict(node) is Verdict.LOST:
+            if config.distributed.host.serve_shards is False:
+                return "its settings let it serve no layers (host.serve_shards)"
+        elif not view.online or self._house.verdict(node) is Verdict.LOST:
             return _AWAY
-        if not self._house.may_serve(node):
+        elif not self._house.may_serve(node):
             return "it is not trusted to serve: `hearthnet members promote`"
-        return ""
+        progress = view.offers.progress
+        return PAUSED if progress is not None and progress.paused else ""
 
     def _imagined(self, text: str, machines: Mapping[NodeId, Machine]) -> Machine | None:
         """A machine that there is not, as fast as this one unless said; None for a name alone."""

@@ -20,7 +20,7 @@ from mesh.deployments.wishes import (
     read_plan,
     read_wish,
 )
-from mesh.errors import BadRequest, NoRoute
+from mesh.errors import BadRequest, NoRoute, NotEnoughMemory
 from mesh.events.state import Fact
 from mesh.events.types import EventId, Order
 from mesh.types import LayerRange, ModelId, NodeId
@@ -138,6 +138,17 @@ def test_a_second_replica_lies_elsewhere_whatever_memory_says_by_then() -> None:
     ]
     two = make_plan(replace(WISH, replicas=2), named(2), now, one, asked=True)
     assert all(len(two.spans_of(node)) == 2 for node in (A, B, C))
+
+
+def test_who_is_paused_keeps_what_it_has_and_is_given_no_more() -> None:
+    one = planned(WISH, 1)
+    now = [*MACHINES[:2], replace(MACHINES[2], is_paused=True)]
+    two = make_plan(replace(WISH, replicas=2), named(2), now, one, asked=True)
+    assert two.replicas[0] == one.replicas[0]
+    assert {span.node for span in two.replicas[1].spans} == {A, B}
+    alone = replace(WISH, nodes=(C,))
+    with pytest.raises(NotEnoughMemory, match="study: it is paused, until `hearthnet resume`"):
+        make_plan(alone, named(1), now, None, asked=True)
 
 
 def test_a_machine_that_is_gone_is_replaced_and_nothing_else_moves() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -167,13 +168,21 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     (away,) = until(lambda: [s for s in row(attic)["spans"] if s["phase"] == "AWAY"], "it is away")
     assert away["node"] == "kitchen"
     assert "paused" in away["reason"]
+    # It keeps its part, and is given no more.
+    before = placed(attic)
+    estimated = hearthnet("deploy", MODEL, "--estimate", node=attic)
+    assert re.search(r"kitchen .*it is paused, until `hearthnet resume` there", estimated.stdout)
+    assert hearthnet("scale", MODEL, "2", node=attic).returncode == 0
+    assert set(before) < set(placed(attic))
+    assert {node for replica, node, _ in placed(attic) if replica == 1} == {"attic", "study"}
+    assert hearthnet("scale", MODEL, "1", node=attic).returncode == 0
     assert hearthnet("resume", node=kitchen).returncode == 0
     ready(*house.values())
 
     # Replicas up and down; numbers are not used again.
     assert hearthnet("scale", MODEL, "3", "--wait", node=kitchen).returncode == 0
     ready(*house.values(), replicas=3)
-    assert {replica for replica, _, _ in placed(study)} == {0, 1, 2}
+    assert {replica for replica, _, _ in placed(study)} == {0, 2, 3}
     assert all(len(held(node)) == 3 for node in house.values())
     assert hearthnet("scale", MODEL, "1", node=study).returncode == 0
     ready(*house.values())
