@@ -196,7 +196,7 @@ def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:
 
 def _appraised(row: Appraisal) -> str:
     """Of one machine, which asks as well as it serves."""
-    if row.why and not row.layers_that_fit:
+    if row.why:
         return f"{row.node}: {row.why}"
     return f"{row.node} has {memory_size(row.free_bytes)} free, for {row.layers_that_fit} layers"
 

@@ -110,8 +110,14 @@ def too_little(
 
 
 def _unknown(model: ModelShape, usable: Sequence[Machine], quant: Quant, fix: str) -> Refusal:
-    """Nobody computes in this format, as far as is known."""
-    if usable and not any(map(_is_measured, usable)):
+    """Nobody computes in this format, as far as is known, or nobody may be used."""
+    if not usable:
+        return Refusal(
+            "not_enough_memory",
+            "no machine may be used now.",
+            f"Each machine is listed with its reason. {fix}",
+        )
+    if not any(map(_is_measured, usable)):
         return Refusal(
             "not_enough_memory",
             "no machine that may be used has measured itself yet.",

@@ -388,6 +388,19 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     assert (laid.refusal, spans) == (None, [Span(NEAR, lost.layers)])
 
 
+async def test_who_may_take_nothing_is_refused_with_its_reason_not_with_what_it_has_free(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    said = Offering(capacity=cpu(1000), progress=NodeProgress(paused=True))
+    store.update(NodeInfo(NEAR, "Near", "", "test"), said)
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    wish = Wish("0" * 16, shape.model_id, shape.weights_sha256, shape.total_layers, 8)
+    laid = await estimates.layout(replace(wish, nodes=(NEAR,)), None, {OWN, NEAR, FAR}, NOTHING)
+    assert laid.refusal is not None
+    assert "no machine may be used now" in laid.refusal.message
+    assert "Near: it is paused, until `hearthnet resume` there" in laid.refusal.message
+
+
 @pytest.mark.parametrize("counted", [100, 1])
 async def test_a_wish_that_counts_other_layers_than_its_weights_have_is_refused(
     store: ShardStore, estimates: Estimates, counted: int
