@@ -67,8 +67,8 @@ class Deploying:
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Wish for a model, or change the wish for one that is deployed. `given` are the `model`,
         and what is to be otherwise of its wish: fields of a `Wish`, with `nodes` by names or ids,
-        and `layers`, which are pins, ``NODE=LO-HI``. Its row, with the `gaps` that making the
-        change will open.
+        and `layers`, which are pins, ``NODE=LO-HI``; one replica where it had none. Its
+        row, with the `gaps` that making the change will open.
 
         A model whose hash nobody knows is read first: that goes on after the answer, and is in the
         `view`. Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, Busy, and
@@ -108,7 +108,7 @@ class Deploying:
                 fix="Use a trusted key (`hearthnet keys create --trusted`), or `hearthnet run`.",
                 param="model",
             )
-        await self.deploy({"model": first.id, "replicas": max(1, first.wish.replicas)})
+        await self.deploy({"model": first.id})
         return True
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class Deploying:
 
     def _ordered(self, wish: Wish, order: Mapping[str, Any]) -> Wish:
         """The wish with what is ordered in it."""
-        said = dict(order)
+        said = {"replicas": max(1, wish.replicas), **order}
         if "nodes" in said:
             said["nodes"] = tuple(self._node(each) for each in said["nodes"])
         if "layers" in said:

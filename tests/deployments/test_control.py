@@ -219,6 +219,9 @@ async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
     assert await home.verbs.wake("small-4", may_wake=True)
     assert home.held() == {"small-4"}
     assert not await home.verbs.wake("small-4", may_wake=True), "it is up"
+    await home.verbs.scale("small-4", 0)
+    await home.verbs.deploy({"model": "small-4", "quant": "none"})
+    assert home.held() == {"small-4"}
 
 
 async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> None:
