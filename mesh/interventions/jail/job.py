@@ -34,7 +34,6 @@ from mesh.interventions.jail.warm import Report, Zygote
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 5.0
-_END_TIMEOUT_S = 2.0
 
 
 class JailedJob:
@@ -96,8 +95,7 @@ class JailedJob:
             self._parent.send({"kill": self._number})
         if self._timer is not None:
             self._timer.cancel()
-        # A parent that does not report the end is no use any more; its end is every job's.
-        self._timer = self._loop.call_later(_END_TIMEOUT_S, self._parent.end)
+        self._parent.require_report(self._ended)
 
     async def launch(self, entry: str, hint: str | None, payload_bytes: int) -> None:
         """Have the warmed parent fork it, and wait until it is. Called once, by `Jail`."""

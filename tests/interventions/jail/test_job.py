@@ -306,6 +306,22 @@ async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(jail: Jai
         await asyncio.to_thread(process.wait, 20)
 
 
+async def test_a_machine_that_stands_still_while_a_job_ends_costs_no_other_job(jail: Jail) -> None:
+    other = await jail.start_job(STORIES + "echo", b"ab", trusted=False)
+    job = await jail.start_job(STORIES + "waiting", b"", trusted=False)
+    async with other, job:
+        await hear(job)
+        parent = warmed_parent()
+        parent.suspend()
+        job.kill()
+        time.sleep(2.5)  # noqa: ASYNC251 - this process stands still as well
+        parent.resume()
+        assert (await job.outcome()).ending is Ending.KILLED
+        await asyncio.get_running_loop().sock_sendall(other.channel, b"x")
+        assert (await other.outcome()).result == b"ba"
+        assert jail.alive
+
+
 async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
     before = psutil.Process().num_fds()
     gate = asyncio.Semaphore(2)
