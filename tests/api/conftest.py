@@ -20,7 +20,7 @@ from mesh.api.tls import ApiTls
 from mesh.identity.api_keys import ApiKeys
 from tests.fakes import ScriptedGenerations, ScriptedView
 
-SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=20_000, body_timeout_s=0.3)
+SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=20_000)
 
 
 SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")

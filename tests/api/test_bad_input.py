@@ -312,13 +312,15 @@ async def test_compressed_bodies_are_refused_by_that(http: httpx.AsyncClient) ->
     assert taken.status_code == 200
 
 
-async def test_body_that_does_not_arrive_is_given_up(api: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
-    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
-    assert answer == b"HTTP/1.1 400 Bad Request\r\n"
-    writer.close()
-    await writer.wait_closed()
+async def test_body_that_does_not_arrive_is_given_up() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n"
+    async with serving(replace(SETTINGS, body_timeout_s=0.3)) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+        writer.write(head + b"{")
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
+        assert answer == b"HTTP/1.1 400 Bad Request\r\n"
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_headers_without_end_are_refused(api: Served) -> None:

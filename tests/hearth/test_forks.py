@@ -136,10 +136,9 @@ async def test_a_node_signs_nothing_before_it_has_heard_from_a_member(
         await asyncio.wait_for(publishing, 10)
     # With nobody there, it waits for so long and goes on.
     async with household.open("attic", waits=Waits(alone_s=0.3)) as attic:
-        deciding = asyncio.create_task(attic.decide(added(household.keys["cellar"], "cellar")))
-        await asyncio.sleep(0.05)
-        assert not deciding.done()
-        await asyncio.wait_for(deciding, 10)
+        waiting = asyncio.create_task(attic.heard())
+        await asyncio.wait_for(attic.decide(added(household.keys["cellar"], "cellar")), 20)
+        assert waiting.done()
 
 
 async def test_a_restored_founder_that_hears_from_a_member_goes_on(household: Household) -> None:
