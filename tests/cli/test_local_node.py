@@ -48,7 +48,8 @@ def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_pat
             assert f"export OPENAI_BASE_URL={record.public_url}/v1 OPENAI_API_KEY=KEY" in node.log
             for where in ((), ("--api-port", str(record.api_port)), ("--host", record.api_url)):
                 assert tls["sha256"] in hearthnet(node, "status", *where)
-            plain = httpx.get(f"http://127.0.0.1:{record.api_port}/healthz", trust_env=False)
+            address = f"http://127.0.0.1:{record.api_port}/healthz"
+            plain = httpx.get(address, trust_env=False, timeout=30)
             assert plain.json()["error"]["code"] == "tls_required"
     assert fingerprints[0] == fingerprints[1], "a restart needs no new trust"
 

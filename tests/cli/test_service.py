@@ -119,8 +119,11 @@ def test_a_node_runs_from_now_on_until_it_is_told_not_to(account: Account) -> No
     first = read_daemon(paths.runtime_file)
     assert first is not None
     assert f"pid {first.pid}" in installed.stdout
-    asked = {"headers": {"Authorization": f"Bearer {first.api_key}"}, "trust_env": False}
-    kept = httpx.get(f"{first.api_url}/mesh/v1/privacy", **asked).json()["precautions"]
+    bearer = {"Authorization": f"Bearer {first.api_key}"}
+    asked = httpx.get(
+        f"{first.api_url}/mesh/v1/privacy", headers=bearer, trust_env=False, timeout=30
+    )
+    kept = asked.json()["precautions"]
     assert kept["keep_first"] == 2
     said = account.hearthnet("service", "status").stdout
     assert f"running: process {first.pid}" in said

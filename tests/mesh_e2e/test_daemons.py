@@ -78,7 +78,7 @@ class TestAnswering:
             assert peers == set(home) - {name}
 
     def test_everybody_reaches_every_port_of_everybody_both_ways(self, sofa: LocalNode) -> None:
-        anybody = httpx.post(f"{sofa.url}/mesh/v1/reach", json={}, trust_env=False)
+        anybody = httpx.post(f"{sofa.url}/mesh/v1/reach", json={}, trust_env=False, timeout=30)
         assert anybody.status_code == 401, "it has every peer connect"
         rows = {row["name"]: row for row in sofa.post("/mesh/v1/reach", {}).json()["peers"]}
         assert rows.keys() == {"attic", "kitchen", "study"}
@@ -281,7 +281,7 @@ class TestAnswering:
 
     def test_metrics_carry_the_specifications_names(self, sofa: LocalNode) -> None:
         ask(sofa)
-        text = httpx.get(f"{sofa.url}/metrics", trust_env=False).text
+        text = httpx.get(f"{sofa.url}/metrics", trust_env=False, timeout=30).text
         for name in (
             "pipeline_construct_ms", "first_token_ms", "tokens_per_second", "shard_latency_ms",
             "failovers_total", "fallback_to_local_total",
@@ -294,7 +294,7 @@ class TestAnswering:
         ask(home["sofa"])
         labels: dict[str, set[str]] = {}
         for name in ("sofa", "attic"):
-            text = httpx.get(f"{home[name].url}/metrics", trust_env=False).text
+            text = httpx.get(f"{home[name].url}/metrics", trust_env=False, timeout=30).text
             for family in text_string_to_metric_families(text):
                 counted = "_total" if family.type == "counter" else ""
                 # What did not happen here has no series yet, only its name.
@@ -349,7 +349,7 @@ class TestBadInput:
 
     def test_malformed_json_and_unknown_fields(self, sofa: LocalNode) -> None:
         raw = httpx.post(
-            f"{sofa.url}/v1/completions", content=b"{", trust_env=False,
+            f"{sofa.url}/v1/completions", content=b"{", trust_env=False, timeout=30,
             headers={"content-type": "application/json"},
         )  # fmt: skip
         assert raw.status_code == 400

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 MODEL = "toy"
 LAYERS = 6
 PROMPT = list(range(5, 35))
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 KV_TOKENS = 16384
 """What a shard's caches have unless more is wished."""
 EVEN = {"HEARTHNET_DEPLOYMENTS__PLACEMENT": "even"}
@@ -339,7 +339,10 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     guest, lab = (made_key(kitchen, trusted=trusted) for trusted in (False, True))
     for key, states in ((guest, []), (lab, ["COLD"])):
         listed = httpx.get(
-            f"{kitchen.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, trust_env=False
+            f"{kitchen.url}/v1/models",
+            headers={"Authorization": f"Bearer {key}"},
+            trust_env=False,
+            timeout=60,
         ).json()["data"]
         found = [model["hearthnet"]["state"] for model in listed if model["id"] == MODEL]
         assert found == states, listed

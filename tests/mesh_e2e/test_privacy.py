@@ -109,7 +109,8 @@ def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(
 def missing(node: LocalNode) -> list[str]:
     import httpx
 
-    found: list[str] = httpx.get(f"{node.url}/readyz", trust_env=False).json()["missing"]
+    answer = httpx.get(f"{node.url}/readyz", trust_env=False, timeout=30)
+    found: list[str] = answer.json()["missing"]
     return found
 
 

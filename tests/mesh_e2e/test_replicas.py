@@ -16,7 +16,7 @@ from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import StartNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> float:
@@ -29,7 +29,7 @@ def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> f
 
 
 def ready(node: LocalNode) -> tuple[int, list[str]]:
-    response = httpx.get(f"{node.url}/readyz", trust_env=False)
+    response = httpx.get(f"{node.url}/readyz", trust_env=False, timeout=30)
     return response.status_code, response.json()["missing"]
 
 

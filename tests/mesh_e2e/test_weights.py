@@ -57,6 +57,12 @@ def served_by(node: LocalNode) -> set[str]:
     return {name for model in models if model["id"] == "toy" for name in model["nodes"]}
 
 
+def missing(node: LocalNode) -> list[str]:
+    """What it is not ready for."""
+    said: list[str] = httpx.get(f"{node.url}/readyz", trust_env=False, timeout=30).json()["missing"]
+    return said
+
+
 def advertised(node: LocalNode, of: LocalNode) -> int:
     """How many advertisements of another a node has counted in this minute."""
     for process in node.get("/mesh/v1/status")["accounts"]:
@@ -214,7 +220,7 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
     assert waited.returncode == 0, waited.stderr
     for node in (attic, sofa, den):
         wait_until(lambda node=node: served_by(node) == {"attic", "sofa"})
-        wait_until(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
+        wait_until(lambda node=node: not any("toy" in each for each in missing(node)))
     assert answer(sofa)["choices"] == answer(attic)["choices"] == answer(den)["choices"]
     # Nothing changes any more, and who asks a model that it was told to hold says nothing more.
     before = advertised(den, attic)

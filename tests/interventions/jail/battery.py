@@ -26,7 +26,7 @@ WASTE_LIMITS = JobLimits(
 )
 UNBOUNDED = re.compile(r"kill\(-1\b|while[^\n]*:[^#]*\bfork\(")
 """Signals to everybody, and processes that are made without end."""
-_PATIENCE_S = 1.0
+_PATIENCE_S = 5.0
 _MOST_KEPT = 1 << 20
 
 

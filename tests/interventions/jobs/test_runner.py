@@ -559,7 +559,7 @@ async def test_cancelling_ends_the_process_at_once(here: Bench) -> None:
     with pytest.raises(asyncio.CancelledError):
         await job
     assert jail.running == 0
-    assert time.monotonic() - begun < 5  # it would have run for LIMITS.wall_s
+    assert time.monotonic() - begun < LIMITS.wall_s / 2  # for which it would have run
     assert not (here.directory / f"result-{here.jobs}").exists()
 
 
