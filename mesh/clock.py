@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
+
+_AWAKE_TICK_S = 0.25
 
 
 class Clock(Protocol):
@@ -85,6 +88,20 @@ async def set_by(event: asyncio.Event, moment_s: float) -> bool:
 async def set_within(event: asyncio.Event, seconds: float) -> bool:
     """Whether the event is set within so many seconds, waiting for either."""
     return await set_by(event, loop_time() + seconds)
+
+
+def unless_done(future: asyncio.Future[Any], awake_s: float, act: Callable[[], None]) -> None:
+    """Call `act` once, where the future is not done by so many seconds in which this machine ran.
+
+    While it stands still nobody does anything: a tick then is one tick.
+    """
+    if future.done():
+        return
+    if awake_s <= 0:
+        act()
+        return
+    left_s = awake_s - _AWAKE_TICK_S
+    asyncio.get_running_loop().call_later(_AWAKE_TICK_S, unless_done, future, left_s, act)
 
 
 class LoopClock(SystemClock):

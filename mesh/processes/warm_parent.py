@@ -20,6 +20,7 @@ import sys
 import threading
 from typing import Any, Protocol
 
+from mesh.clock import unless_done
 from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, MAX_ORDER_BYTES, ForkOrder
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class ForkedProcess(ChildProcess):
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._handle)
         # Whoever could say how it ended is gone, and took it along, or does not answer.
-        self._loop.call_later(_REPORT_S, self._end, -int(signal.SIGKILL))
+        unless_done(self._ended, _REPORT_S, lambda: self._end(-int(signal.SIGKILL)))
 
     def _end(self, status: int) -> None:
         self.close()

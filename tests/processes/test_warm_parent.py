@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from mesh.processes.messages import Alive, reader
 from mesh.processes.nursery import why_unfit
 from mesh.processes.warm_parent import end_warm_parent
 from tests.processes.nosy import Said
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 
@@ -123,6 +125,24 @@ async def test_how_a_child_ended_is_known_though_another_process_waits_for_it(
     second.child.kill()
     assert await second.child.wait(TIMEOUT_S) == -signal.SIGKILL
     second.child.kill()  # does nothing, whoever has that number by now
+
+
+async def test_how_a_child_ended_is_known_though_this_machine_stood_still_just_then(
+    pair: tuple[Nosy, Nosy],
+) -> None:
+    child = pair[0].child
+    parent = psutil.Process(child.pid).parent()
+    assert parent is not None
+    parent.suspend()
+    try:
+        child.channel.send(Said("exit", {"status": 7}))
+        ending = psutil.Process(child.pid)
+        await until(lambda: ending.status() == psutil.STATUS_ZOMBIE)
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)  # noqa: ASYNC251 - this process stands still as well
+    finally:
+        parent.resume()
+    assert await child.wait(TIMEOUT_S) == 7
 
 
 async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(

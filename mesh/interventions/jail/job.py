@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from mesh.clock import unless_done
 from mesh.errors import Busy, JailUnavailable, MeshError
 from mesh.interventions.jail.child import PAYLOAD_LENGTH
 from mesh.interventions.jail.doctor import ENTRY as CANARY_ENTRY
@@ -34,6 +35,7 @@ from mesh.interventions.jail.warm import Report, Zygote
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 2.0
 
 
 class JailedJob:
@@ -95,7 +97,8 @@ class JailedJob:
             self._parent.send({"kill": self._number})
         if self._timer is not None:
             self._timer.cancel()
-        self._parent.require_report(self._ended)
+        # A parent that does not report the end is no use any more; its end is every job's.
+        unless_done(self._ended, _END_TIMEOUT_S, self._parent.end)
 
     async def launch(self, entry: str, hint: str | None, payload_bytes: int) -> None:
         """Have the warmed parent fork it, and wait until it is. Called once, by `Jail`."""

@@ -22,8 +22,6 @@ from mesh.interventions.jail.zygote import MAX_COMMAND_BYTES
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
-_TICK_S, _REPORT_TICKS = 0.25, 8
-"""When it is looked whether an end was reported, and how often before the parent is given up."""
 # Everything the parent and its jobs ever see of an environment.
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -121,18 +119,6 @@ class Zygote:
         """Nobody waits for this job any more."""
         self._starting.pop(number, None)
         self._running.pop(number, None)
-
-    def require_report(self, ended: asyncio.Future[Report], ticks: int = _REPORT_TICKS) -> None:
-        """One that does not report the end of a killed job soon is no use any more: it is ended.
-
-        A tick in which this machine stood still is one tick: nobody could report anything.
-        """
-        if ended.done():
-            return
-        if ticks:
-            self._loop.call_later(_TICK_S, self.require_report, ended, ticks - 1)
-        else:
-            self.end()
 
     def end(self) -> None:
         """Kill it; every job dies with it."""
