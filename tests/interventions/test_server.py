@@ -296,8 +296,11 @@ async def test_a_job_may_think_for_longer_than_a_silent_session_is_kept() -> Non
         time.sleep(3.5)
         return first, CASES["every_layer"](parts)
 
-    async with shard(TapSettings(silence_s=1.5)) as here:
+    async with shard(TapSettings(silence_s=2.5)) as here:
+        place = here.route[0].shard
         sessions = await HopSessions.open(here.route, here.lines)
+        # It rests early, so that this machine may stand still for longer.
+        (await here.lines.link(place.host, place.endpoint)).lease_s = 0.4
         first, second = await run_job(sessions, job)
         assert sessions.lost is None
         equal(second, first, 0.0)
