@@ -30,8 +30,8 @@ class BoundedConnection(H11Protocol):
     def __init__(self, settings: ApiSettings, **given: Any) -> None:
         super().__init__(**given)
         self._limits_s = {
-            h11.IDLE: settings.head_timeout_s,
-            h11.SEND_BODY: settings.body_timeout_s + _LATER_S,
+            h11.IDLE: (settings.head_timeout_s, 0.0),
+            h11.SEND_BODY: (settings.body_timeout_s, _LATER_S),
         }
         self._unread_limit_s = settings.unread_timeout_s
         self._max_connections = settings.max_connections
@@ -111,9 +111,15 @@ class BoundedConnection(H11Protocol):
             self._asking = None
         # h11 never sees the end of a request whose connection a WebSocket has taken over.
         upgraded = self.transport.get_protocol() is not self
-        limit_s = None if upgraded else self._limits_s.get(phase)
-        if limit_s is not None and not self.transport.is_closing():
-            self._asking = self.loop.call_later(limit_s, self.transport.abort)
+        limits = None if upgraded else self._limits_s.get(phase)
+        if limits is not None and not self.transport.is_closing():
+            limit_s, later_s = limits
+            self._asking = self.loop.call_later(limit_s, self._is_overdue, later_s)
+
+    def _is_overdue(self, later_s: float) -> None:
+        """A clock of its own, so that a handler has its say also where this machine stood still
+        beyond both."""
+        self._asking = self.loop.call_later(later_s, self.transport.abort)
 
 
 def _host(connection: BoundedConnection) -> str:
