@@ -113,10 +113,15 @@ class Multicast:
     async def close(self) -> None:
         """Say goodbye and free the sockets, within a few seconds whatever happens."""
         self._say_no_more()
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            if self._browser is not None:
-                await self._browser.async_cancel()
-            await self._zeroconf.async_close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                if self._browser is not None:
+                    await self._browser.async_cancel()
+                await self._zeroconf.async_close()
+        finally:
+            # Where that took too long: one that is left open answers for what has gone.
+            if not self._zeroconf.zeroconf.done:
+                self._zeroconf.zeroconf.close()
 
     def _say_no_more(self) -> None:
         """Or others would believe what is sent once more after what comes now."""

@@ -102,15 +102,24 @@ async def test_changed_shards_reach_the_others(hearth: str) -> None:
             await one.until(lambda shards=shards: getattr(one.sees(other), "shards", "") == shards)
 
 
-@pytest.mark.parametrize("stands_still_s", [0.0, 1.0])
+def sockets() -> int:
+    """How many of this process speak mDNS."""
+    mine = psutil.Process().net_connections("udp")
+    return sum(each.laddr.port == 5353 for each in mine if each.laddr)
+
+
+@pytest.mark.parametrize("stands_still_s", [0.0, 1.0, 3.2])
 async def test_goodbye_is_heard(hearth: str, stands_still_s: float) -> None:
-    """Also where the machine stands still after the first of several, and it had just begun."""
+    """Also where the machine stands still after the first of several, and it had just begun; and no
+    socket of it is left."""
     one, other = Listener(hearth, settings=MdnsSettings()), Listener(hearth)
     async with listening(one):
+        before = await asyncio.to_thread(sockets)
         async with listening(other):
             await one.until(lambda: one.sees(other) is not None)
             asyncio.get_running_loop().call_later(0.05, time.sleep, stands_still_s)
         await one.until(lambda: one.sees(other) is None)
+        assert await asyncio.to_thread(sockets) == before
 
 
 async def test_node_that_vanishes_silently_is_dropped_and_found_again(hearth: str) -> None:
