@@ -309,7 +309,8 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     house: dict[str, LocalNode], models: Path
 ) -> None:
     attic, kitchen, study = house.values()
-    order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
+    # Longer than use takes to be heard of where this machine stands still meanwhile.
+    order = {"model": MODEL, "keep_alive_s": 4.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
     assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
     ready(attic, kitchen, study)
     talk = hearthnet("chat", "--json", stdin="/set max_tokens 2\nTea?\n", node=study)
