@@ -260,7 +260,7 @@ async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) ->
     async with house(tmp_path, "full", "empty") as made:
         full = made.start("full", whole.directory, bytes_per_s=12e6)
         empty = made.start("empty")
-        empty.supervisor.restart_delays_s = (2.5,)  # the giver has counted, and gives nothing
+        empty.supervisor.restart_delays_s = (3.0,)  # the giver has counted, and gives nothing
         await up(full, empty)
         made.introduce()
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
