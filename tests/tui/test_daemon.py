@@ -16,7 +16,7 @@ from tests.checkpoints import make_checkpoint
 from tests.tui.conftest import running
 
 pytestmark = pytest.mark.slow
-LOADING_S = 60.0
+LOADING_S = 150.0
 
 
 @pytest.fixture(scope="module")
