@@ -1,7 +1,7 @@
 """Fetches again what has changed on the disk since it came.
 
-Where one tensor has changed others may have: all of that checkpoint is read again first. Tries
-until it is there: somebody who has it may be away for long. Use on one event loop.
+Where one tensor has changed others may have: all of a checkpoint is read again before it is whole.
+Tries until it is there: somebody who has it may be away for long. Use on one event loop.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ class Repairs:
 
     def __init__(
         self,
-        reread: Callable[[str], Awaitable[object]],
         ensure: Callable[[Damaged], Awaitable[object]],
+        reread: Callable[[str], Awaitable[object]],
     ) -> None:
-        """`reread` has what has changed of a checkpoint told, `ensure` all of it here that was;
-        both raise MeshError."""
+        """`ensure` has all of it here that was, `reread` compares a checkpoint with its hashes once
+        more; both raise MeshError."""
         self.on_repaired: Callable[[str], None] = lambda weights_sha256: None
         """Hears of each checkpoint that is whole again."""
-        self._reread = reread
-        self._ensure = ensure
+        self._ensure, self._reread = ensure, reread
         self._wanted: dict[Path, list[Damaged]] = {}
         self._tasks: dict[Path, asyncio.Task[None]] = {}
 
@@ -63,19 +62,21 @@ class Repairs:
         await end(self._tasks.values())
 
     async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
-        wait_s, sha256, is_read = self.first_s, wanted[0].weights_sha256, False
+        wait_s, sha256 = self.first_s, wanted[0].weights_sha256
         while wanted:
             await asyncio.sleep(wait_s)
+            first = wanted[0]
             try:
-                if not is_read:
-                    await self._reread(sha256)
-                    is_read = True
-                await self._ensure(wanted[0])
+                await self._ensure(first)
                 del wanted[0]
                 wait_s = 0.0
+                if not wanted:  # what else has changed, or was found meanwhile, becomes wanted
+                    await self._reread(sha256)
             except MeshError as error:
                 logger.warning("%s is not whole again yet: %s", directory, error)
                 wait_s = self.again_s
+                if not wanted:  # what was not read again is not known to be whole
+                    wanted.append(first)
         logger.info("%s is whole again", directory)
         del self._wanted[directory], self._tasks[directory]
         self.on_repaired(sha256)

@@ -94,10 +94,10 @@ class FetcherSupervisor(RestingSupervisor):
         no more before it has withdrawn some of it, as who finds that its disk has changed it does.
         """
         self.repairs = Repairs(
-            self.reread,
             lambda damaged: self.ensure(
                 damaged.model_id, damaged.weights_sha256, damaged.layers, ends=damaged.ends
             ),
+            self.reread,
         )
         self._numbers = itertools.count(1)
         self._orders = 0

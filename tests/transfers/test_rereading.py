@@ -106,6 +106,20 @@ async def test_where_one_tensor_has_changed_all_others_that_have_are_fetched_aga
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
+async def test_what_is_found_while_the_first_is_fetched_is_fetched_as_well(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        keeper.supervisor.repairs.first_s = 0.0
+        repaired: list[str] = []
+        keeper.supervisor.repairs.on_repaired = repaired.append
+        await asyncio.to_thread(spoil, directory)
+        await keeper.supervisor.reread(whole.weights_sha256)
+        await until(lambda: repaired and directory not in keeper.supervisor.repairs)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
 async def test_what_nobody_has_is_fetched_once_somebody_has_it(
     tmp_path: Path, whole: Manifest
 ) -> None:
