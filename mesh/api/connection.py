@@ -114,11 +114,11 @@ class BoundedConnection(H11Protocol):
         limits = None if upgraded else self._limits_s.get(phase)
         if limits is not None and not self.transport.is_closing():
             limit_s, later_s = limits
-            self._asking = self.loop.call_later(limit_s, self._is_overdue, later_s)
+            self._asking = self.loop.call_later(limit_s, self._abort_later, later_s)
 
-    def _is_overdue(self, later_s: float) -> None:
-        """A clock of its own, so that a handler has its say also where this machine stood still
-        beyond both."""
+    def _abort_later(self, later_s: float) -> None:
+        """By a clock that begins now, so that a handler has its say also where this machine stood
+        still beyond both limits."""
         self._asking = self.loop.call_later(later_s, self.transport.abort)
 
 
