@@ -8,19 +8,14 @@ torch takes seconds; a daemon that dies meanwhile must not leave the process beh
 from __future__ import annotations
 
 import importlib
-import logging
-import os
 import sys
 
 from mesh.logs import log_to_stderr
 from mesh.processes.child import end_with_parent, log_file_of_parent
 from mesh.processes.nursery import LOG_LEVEL
 
-logger = logging.getLogger(__name__)
-
 _COMPILING_NOTHING = frozenset({"mesh.shard.process", "mesh.pipeline.process"})
 """Jobs do without transformers: the jail has its own."""
-_PLAINLY = "plainly"
 
 
 def become(module: str) -> None:
@@ -32,24 +27,13 @@ def become(module: str) -> None:
 
 def main() -> None:
     """Be the module named on the command line."""
-    module, *rest = sys.argv[1:]
+    module = sys.argv[1]
     end_with_parent()
-    if module in _COMPILING_NOTHING and rest != [_PLAINLY]:
-        _import_modelling(module)
+    if module in _COMPILING_NOTHING:
+        from mesh.processes.lean import import_modelling_or_begin_again
+
+        import_modelling_or_begin_again()
     become(module)
-
-
-def _import_modelling(module: str) -> None:
-    from mesh.processes.lean import import_modelling
-
-    try:
-        import_modelling()
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        # Another version of torch or transformers. What is half imported stays so: begin again.
-        log_to_stderr(LOG_LEVEL)
-        logger.warning("%s imports torch and transformers plainly: %s", module, error)
-        arguments = [sys.executable, "-m", "mesh.processes.entry", module, _PLAINLY]
-        os.execv(sys.executable, arguments)  # noqa: S606 - without a shell, as it should be
 
 
 if __name__ == "__main__":

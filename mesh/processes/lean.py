@@ -10,6 +10,8 @@ imported then, as torch itself does.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mesh.logs import log_to_stderr
 from mesh.processes import model_names, postponed
 
+logger = logging.getLogger(__name__)
+
+_PLAINLY = "plainly"
+"""The last argument of a process that has begun again."""
 _COMPILER = "torch._dynamo"
 _MODELLING = (
     "transformers.modeling_utils",
@@ -46,6 +53,20 @@ def import_modelling() -> None:
     ):
         for name in _MODELLING:
             importlib.import_module(name)
+
+
+def import_modelling_or_begin_again() -> None:
+    """`import_modelling`. Where this torch or transformers cannot be imported so, what is half
+    imported stays so: the process runs its own command line anew, and this imports nothing then."""
+    if sys.argv[-1] == _PLAINLY:
+        return
+    try:
+        import_modelling()
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        log_to_stderr("warning")
+        logger.warning("%s imports torch and transformers plainly: %s", sys.orig_argv[2], error)
+        arguments = [sys.executable, *sys.orig_argv[1:], _PLAINLY]
+        os.execv(sys.executable, arguments)  # noqa: S606 - without a shell, as it should be
 
 
 @contextmanager

@@ -67,11 +67,11 @@ class ForkOrder:
 
 def warm(modules: tuple[str, ...]) -> str | None:
     """Import them. Why this process must not fork now, or None when it may."""
-    from mesh.processes.lean import import_modelling
+    from mesh.processes.lean import import_modelling_or_begin_again
 
     gc.disable()  # what it freed would be holes, which children fill: pages that nobody shares
     try:
-        import_modelling()
+        import_modelling_or_begin_again()
         for name in modules:
             importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - told to the daemon, whose children say it as well

@@ -31,6 +31,10 @@ POSTPONED = frozenset(
 )  # fmt: skip
 """What torch imports for others' sake and does not look into itself."""
 
+_FIRST_TO_IMPORT_FX = "torch.export"
+"""``torch.fx`` and ``torch._logging`` import each other, which succeeds only when it is the first
+of them that is asked for; torch asks for it through this one."""
+
 _LOOKED_INTO = frozenset({"__path__", "__all__"})
 """Names with underscores that an import asks for; whoever lists modules asks for others."""
 
@@ -51,9 +55,11 @@ def import_torch() -> None:
 def _complete_generator(torch: Any) -> None:
     """Without this it cannot be made. Torch does it in ``torch._prims.rng_prims``, which comes with
     a postponed module, and at whose import it is done again."""
-    from torch._opaque_base import OpaqueBaseMeta
-
-    torch._C._set_generator_metaclass(OpaqueBaseMeta)  # noqa: SLF001
+    try:
+        metaclass = importlib.import_module("torch._custom_class_base").CustomClassBaseMeta
+    except ImportError:  # before torch 2.15
+        metaclass = importlib.import_module("torch._opaque_base").OpaqueBaseMeta
+    torch._C._set_generator_metaclass(metaclass)  # noqa: SLF001
 
 
 def _try(torch: Any) -> None:
@@ -123,6 +129,8 @@ class _Postponing(MetaPathFinder, Loader):
         return spec
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == _FIRST_TO_IMPORT_FX:
+            importlib.import_module("torch.fx")
         # An import of something below it finds none, asks for it, and so gets the real one.
         vars(module).pop("__path__", None)
         module.__class__ = _Postponed

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mesh.codec import MAX_FILE_BYTES
+from mesh.processes.warm_parent import WITHOUT_THREADS
 
 pytestmark = pytest.mark.slow
 
@@ -108,21 +109,26 @@ def test_a_torch_that_cannot_do_without_is_imported_as_a_whole() -> None:
 
 
 FAILING = """
-import sys
+import json, sys
 from mesh.processes import entry, postponed
 def refuse(finder, module):
     raise AttributeError("another torch")
 postponed._Postponing.exec_module = refuse
-sys.argv[1:] = ["mesh.shard.process"]
-entry.main()
+{main}
 """
 
 
 def test_where_torch_cannot_be_imported_so_a_process_begins_again_without() -> None:
-    command = [sys.executable, "-c", FAILING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    as_shards = 'sys.argv[1:1] = ["mesh.shard.process"]; entry.main()'
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING.format(main=as_shards)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
     assert "plainly" in done.stderr
     assert "part of the hearthnet daemon" in done.stderr  # it has become the shards' process
+
+    as_warm_parent = "from mesh.processes import nursery; print(json.dumps(nursery.warm(())))"
+    assert run(FAILING.format(main=as_warm_parent), **WITHOUT_THREADS) is None
 
 
 NAMES = """
