@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,8 +45,9 @@ def import_modelling() -> None:
     """Import what all models share; does nothing where it, or the compiler, is imported already."""
     if _COMPILER in sys.modules or _MODELLING[0] in sys.modules:
         return
-    postponed.import_torch()
+    can_do_without = postponed.import_torch()
     with (
+        postponed.postponing() if can_do_without else nullcontext(),
         model_names.remembered(),
         _without_compiler(),
         _without_distributed_tensors(),

@@ -14,6 +14,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -27,6 +28,7 @@ POSTPONED = frozenset(
         *_META_KERNELS, "torch.ao", "torch.distributions", "torch.export", "torch.masked",
         "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized",
         "torch.profiler", "torch.quantization", "torch.utils.data",
+        "torch.fx.experimental.symbolic_shapes",
     }
 )  # fmt: skip
 """What torch imports for others' sake and does not look into itself."""
@@ -35,12 +37,16 @@ _FIRST_TO_IMPORT_FX = "torch.export"
 """``torch.fx`` and ``torch._logging`` import each other, which succeeds only when it is the first
 of them that is asked for; torch asks for it through this one."""
 
+_IMPORTED_FROM = {"torch.fx.experimental.symbolic_shapes": frozenset({"has_free_unbacked_symbols"})}
+"""Functions that others import by name from such a module (no package), to call them later: this
+one is imported by ``torch.nn.attention.flex_attention``, and sympy by its module."""
+
 _LOOKED_INTO = frozenset({"__path__", "__all__"})
 """Names with underscores that an import asks for; whoever lists modules asks for others."""
 
 
-def import_torch() -> None:
-    """Import torch without `POSTPONED` modules; with them, where a torch cannot do without."""
+def import_torch() -> bool:
+    """Import torch without `POSTPONED` modules, or, where it cannot do without: with, and False."""
     with postponing():
         import torch
     try:
@@ -50,6 +56,8 @@ def import_torch() -> None:
         logger.warning("torch is imported as a whole: %s", error)
         for name in POSTPONED:
             _complete(name)
+        return False
+    return True
 
 
 def _complete_generator(torch: Any) -> None:
@@ -99,9 +107,16 @@ class _Postponed(ModuleType):
     """In the place of a module that nobody has touched yet; hands on whatever it is asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in _LOOKED_INTO:
+        late = _IMPORTED_FROM.get(self.__name__, frozenset())
+        if name.startswith("__") and (late or name not in _LOOKED_INTO):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if name in late:
+            return partial(_call, self.__name__, name)
         return getattr(_import(self.__name__), name)
+
+
+def _call(module: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_import(module), name)(*args, **kwargs)
 
 
 def _import(name: str) -> ModuleType:

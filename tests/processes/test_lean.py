@@ -46,9 +46,11 @@ parts = [torch.ao.quantization.MinMaxObserver.__name__, masked_tensor.__name__, 
 from mesh.processes.postponed import import_meta_kernels
 import_meta_kernels()
 on_meta = torch.fft.rfft(torch.empty(4, 6, device="meta")).shape
+from torch.nn.attention.flex_attention import flex_attention
+flexed = flex_attention(*torch.ones(3, 1, 2, 4, 16)).sum().item()
 compiled = torch.compile(lambda x: x * 2 + 1, backend="eager")(torch.ones(2)).tolist()
 print(json.dumps({{"imported": imported, "logits": logits[0, -1].tolist(), "compiled": compiled,
-    "drawn": drawn, "classes": classes, "parts": parts, "on_meta": on_meta}}))
+    "drawn": drawn, "flexed": flexed, "classes": classes, "parts": parts, "on_meta": on_meta}}))
 """
 LEAN = "from mesh.processes.lean import import_modelling; import_modelling()"
 
@@ -100,7 +102,8 @@ logging.basicConfig(stream=sys.stderr)
 from mesh.processes import postponed
 postponed._try = lambda torch: torch.no_such_thing
 {LEAN}
-print(json.dumps([type(sys.modules[name]).__name__ for name in sorted(postponed.POSTPONED)]))
+kept = [sys.modules[name] for name in postponed.POSTPONED if name in sys.modules]
+print(json.dumps([type(each).__name__ for each in kept]))
 """
 
 
