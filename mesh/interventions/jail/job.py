@@ -118,8 +118,8 @@ class JailedJob:
         try:
             self._parent.watch(self._number, started, self._ended)
             self._parent.send(command, fds)
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await started
+            unless_done(started, _START_TIMEOUT_S, lambda: started.set_exception(TimeoutError()))
+            await started
         finally:
             self._theirs.close()
             os.close(log_write)

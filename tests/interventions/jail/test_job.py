@@ -322,6 +322,20 @@ async def test_a_machine_that_stands_still_while_a_job_ends_costs_no_other_job(j
         assert jail.alive
 
 
+async def test_a_machine_that_stands_still_while_a_job_starts_costs_no_job(jail: Jail) -> None:
+    other = await jail.start_job(STORIES + "echo", b"ab", trusted=False)
+    parent = warmed_parent()
+    parent.suspend()
+    starting = asyncio.create_task(jail.start_job(STORIES + "echo", b"cd", trusted=False))
+    await asyncio.sleep(0)
+    time.sleep(5.5)  # noqa: ASYNC251 - this process stands still as well
+    parent.resume()
+    async with other, await starting as job:
+        for each in (job, other):
+            await asyncio.get_running_loop().sock_sendall(each.channel, b"x")
+        assert [(await each.outcome()).result for each in (job, other)] == [b"dc", b"ba"]
+
+
 async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
     before = psutil.Process().num_fds()
     gate = asyncio.Semaphore(2)
