@@ -10,7 +10,8 @@ from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any, Protocol
 
-_AWAKE_TICK_S = 0.25
+AWAKE_TICK_S = 0.25
+"""Where time counts only while this machine runs, it is counted in these."""
 
 
 class Clock(Protocol):
@@ -100,8 +101,8 @@ def unless_done(future: asyncio.Future[Any], awake_s: float, act: Callable[[], N
     if awake_s <= 0:
         act()
         return
-    left_s = awake_s - _AWAKE_TICK_S
-    asyncio.get_running_loop().call_later(_AWAKE_TICK_S, unless_done, future, left_s, act)
+    left_s = awake_s - AWAKE_TICK_S
+    asyncio.get_running_loop().call_later(AWAKE_TICK_S, unless_done, future, left_s, act)
 
 
 class LoopClock(SystemClock):

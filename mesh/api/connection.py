@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh.api.neighbours import Neighbour
 from mesh.api.services import ApiSettings
+from mesh.clock import AWAKE_TICK_S
 
 NEIGHBOUR = "neighbour"
 """The name in a request's state of the connection's `Neighbour`."""
@@ -117,9 +118,13 @@ class BoundedConnection(H11Protocol):
             self._asking = self.loop.call_later(limit_s, self._abort_later, later_s)
 
     def _abort_later(self, later_s: float) -> None:
-        """By a clock that begins now, so that a handler has its say also where this machine stood
-        still beyond both limits."""
-        self._asking = self.loop.call_later(later_s, self.transport.abort)
+        """By a clock that begins now and counts a tick in which this machine stood still as one, so
+        that a handler has its say."""
+        if later_s <= 0:
+            self.transport.abort()
+        else:
+            left_s = later_s - AWAKE_TICK_S
+            self._asking = self.loop.call_later(AWAKE_TICK_S, self._abort_later, left_s)
 
 
 def _host(connection: BoundedConnection) -> str:
