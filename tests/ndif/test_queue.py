@@ -291,6 +291,21 @@ async def test_the_disk_has_a_budget(tmp_path: Path) -> None:
     await queue.stop(0)
 
 
+async def test_a_result_that_is_handed_over_while_it_makes_room_is_counted_once(
+    tmp_path: Path,
+) -> None:
+    queue = a_queue(tmp_path, disk_bytes=200_000)
+    await queue.start()
+    jobs = []
+    for number in range(4):
+        jobs.append(await hand_in(queue, f"big {10_000 + number}", BEN, Feed()))
+        await all_done(queue)
+    await asyncio.gather(queue.results.make_room(CARL, 60_000), queue.delivered(jobs[0].job_id))
+    left = await asyncio.to_thread(lambda: [*(tmp_path / "jobs/results").iterdir()])
+    assert queue.spool.used_bytes == sum(each.stat().st_size for each in left)
+    await queue.stop(0)
+
+
 async def test_whoever_fills_the_disk_makes_room_for_others(tmp_path: Path) -> None:
     queue = a_queue(tmp_path, disk_bytes=200_000)
     await queue.start()

@@ -41,11 +41,12 @@ class KeptResults:
         self._one_at_a_time = asyncio.Lock()
 
     async def drop(self, job: Job) -> None:
-        """Delete a job's result; the rest of what is kept of it becomes what `job` says. Raises
-        StorageFull, OSError."""
-        await self._records().change(replace(job, result_bytes=0))
-        await asyncio.to_thread(self._spool.remove, self._spool.result(job.job_id))
-        self._spool.release(job.result_bytes)
+        """Delete a job's result, if it is still there; the rest of what is kept of it becomes what
+        `job` says. Raises StorageFull, OSError."""
+        async with self._one_at_a_time:
+            known = await self._records().find(job.job_id)
+            if known is not None and known.result_bytes:
+                await self._drop(job)
 
     async def drop_old(self, now: float) -> None:
         """Delete some that are older than two hours at the time `now`. Raises as `drop`."""
@@ -73,11 +74,16 @@ class KeptResults:
                 fix="Send it again when some have ended.",
             )
 
+    async def _drop(self, job: Job) -> None:
+        await self._records().change(replace(job, result_bytes=0))
+        await asyncio.to_thread(self._spool.remove, self._spool.result(job.job_id))
+        self._spool.release(job.result_bytes)
+
     async def _give_way(self, gone: Job, to: Principal) -> None:
         names = shown_id(gone.job_id), gone.asked.owner, to
         logger.info("the result of job=%s of %s makes room for %s", *names)
         try:
-            await self.drop(replace(gone, status=Status.ERROR, description=_GAVE_WAY))
+            await self._drop(replace(gone, status=Status.ERROR, description=_GAVE_WAY))
         except OSError as error:
             raise StorageFull(
                 f"No room could be made for a job: {error}.", fix="Free space on the node's disk."
