@@ -124,20 +124,22 @@ class Deploying:
         Raises NotFound and UntrustedPeer.
         """
         self._house.require_operator()
-        found = [
-            each
+        wishes = {
+            each.id: each.wish
             for standing in self._named(model)
             for each in (standing, *merged(self._house.deployments(), standing.id))
-        ]
-        ended = {wish.deployment: wish for wish in self._reading.end(model)}
-        if not found and not ended:
+        }
+        ended = self._reading.end(model)
+        # One that has just been read may be written to the log at this moment.
+        wishes |= {wish.deployment: wish for wish, may_be_signed in ended if may_be_signed}
+        if not wishes and not ended:
             raise self._not_found(model)
-        for each in found:
-            await self._house.publish_wish(replace(each.wish, evicted=True))
-            ended[each.id] = each.wish
+        for wish in wishes.values():
+            await self._house.publish_wish(replace(wish, evicted=True))
+        wishes |= {wish.deployment: wish for wish, _ in ended}
         return [
             {"deployment": name, "model_id": wish.model_id, "evicted": True}
-            for name, wish in ended.items()
+            for name, wish in wishes.items()
         ]
 
     def room_of_others(

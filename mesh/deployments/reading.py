@@ -38,6 +38,8 @@ class _Reading:
     far: PhaseProgress
     task: asyncio.Task[None] | None = None
     error: MeshError | None = None
+    is_read: bool = False
+    """What is wished for it may be signed by now."""
 
 
 class ReadingModels:
@@ -79,8 +81,9 @@ class ReadingModels:
         found = [each for each in self._readings.values() if each.wish.model_id == model]
         return [self._seen(each) for each in found]
 
-    def end(self, model: str) -> list[Wish]:
-        """Read those of a model, or that of an id, no further; what was wished for."""
+    def end(self, model: str) -> list[tuple[Wish, bool]]:
+        """Read those of a model, or that of an id, no further; what was wished for, and whether it
+        may be signed by now."""
         found = [
             each
             for each in self._readings.values()
@@ -90,7 +93,7 @@ class ReadingModels:
             del self._readings[each.wish.deployment]
             if each.task is not None:
                 each.task.cancel()
-        return [each.wish for each in found]
+        return [(each.wish, each.is_read) for each in found]
 
     async def close(self) -> None:
         """Read no more."""
@@ -110,6 +113,7 @@ class ReadingModels:
             found = await as_mesh_error(
                 self._weights.read(model, reading.layers, heard), "reading a model"
             )
+            reading.is_read = True
             then: Then | None = None
             while reading.then is not then:  # somebody may wish for it otherwise meanwhile
                 then = reading.then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.weights import Checkpoint, OnProgress
-from mesh.deployments.wishes import Deployment, Plan, Wish
+from mesh.deployments.wishes import Deployment, Plan, Wish, live
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, NotEnoughMemory, NotFound
 from mesh.identity.keys import short_id
@@ -290,3 +291,47 @@ async def test_what_was_merged_is_called_by_its_own_id_still_and_ends_with_the_o
     assert home.verbs.view() == []
     with pytest.raises(NotFound):
         await home.verbs.scale(twin.id, 1)
+
+
+class UnreadModels(Models):
+    """Those whose hash nobody knows before they were read."""
+
+    async def find(self, model: str) -> Checkpoint:
+        return replace(await super().find(model), weights_sha256="")
+
+    async def read(
+        self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
+    ) -> Checkpoint:
+        return await super().find(model)
+
+
+class SlowLog(Here):
+    """What it is to write is written one after the other, whoever waits for that no longer."""
+
+    def __init__(self, house: SimulatedHouse) -> None:
+        super().__init__(house)
+        self.is_asked, self.goes_on, self._turn = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        return await asyncio.shield(asyncio.ensure_future(self._write(wish)))
+
+    async def _write(self, wish: Wish) -> Deployment:
+        async with self._turn:
+            self.is_asked.set()
+            await self.goes_on.wait()
+            return await super().publish_wish(wish)
+
+
+async def test_what_is_evicted_just_as_it_is_wished_for_once_it_was_read_stays_away() -> None:
+    here = SlowLog(SimulatedHouse([100]))
+    rows = DeploymentRows(here, Phases(lambda shard, now: None))
+    verbs = Deploying(here, UnreadModels(), rows, lambda name: None, lambda name: HOUR)
+    await verbs.deploy({"model": "m-4"})
+    await here.is_asked.wait()
+    evicting = asyncio.create_task(verbs.evict("m-4"))
+    await asyncio.sleep(0)
+    here.goes_on.set()
+    assert [each["model_id"] for each in await evicting] == ["m-4"]
+    await asyncio.sleep(0.1)
+    assert live(here.deployments()) == []
+    await verbs.close()
