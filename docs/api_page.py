@@ -29,7 +29,7 @@ HEAD = """# HTTP API
 
 At `http://127.0.0.1:8420` unless `api_host` and `api_port` say otherwise; beyond loopback with TLS
 and keys ([how](../how-to/reach-the-api.md)). A key goes into `Authorization: Bearer hn_...` or `X-Api-Key`.
-What a path needs:
+A slash too many in a path, or at its end, changes nothing. What a path needs:
 
 - *Chat*, *Interventions*, *Admin*: a key with that scope (`hearthnet keys create --scope`). On
   loopback chat and interventions need no key, unless the node was told otherwise. The owner of the

@@ -45,7 +45,7 @@ from mesh.api.services import (
     MeshView,
     Services,
 )
-from mesh.api.targets import OriginForm
+from mesh.api.targets import OneSlash, OriginForm
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import ApiKeys, Scope
 
@@ -87,12 +87,13 @@ def create_app(
         ],
         middleware=[
             Middleware(OriginForm),
+            Middleware(OneSlash),
             Middleware(RequestIds),
-            Middleware(ndif.OneSlash),
             Middleware(Gate, settings=settings, access=access),
         ],
         exception_handlers=faults.HANDLERS,
     )
+    app.router.redirect_slashes = False  # no path here ends in one
     app.state.closing, app.state.kept = closing, kept
     app.state.settings = settings
     app.state.access = access

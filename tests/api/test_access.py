@@ -157,6 +157,17 @@ async def test_address_of_another_machine_is_refused(tmp_path: Path) -> None:
         await serve_api(app, "192.0.2.7", 0, tls)
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions"]
+)
+async def test_a_slash_too_many_changes_nothing(
+    http: httpx.AsyncClient, api: Served, path: str
+) -> None:
+    body = {"model": "echo", "messages": [{"role": "user", "content": "Hello"}]}
+    assert (await http.post(api.url + path, json=body)).status_code == 200
+    assert (await http.get(api.url + "/v1/models/echo/")).json()["id"] == "echo"
+
+
 async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api: Served) -> None:
     ready = await http.get("/readyz")
     assert (ready.status_code, ready.json()) == (200, {"ready": True, "missing": [], "codes": []})
@@ -169,9 +180,7 @@ async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api:
     assert [m["id"] for m in models["data"]] == ["echo"]
     facts = {"state": "HOT", "total_layers": 12, "nodes": ["attic", "here"], "context": 2048}
     assert models["data"][0]["hearthnet"] == facts
-    assert (await http.get("/v1/models/")).json() == models
-    for path in ("/v1/models/echo", "/v1/models/echo/"):
-        assert (await http.get(path)).json() == models["data"][0]
+    assert (await http.get("/v1/models/echo")).json() == models["data"][0]
     assert (await http.get("/mesh/v1/status")).json() == api.view.status()
     assert (await http.get("/mesh/v1/peers")).json() == {"peers": api.view.peers()}
     assert (await http.get("/mesh/v1/models")).json() == {"models": api.view.models()}

@@ -44,10 +44,10 @@ def require_served(version: str | None) -> None:
 
 
 def routes() -> list[Route | WebSocketRoute]:
-    """Where older clients connect first, with and without the slash."""
+    """Where older clients connect first."""
     return [
-        *(Route(_SOCKET_IO + slash, _refuse, methods=["GET", "POST"]) for slash in ("", "/")),
-        *(WebSocketRoute(_SOCKET_IO + slash, _lead_on) for slash in ("", "/")),
+        Route(_SOCKET_IO, _refuse, methods=["GET", "POST"]),
+        WebSocketRoute(_SOCKET_IO, _lead_on),
     ]
 
 

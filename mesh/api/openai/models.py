@@ -37,10 +37,8 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
         return JSONResponse({"object": "list", "data": known(request)})
 
     async def one(request: Request) -> Response:
-        """One of them. A slash behind its id is as none."""
-        wanted = request.path_params["model_id"].rstrip("/")
-        if not wanted:  # the list's own path with a slash behind it
-            return await listing(request)
+        """One of them."""
+        wanted = request.path_params["model_id"]
         models = {model["id"]: model for model in known(request)}
         if wanted not in models:
             raise nobody_asks(wanted, models)
