@@ -34,6 +34,7 @@ from mesh.api.ollama import asking as ollama
 from mesh.api.ollama import elsewhere as not_of_ollama
 from mesh.api.ollama import models as ollama_models
 from mesh.api.ollama.models import Catalogue
+from mesh.api.ollama.naming import ByAnyName
 from mesh.api.openai import chat, completions, elsewhere, models, responses, streams
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
@@ -67,6 +68,7 @@ def create_app(
     kept = KeptStreams(most=settings.kept_streams)
     access = Access(settings, api_keys, SystemClock())
     deployed = None if services is None else services.deployments
+    catalogue = Catalogue(view, deployed)
     feed = DashboardFeed(view, access, jobs.queue if jobs is not None else None)
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
@@ -74,9 +76,9 @@ def create_app(
     ]
     app = Starlette(
         routes=[
-            *require(Scope.CHAT, _answers(generations, settings, kept)),
+            *require(Scope.CHAT, _answers(ByAnyName(generations, catalogue), settings, kept)),
             *require(Scope.CHAT, _lists(view, deployed)),
-            *require(Scope.CHAT, _as_ollama(generations, view, settings, deployed)),
+            *require(Scope.CHAT, _as_ollama(generations, catalogue, settings)),
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
@@ -119,12 +121,8 @@ def _lists(view: MeshView, deployed: DeploymentControl | None) -> list[Route]:
 
 
 def _as_ollama(
-    generations: Generations,
-    view: MeshView,
-    settings: ApiSettings,
-    deployed: DeploymentControl | None,
+    generations: Generations, catalogue: Catalogue, settings: ApiSettings
 ) -> list[Route]:
-    catalogue = Catalogue(view, deployed)
     return [
         *ollama.routes(generations, catalogue, settings),
         *ollama_models.routes(catalogue, settings),

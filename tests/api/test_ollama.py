@@ -104,6 +104,25 @@ async def test_an_answer_comes_in_lines_of_which_the_last_counts(http: httpx.Asy
     assert sum(parts) == last["total_duration"]
 
 
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {"messages": HELLO}),
+        ("completions", {"prompt": "hello"}),
+        ("responses", {"input": "hello"}),
+        ("messages", {"messages": HELLO, "max_tokens": 9}),
+        ("messages/count_tokens", {"messages": HELLO}),
+    ],
+)
+async def test_what_is_listed_can_be_asked_over_the_other_apis(
+    http: httpx.AsyncClient, api: Served, path: str, more: dict[str, Any]
+) -> None:
+    (listed,) = (await http.get("/api/tags")).json()["models"]
+    answer = await http.post(f"/v1/{path}", json={"model": listed["model"], **more})
+    assert answer.status_code == 200
+    assert api.generations.requests[-1].model == "echo"
+
+
 async def test_whole_and_generated_answers(http: httpx.AsyncClient, api: Served) -> None:
     whole = (await http.post("/api/chat", json={**CHAT, "stream": False})).json()
     assert whole["message"] == {"role": "assistant", "content": "hello big world"}

@@ -63,7 +63,7 @@ class _Asking:
     ) -> Response:
         """The answer to a body, in this form. Raises MeshError."""
         caller = caller_of(request)
-        model = self.catalogue.named(body.model, caller)
+        model = self.catalogue.named(body.model)
         if body.is_empty and body.unloads:
             raise NotSupported(
                 "A request for no answer with keep_alive 0 unloads a model, and here models are not"

@@ -59,11 +59,10 @@ class Catalogue:
             for each in listed(self._view, self._deployments, caller)
         }
 
-    def named(self, name: str, caller: Caller) -> ModelId:
+    def named(self, name: str) -> ModelId:
         """The id that a client means by a name, as it is listed or without a tag."""
         short = name.removesuffix(_TAG)
-        is_own = short in ("", name) or name in self.rows(caller)
-        return ModelId(name if is_own else short)
+        return ModelId(name if short in ("", name) or self._is_id(name) else short)
 
     def why_not(self, model: ModelId) -> str | None:
         """Why a model that this node has cannot be asked now; None where it can."""
@@ -71,6 +70,11 @@ class Catalogue:
         if not rows or any(row["runnable"] for row in rows):
             return None
         return str(rows[0]["reason"])
+
+    def _is_id(self, name: str) -> bool:
+        deployed = self._deployments.view() if self._deployments is not None else []
+        ids = [each["id"] for each in self._view.models()]
+        return name in (*ids, *(each["model_id"] for each in deployed))
 
 
 def routes(catalogue: Catalogue, settings: ApiSettings) -> list[Route]:
@@ -100,8 +104,7 @@ def routes(catalogue: Catalogue, settings: ApiSettings) -> list[Route]:
         capabilities are `tools` and `thinking`, once the model is up.
         """
         body = await read_body(request, ShowBody, settings)
-        caller = caller_of(request)
-        wanted, rows = catalogue.named(body.model or body.name, caller), catalogue.rows(caller)
+        wanted, rows = catalogue.named(body.model or body.name), catalogue.rows(caller_of(request))
         if wanted not in rows:
             raise nobody_asks(wanted, rows)
         return JSONResponse(_shown(wanted, rows[wanted]))
