@@ -47,6 +47,7 @@ from mesh.types import (
     Queued,
     SamplingParams,
     StreamFrame,
+    TokenDelta,
     WireDtype,
 )
 
@@ -152,12 +153,17 @@ class PipelineOrchestrator:
     async def _said_before(
         self, notices: Sequence[StreamFrame], steps: DecodeSteps, request: GenerationRequest
     ) -> AsyncGenerator[StreamFrame, None]:
-        """Before the first token: the notices, and the prompt where that is given back."""
+        """Before the first token: the notices, and the prompt where that is given back. Where no
+        token is wanted, nor the prompt, it is computed for those that begin as it does."""
         for notice in notices:
             yield notice
-        prompt = steps.answer.prompt
-        async for piece in given_back(self._model, steps.feed, request, prompt):
+        prompt, feed = steps.answer.prompt, steps.feed
+        async for piece in given_back(self._model, feed, request, prompt):
             yield piece
+        if steps.answer.finish_reason and not request.echo:
+            async for notice in feed.advance(prompt[feed.length :]):
+                yield notice
+            yield TokenDelta("", (), prompt_tokens=len(prompt))
 
     @property
     def _most_drafted(self) -> int:

@@ -345,6 +345,22 @@ async def test_as_many_tokens_as_the_context_has_room_for() -> None:
             )
 
 
+async def test_a_prompt_is_computed_for_what_follows_it_without_an_answer() -> None:
+    async with asked_of(HERMES, "21 degrees.") as (client, _):
+        asked: Any = {"model": "toy", "system": "Be brief. " * 50, **GREEDY}
+        warm = [{"role": "user", "content": "."}]
+        warmed = await client.messages.create(max_tokens=0, messages=warm, **asked)
+        assert (warmed.content, warmed.stop_reason) == ([], "max_tokens")
+        assert warmed.usage.output_tokens == 0
+        answer = await client.messages.create(max_tokens=9, messages=ASK, **asked)
+        assert answer.usage.cache_read_input_tokens
+        assert answer.usage.cache_read_input_tokens > answer.usage.input_tokens
+        async with client.messages.stream(max_tokens=0, messages=warm, **asked) as stream:
+            begun = await anext(stream)
+        assert begun.type == "message_start"
+        assert begun.message.usage.input_tokens == warmed.usage.input_tokens  # as quotas count it
+
+
 async def test_a_model_thinks_where_that_is_asked_for() -> None:
     async with asked_of(SWITCHED, "So.") as (client, asker):
         for thinking, is_off in (

@@ -174,9 +174,10 @@ class AskedBody(Strict):
 class MessagesBody(AskedBody):
     """The body of `POST /v1/messages`. As Anthropic has it, `temperature` and `top_p` are 1 where
     they are left out, and `max_tokens` is the most that the answer may have: where the context has
-    room for fewer it ends there."""
+    room for fewer it ends there, and with 0 the prompt is computed and kept for those that begin as
+    it does."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=INT32)]
+    max_tokens: Annotated[int, Field(ge=0, lt=INT32)]
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: TopP | None = None
