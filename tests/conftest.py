@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Set before anything imports torch or a Hugging Face library, in this process and its children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# A node's processes import nothing from where it was started; some of those here are of tests.
+os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[1]))
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx

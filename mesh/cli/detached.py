@@ -24,8 +24,9 @@ _POLL_S = 0.1
 
 
 def up_command(arguments: Sequence[str]) -> list[str]:
-    """What runs ``hearthnet up`` with these arguments, whatever the PATH says."""
-    return [sys.executable, "-m", "mesh.cli.main", "up", *arguments]
+    """What runs ``hearthnet up`` with these arguments, whatever the PATH says, and whatever lies
+    where it is started."""
+    return [sys.executable, "-P", "-m", "mesh.cli.main", "up", *arguments]
 
 
 def start_detached(

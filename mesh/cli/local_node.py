@@ -81,7 +81,7 @@ class LocalNode:
         try:
             with paths.daemon_log.open("ab") as log:
                 self.process = self.launch(
-                    [sys.executable, "-m", "mesh.cli.tethered", "up", *arguments],
+                    [sys.executable, "-P", "-m", "mesh.cli.tethered", "up", *arguments],
                     {**inherited, CONFIG_VARIABLE: str(own_config), **self.environment},
                     its_end,
                     log.fileno(),

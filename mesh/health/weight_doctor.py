@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STARTED, WROTE, REFUSED, ABSENT = "STARTED", "WROTE", "REFUSED", "ABSENT"
-CANARIES = (sys.executable, "-m", "mesh.shard.canaries")
+CANARIES = (sys.executable, "-P", "-m", "mesh.shard.canaries")
 _TIMEOUT_S = 120.0
 _ENDED = {-int(signal.SIGSEGV), -int(getattr(signal, "SIGBUS", signal.SIGSEGV))}
 

@@ -221,7 +221,8 @@ class WarmParent:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", _NURSERY, str(theirs.fileno()), _TITLE_ROOM],
+                    # -P: a file `random.py` where the node was started is none of Python's.
+                    [sys.executable, "-P", "-m", _NURSERY, str(theirs.fileno()), _TITLE_ROOM],
                     env={**child_environment(), **WITHOUT_THREADS},
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
@@ -337,7 +338,7 @@ def _spawn(
     if listener is not None:
         given[LISTENER_FD] = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-m", "mesh.processes.entry", order.module],
+        [sys.executable, "-P", "-m", "mesh.processes.entry", order.module],
         env={**order.environment, **{name: str(fd) for name, fd in given.items()}},
         pass_fds=tuple(given.values()),
         stdin=subprocess.DEVNULL,

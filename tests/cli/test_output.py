@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -336,10 +337,12 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
     impatient = "from mesh.cli import detached, main; detached._PATIENCE_S = 0.0; main.main()"
     state = ["--state-dir", str(tmp_path / "state")]
     (here := tmp_path / "here").mkdir()
+    for name in ("mesh.py", "random.py"):
+        (here / name).write_text("raise RuntimeError('a file of somebody else')")
     free = ["--port", "0", "--api-port", "0", "--interface", "127.0.0.1", "--layers", "none"]
     try:
         finished = subprocess.run(
-            [sys.executable, "-c", impatient, "up", "--detach", *free, *state],
+            [sys.executable, "-P", "-c", impatient, "up", "--detach", *free, *state],
             env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=here,
         )  # fmt: skip
         assert finished.returncode == 0
@@ -361,7 +364,9 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
         assert "[already_running]" in again.stderr
         log = StatePaths(tmp_path / "state").daemon_log.read_text()
         assert "already" not in log, "another one was started"
-        here.rmdir()
+        asked = [*COMMAND, "run", "builtin", "hello", "--max-tokens", "1", *state]
+        assert subprocess.run(asked, env=environment, timeout=60, check=False).returncode == 0
+        shutil.rmtree(here)
         anew = subprocess.run(
             [*COMMAND, "restart", *state], env=environment, timeout=60, check=False
         )

@@ -118,7 +118,7 @@ class WarmNode(LocalNode):
         own = {k: v for k, v in environment.items() if not k.startswith(ENV_PREFIX)}
         if sys.platform != "linux" or own != inherited:
             return super().launch(command, environment, tether, log)
-        _, _, module, *arguments = command
+        _, _, _, module, *arguments = command
         daemon = _shared().fork(module, arguments, environment, [tether, log, log])
         return cast("subprocess.Popen[bytes]", daemon)
 
