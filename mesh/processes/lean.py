@@ -65,7 +65,7 @@ def import_modelling_or_begin_again() -> None:
         import_modelling()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         log_to_stderr("warning")
-        logger.warning("%s imports torch and transformers plainly: %s", sys.orig_argv[2], error)
+        logger.warning("%s imports torch and transformers plainly: %s", sys.argv[0], error)
         arguments = [sys.executable, *sys.orig_argv[1:], _PLAINLY]
         os.execv(sys.executable, arguments)  # noqa: S606 - without a shell, as it should be
 
