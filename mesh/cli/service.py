@@ -75,7 +75,7 @@ app.command()(
     with_parameters(
         install,
         [each for each in inspect.signature(up, eval_str=True).parameters.values()
-         if each.name != "detach"],
+         if each.name not in {"detach", "look_only"}],
     )
 )  # fmt: skip
 

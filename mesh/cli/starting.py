@@ -19,17 +19,23 @@ well; that of WSL 2."""
 
 
 def require_startable(config: Config) -> None:
-    """Look at ports, interfaces and models as the node will, without reading all of the weights.
+    """Look at what `require_there` does, and at the ports. Raises what its start would."""
+    require_there(config)
+    require_free(config)
 
-    Raises what its start would: PortInUse, BadValue, ModelNotFound, BadCheckpoint and kin.
+
+def require_there(config: Config) -> None:
+    """Look at device, interfaces and models as the node will, without reading all of the weights.
+
+    Raises what its start would: BadValue, ModelNotFound, BadCheckpoint and kin.
     """
     from mesh.discovery.interfaces import choose
     from mesh.models.local import find_local_models
     from mesh.paths import cache_dir
 
+    require_device(config.device)
     choose(config.interface)
     find_local_models(config, cache_dir(), is_hashed=False)
-    require_free(config)
 
 
 def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
-from mesh.cli.starting import require_device, require_startable
+from mesh.cli.starting import require_device, require_startable, require_there
 from mesh.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def up(  # noqa: PLR0913 - flags
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigFile = None,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
+    look_only: Annotated[bool, typer.Option("--look-only", hidden=True)] = False,
 ) -> None:
     """Start a node: hold layers, answer the API, find the others.
 
@@ -62,15 +63,14 @@ def up(  # noqa: PLR0913 - flags
         "log_level": log_level,
     }  # fmt: skip
     loaded = load_config(flags, file=config).config
-    paths = StatePaths(loaded.state_dir).create()
-    prepare(loaded, paths)
+    if look_only:  # for `hearthnet restart`, while another has the ports
+        require_there(loaded)
+        return
+    prepare(loaded, paths := StatePaths(loaded.state_dir).create())
     if detach:
         leave_running(arguments_of(flags, config), paths)
-        return
-    log_to_stderr(loaded.log_level, paths.daemon_log)
-    from mesh.node.daemon import run
-
-    run(loaded, on_ready=announce)
+    else:
+        _run_here(loaded, paths)
 
 
 def prepare(config: Config, paths: StatePaths) -> None:
@@ -162,3 +162,10 @@ def arguments_of(flags: Mapping[str, Any], config: Path | None) -> list[str]:
             if each is not None:
                 arguments += [f"--{key.replace('_', '-')}", str(each)]
     return arguments
+
+
+def _run_here(config: Config, paths: StatePaths) -> None:
+    log_to_stderr(config.log_level, paths.daemon_log)
+    from mesh.node.daemon import run
+
+    run(config, on_ready=announce)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -469,13 +470,19 @@ class TestLives:
 
     def test_detach_status_restart_logs_and_down(self, tmp_path: Path) -> None:
         state = ["--state-dir", str(tmp_path / "state")]
+        model = shutil.copytree(checkpoint_dir(), tmp_path / "kept")
         up = hearthnet(
             "up", "--detach", "--layers", "none", "--port", "0", "--api-port", "0",
-            "--interface", "127.0.0.1", "--name", "cellar", *state,
+            "--interface", "127.0.0.1", "--name", "cellar", "--model", str(model), *state,
         )  # fmt: skip
         assert up.returncode == 0, up.stderr
         assert "OPENAI_BASE_URL" in up.stdout
-        assert hearthnet("status", *state).returncode == 0
+        model.rename(tmp_path / "away")
+        in_vain = hearthnet("restart", *state)
+        assert in_vain.returncode == 4
+        assert "[model_not_found]" in in_vain.stderr
+        assert hearthnet("status", *state).returncode == 0, "it was stopped all the same"
+        (tmp_path / "away").rename(model)
         again = hearthnet("restart", *state)
         assert again.returncode == 0, again.stderr
         first, second = (re.findall(r"pid (\d+)", each.stdout)[0] for each in (up, again))
