@@ -3,8 +3,9 @@
 The twin keeps the config's every layer and its pattern and shrinks only widths, so that whatever
 depends on a layer's index or on its neighbours shows. It is saved as a checkpoint and loaded back
 in spans, which also proves how its tensors are named. A verdict holds for one twin under one
-version of transformers; it is kept on disk when there is a cache directory. A comparison that broke
-off gives none: what it lacked (memory, room on a disk) may be there the next time.
+version of transformers and of this package, which may cut by now what it could not; it is kept on
+disk when there is a cache directory. A comparison that broke off gives none: what it lacked
+(memory, room on a disk) may be there the next time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mesh.models.filling import Placement
 from mesh.models.manifest import read_manifest
 from mesh.models.span import build_ends, build_span, empty_base
 from mesh.models.span_cache import SpanCache
-from mesh.models.verdicts import settled_once
+from mesh.models.verdicts import hash_of, settled_once
 from mesh.types import LayerRange
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ def require_proof(family: Family, cache_dir: Path | None) -> None:
     if family.proven:
         return
     twin = twin_config(family.config)
-    key = f"{family.model_type}-{transformers.__version__}-{structure_of(twin)}"
+    versions = f"{transformers.__version__}-{hash_of(sorted(Path(__file__).parent.glob('*.py')))}"
+    key = f"{family.model_type}-{versions}-{structure_of(twin)}"
     file = cache_dir / f"proof-{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(family, twin)):
         raise _refused(family, reason)

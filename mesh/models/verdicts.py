@@ -5,7 +5,8 @@ Knows neither what is tried nor what follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,3 +35,11 @@ def settled_once(
         if file and not known:
             write_json_atomically(file, {"key": key, "reason": settled[key]})
     return settled[key]
+
+
+def hash_of(code: Iterable[Path]) -> str:
+    """For a key: changes with these files, so that no verdict outlives what it was given for."""
+    digest = hashlib.sha256()
+    for file in code:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]

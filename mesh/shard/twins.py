@@ -9,7 +9,6 @@ and is kept on disk when there is a cache directory.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from mesh.models.anatomy import Anatomy
 from mesh.models.families import Family, family_of_config
 from mesh.models.proof import largest_difference, structure_of, twin_config
 from mesh.models.span import LoadedSpan
-from mesh.models.verdicts import settled_once
+from mesh.models.verdicts import hash_of, settled_once
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.runtime import Runtime, StepInput
 from mesh.types import LayerRange
@@ -67,18 +66,11 @@ def require_right(
     """
     twin = twin_config(family.config, positions)
     versions = f"{transformers.__version__}-{way.versions}"
-    key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{structure_of(twin)}"
+    code = hash_of(Path(str(module.__file__)) for module in way.code)
+    key = f"{way.name}-{family.model_type}-{versions}-{code}-{structure_of(twin)}"
     file = cache_dir / f"{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(way, twin)):
         raise NotCompilable(reason)
-
-
-def _hash_of(code: Sequence[ModuleType]) -> str:
-    """What changes with the code, so that no verdict outlives that which it was given for."""
-    digest = hashlib.sha256()
-    for module in code:
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()[:8]
 
 
 def _verdict(way: Way, twin: Any) -> str:

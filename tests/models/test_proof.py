@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+import mesh
 from mesh.errors import NotEnoughMemory, UnsupportedFamily
 from mesh.models import proof
 from mesh.models.families import family_of_config
@@ -77,6 +82,33 @@ def test_verdict_is_reached_once_and_kept(tmp_path: Path) -> None:
     proof.settled.clear()
     with pytest.raises(UnsupportedFamily, match="so it was written down"):
         proof.require_proof(family, tmp_path)
+
+
+def test_an_update_reaches_its_own_verdict(tmp_path: Path) -> None:
+    updated, cache = tmp_path / "updated", tmp_path / "cache"
+    ignored = shutil.ignore_patterns("checkpoint", "__pycache__")
+    shutil.copytree(Path(mesh.__file__).parent, updated / "mesh", ignore=ignored)
+    prove = """
+import sys, transformers; from pathlib import Path
+from mesh.models import families, proof
+family = families.family_of_config(transformers.StableLmConfig(num_hidden_layers=3))
+proof.require_proof(family, Path(sys.argv[1]))
+"""
+
+    def said() -> str:
+        return subprocess.run(
+            [sys.executable, "-P", "-c", prove, str(cache)],
+            env={**os.environ, "PYTHONPATH": str(updated)},
+            capture_output=True, text=True, timeout=120, check=False,
+        ).stderr  # fmt: skip
+
+    assert "Unsupported" not in said()
+    (file,) = cache.iterdir()
+    file.write_text(json.dumps({**json.loads(file.read_text()), "reason": "it could not yet"}))
+    assert "it could not yet" in said()
+    with (updated / "mesh/models/span.py").open("a") as code:
+        code.write("# It can by now.\n")
+    assert "Unsupported" not in said()
 
 
 def test_what_broke_off_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
