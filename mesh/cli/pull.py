@@ -29,7 +29,9 @@ Model = Annotated[
 Drop = Annotated[
     bool, typer.Option("--drop", help="Keep nothing of the hub's that was not asked for.")
 ]
-Cancel = Annotated[bool, typer.Option("--cancel", help="Stop fetching it; what has come is kept.")]
+Cancel = Annotated[
+    bool, typer.Option("--cancel", help="Stop fetching or offering it; what has come is kept.")
+]
 
 
 @asks
@@ -123,10 +125,15 @@ async def _cancel(client: Client, model: str) -> dict[str, Any]:
 
 
 def _pulls_of(picture: dict[str, Any], model: str) -> list[dict[str, Any]]:
-    """The pulls that were asked for by this name, or that fetch the model of this name."""
+    """The pulls that were asked for by this name, or that fetch or offer the model of this name."""
     fetched = {row["id"]: row["model_id"] for row in picture["transfers"]}
+    lying = {row["directory"]: row["id"] for row in picture["models"]}
     return [
         each for each in picture["pulls"] if model in (each["model"], fetched.get(each["transfer"]))
+    ] + [
+        {**each, "transfer": None}
+        for each in picture.get("offers", ())  # a daemon of another version has none
+        if model in (each["directory"], lying.get(each["directory"]))
     ]
 
 
@@ -144,9 +151,12 @@ def _not_pulled(picture: dict[str, Any], model: str) -> MeshError:
 
 def _cancelled(outcome: dict[str, Any]) -> None:
     model = outcome["model"]
+    withdrawn = [each for each in outcome["cancelled"] if each["state"] == "withdrawn"]
     done = [each for each in outcome["cancelled"] if each["state"] == "done"]
     if done:
         say(f"{model} had come meanwhile; it is in {done[0]['directory']}")
+    elif withdrawn:
+        say(f"{withdrawn[0]['directory']} is not offered any more; it stays where it is.")
     elif outcome["goes_on"]:
         say(f"{model} is not pulled any more; a deployment still has it fetched.")
     else:

@@ -154,6 +154,12 @@ class ServeCheckpoint(ProcessMessage, frozen=True):
     model: LocalCheckpoint
 
 
+class WithdrawCheckpoint(ProcessMessage, frozen=True):
+    """Serve no longer what lies there; it stays where it is."""
+
+    place: Path
+
+
 class RemoveCheckpoint(Request[Path], frozen=True):
     """Delete a checkpoint that was fetched."""
 

@@ -56,6 +56,7 @@ from mesh.transfers.commands import (
     ServeCheckpoint,
     StartFetcher,
     Transfer,
+    WithdrawCheckpoint,
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.hub import origin_of
@@ -123,6 +124,7 @@ class FetcherProcess(Worker):
             Peers: self._hear,
             MakeWay: lambda command: self._share.make_way(command.is_on),
             ServeCheckpoint: self._offer,
+            WithdrawCheckpoint: lambda command: self._shelf.remove(command.place),
         }
 
     def unforeseen(self, error: Exception) -> MeshError:
@@ -222,7 +224,8 @@ class FetcherProcess(Worker):
         if directory.parent != start.models_dir:
             raise ModelInUse(
                 f"{directory} was not put there by hearthnet.",
-                fix="Delete it yourself, once no node serves it.",
+                fix=f"`hearthnet pull --cancel {directory}` has it offered no longer; delete it"
+                " yourself, once no node serves it.",
             )
         if not (directory / RECORD).exists():
             raise ModelNotFound(f"{directory} holds no model.", fix="See `hearthnet list`.")

@@ -59,6 +59,8 @@ class _Pull:
     state: str = "running"
     directory: Path | None = None
     error: MeshError | None = None
+    is_offer: bool = False
+    """Of a directory that others may have, until it is cancelled."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -115,7 +117,12 @@ class Pulls:
                     "fetching": not held.weights_sha256,
                 }
             )
-        return {**facts, "neighbours": list(neighbours.values()), "pulls": self._running()}
+        return {
+            **facts,
+            "neighbours": list(neighbours.values()),
+            "pulls": self._running(),
+            "offers": self._offers(),
+        }
 
     def _running(self) -> list[dict[str, Any]]:
         """The pulls under way, each with the id of its transfer once it has one."""
@@ -123,6 +130,14 @@ class Pulls:
             {"pull": pull.id, "model": pull.model, "transfer": pull.order or None}
             for pull in self._pulls.values()
             if not pull.ended.is_set()
+        ]
+
+    def _offers(self) -> list[dict[str, Any]]:
+        """The directories that others may have because they were pulled."""
+        return [
+            {"pull": pull.id, "directory": str(pull.directory)}
+            for pull in self._pulls.values()
+            if pull.is_offer
         ]
 
     def start(self, wish: PullWish) -> dict[str, Any]:
@@ -160,10 +175,14 @@ class Pulls:
         }
 
     async def cancel(self, name: str) -> dict[str, Any]:
-        """End a pull; what came is kept."""
+        """End a pull; what came is kept. A directory is offered no longer."""
         pull = self._require(name)
         await end([pull.task])
         await self._begun.remove(name)
+        if pull.is_offer and pull.directory is not None:
+            pull.is_offer, pull.state = False, "withdrawn"
+            if pull.directory not in self._around.in_use():
+                self._fetcher.withdraw(pull.directory)
         return await self.outcome(name, 0.0)
 
     async def remove(self, model: str) -> dict[str, Any]:
@@ -271,9 +290,10 @@ class Pulls:
                 pull = self._pulls[name]
                 pull.state, pull.error = "failed", Busy("It was cancelled.", fix="Pull it again.")
                 self._around.notify("pull_cancelled", {"pull": name, "model": pull.model})
+            is_there = pull.state == "done" and _is_path(pull.model)
+            pull.is_offer = is_there and not self._begun.is_twice(name)
             pull.ended.set()
-        is_offered = pull.state == "done" and _is_path(pull.model)
-        if not is_offered or self._begun.is_twice(name):
+        if not pull.is_offer:
             await self._begun.remove(name)
 
     def _transfer(self, pull: _Pull) -> dict[str, Any] | None:
@@ -294,8 +314,9 @@ class Pulls:
         return pull
 
     def _forget_old(self) -> None:
-        ended = [name for name, pull in self._pulls.items() if pull.ended.is_set()]
-        while len(self._pulls) >= MAX_PULLS:
+        others = {name: pull for name, pull in self._pulls.items() if not pull.is_offer}
+        ended = [name for name, pull in others.items() if pull.ended.is_set()]
+        for _ in range(len(others) - MAX_PULLS + 1):
             if not ended:
                 raise Busy(f"{MAX_PULLS} pulls run already.", fix="Wait for some to end.")
             del self._pulls[ended.pop(0)]

@@ -39,6 +39,7 @@ from mesh.transfers.commands import (
     ServeCheckpoint,
     StartFetcher,
     Transfer,
+    WithdrawCheckpoint,
 )
 from mesh.transfers.hub import HubSettings, hub_settings
 from mesh.transfers.repairs import Repairs
@@ -177,6 +178,15 @@ class FetcherSupervisor(RestingSupervisor):
             self.first_command = structs.replace(start, models=(*start.models, model))
             self.tell(ServeCheckpoint(model))
             self.wake()
+
+    def withdraw(self, place: Path) -> None:
+        """Give what lies there to others no longer."""
+        start = self.first_command
+        if isinstance(start, StartFetcher):
+            others = tuple(each for each in start.models if each.directory != place)
+            self.first_command = structs.replace(start, models=others)
+            self.tell(WithdrawCheckpoint(place))
+            self.wake()  # or what it told last would stand
 
     @property
     def is_answering(self) -> bool:

@@ -181,7 +181,17 @@ async def test_a_directory_is_offered_again_after_a_restart_once_its_disk_is_the
             while not giver.supervisor.holdings:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert giver.supervisor.holdings[0].directory == directory
+        (offer,) = after.view()["offers"]
+        assert offer == {"pull": row["pull"], "directory": str(directory)}
+        assert (await after.cancel(offer["pull"]))["state"] == "withdrawn"
+        async with asyncio.timeout(20):
+            while giver.supervisor.holdings:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert after.view()["offers"] == []
         await after.close()
+        later = pulls_of(giver, tuple, tmp_path)
+        await later.go_on()
+        assert later.view()["pulls"] == [], "a restart would offer it again"
 
 
 async def test_a_name_that_two_nodes_have_is_no_source(tmp_path: Path) -> None:
