@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +19,15 @@ from typing import Protocol
 from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
-from mesh.models.hashing import read_cached, write_json_atomically
+from mesh.models.hashing import read_cached
 from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.paths import expanded
+from mesh.private_files import write_private
 from mesh.types import LayerRange, ModelId
+
+logger = logging.getLogger(__name__)
 
 _PATHS = ("/", "~", "./", "../")
 """How a path begins that can be no name."""
@@ -93,6 +98,8 @@ class LocalWeights:
         remembered in the file `named`."""
         self._named_file = named
         self._named: dict[str, str] | None = None
+        self._is_kept = True
+        """Whether the file says so by now."""
         self._held = held
         self._folders = tuple(folders)
         self._cache_dir = cache_dir
@@ -180,12 +187,18 @@ class LocalWeights:
     def _remember(self, model_id: ModelId, path: Path) -> None:
         """So that it is found when the deployment is brought up, also after a restart."""
         known = self._paths()
-        if known.get(model_id) == str(path):
+        if known.get(model_id) == str(path) and self._is_kept:
             return
         others = [(name, each) for name, each in known.items() if name != model_id]
         self._named = dict([*others, (str(model_id), str(path))][-_MAX_NAMED:])
-        if self._named_file is not None:
-            write_json_atomically(self._named_file, self._named)
+        if self._named_file is None:
+            return
+        try:
+            write_private(self._named_file, json.dumps(self._named).encode())
+            self._is_kept = True
+        except OSError as error:
+            self._is_kept = False
+            logger.warning("after a restart %s is to be named by its path again: %s", path, error)
 
     def _paths(self) -> dict[str, str]:
         """What was named, by model."""

@@ -11,6 +11,7 @@ from mesh.deployments.weights import LocalWeights
 from mesh.errors import MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.types import LayerRange, ModelId
+from tests.full_disk import file_size_limit
 from tests.gguf_files import write_gguf
 
 _ALL = (LayerRange(0, 8),)
@@ -47,7 +48,10 @@ async def test_what_was_named_by_its_path_is_found_by_its_name_after_a_restart(
 ) -> None:
     file = write_gguf(checkpoint_dir(), tmp_path / "elsewhere.gguf", "Q8_0")
     state = tmp_path / "state.json"
-    found = await LocalWeights({}, [], None, state).find(f"{file}=mine")
+    before = LocalWeights({}, [], None, state)
+    with file_size_limit(0):
+        await before.find(f"{file}=mine")
+    found = await before.find(f"{file}=mine")  # again, once the disk has room
     again = LocalWeights({}, [], None, state)
     assert await again.find("mine") == found
     place = await again.ensure(ModelId("mine"), found.weights_sha256, _ALL, lambda *far: None)
