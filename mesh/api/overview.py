@@ -255,7 +255,7 @@ class Overview:
         conflicts = self._parts.store.conflicts(model.model_id)
         return {
             **_model(model, shards, self._why_not(model, _missing(shards, model.total_layers))),
-            "context": model.context,
+            "context": _context(model, shards),
             "level": self._level(shards),
             "local": True,
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
@@ -362,6 +362,17 @@ def _model(
         "nodes": sorted({shard.descriptor.node_name for shard in shards}),
         "weights_sha256": model.weights_sha256,
     }
+
+
+def _context(model: LocalModel, shards: Sequence[Advertisement]) -> int | None:
+    """How many positions a prompt and its answer may take: the model's, and no more than those
+    have caches for who have the most for a layer, as far as they say."""
+    held = [shard.descriptor for shard in shards]
+    most = [
+        [each.kv_tokens for each in held if n in each.layers] for n in range(model.total_layers)
+    ]
+    limits = [max(each) for each in most if each and all(each)]
+    return min([*limits, *([model.context] if model.context else [])], default=None)
 
 
 def _memory(host: ShardSupervisor) -> dict[str, Any] | None:

@@ -106,7 +106,8 @@ class MeshView(Protocol):
 
     def models(self) -> list[dict[str, Any]]:
         """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "reason": why it is not
-        runnable | None, "context": int | None, "level": HOT, WARM or COLD, "nodes": [...],
+        runnable | None, "context": how many tokens a prompt and its answer may have, by the model
+        and by its shards' caches | None, "level": HOT, WARM or COLD, "nodes": [...],
         "local": bool, "rests_at": as of its deployment, "weights_sha256", "checkpoint": {"format",
         "family", "dtype", "parameters", "bytes", "modified_at"} | None of one that is not on this
         disk, "abilities": ["tools", "thinking"] beside chatting | None while that is not known}``

@@ -208,7 +208,8 @@ class SessionTable:
         budget = self._settings.kv_tokens
         if positions > budget:
             raise ContextTooLong(
-                f"The request needs {positions} cached positions; the shard has {budget} in all.",
+                f"The request needs {positions} cached positions. As the shard has {budget} in all,"
+                f" this model's maximum context length is {budget} tokens here.",
                 fix="Shorten the prompt, lower max_tokens, or raise kv_tokens where it runs.",
                 param="max_tokens",
             )

@@ -69,10 +69,11 @@ class Household:
         asker = self.askers[model.model_id] = AskerSupervisor(start, Owner())
         return asker
 
-    def heard(self, **layers: str) -> None:
+    def heard(self, kv_tokens: int = 0, **layers: str) -> None:
         """A peer serves these layers of these models, and nothing else."""
         shards = [advertised(PEER, span, name, WEIGHTS) for name, span in layers.items()]
-        own = [replace(s, descriptor=replace(s.descriptor, total_layers=LAYERS)) for s in shards]
+        facts = {"total_layers": LAYERS, "kv_tokens": kv_tokens}
+        own = [replace(s, descriptor=replace(s.descriptor, **facts)) for s in shards]
         self.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), Offering(own))
 
     @property
@@ -184,6 +185,16 @@ async def test_a_model_is_ready_or_its_row_says_why_not(home: Household, tmp_pat
     assert said[-1] == f"the ends of bad did not load: {bad.error}"
     home.heard(good="0-3")
     assert home.why("good") == "missing layers 4-7"
+
+
+async def test_a_context_is_no_longer_than_the_caches_of_those_who_serve_it(
+    home: Household,
+) -> None:
+    await asyncio.to_thread(home.hold, "good", checkpoint_dir())
+    home.models = [replace(model, context=4096) for model in home.models]
+    for positions, context in ((0, 4096), (8192, 4096), (512, 512)):  # 0: it does not say
+        home.heard(positions, good="0-7")
+        assert [row["context"] for row in home.overview.models()] == [context]
 
 
 async def test_a_model_of_others_is_not_held_here(home: Household) -> None:
