@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from mesh.api.openai.schemas import MAX_LOGPROBS
@@ -242,10 +243,38 @@ async def test_more_log_probabilities_than_an_answer_takes_are_refused(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
 
+@SHARED_LOOP
+async def test_a_prompt_has_as_many_answers_as_are_wanted(
+    api: Served, http: httpx.AsyncClient
+) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0)
+    asked: Any = {"model": "echo", "n": 2, "seed": 7}
+    async with client:
+        both = await client.completions.create(prompt=["ab", "c d"], **asked)
+        assert [each.text for each in both.choices] == ["ab", "ab", "c d", "c d"]
+        assert both.usage is not None
+        assert (both.usage.prompt_tokens, both.usage.completion_tokens) == (2 * 5, 2 + 4)
+        messages: Any = [{"role": "user", "content": "hello big"}]
+        whole = await client.chat.completions.create(messages=messages, **asked)
+        assert [each.message.content for each in whole.choices] == ["hello big"] * 2
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 4)
+        texts, ends = ["", ""], ["", ""]
+        async for chunk in await client.chat.completions.create(
+            messages=messages, stream=True, **asked
+        ):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ends[choice.index] += choice.finish_reason or ""
+    assert (texts, ends) == (["hello big"] * 2, ["stop"] * 2)
+    assert [each.sampling.seed for each in api.generations.requests[-2:]] == [7, 8]
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"resumable": True, "stream": True}, "resumable is for one prompt, and there are 2"),
+        ({"resumable": True, "stream": True}, "resumable is for one answer, and there are 2"),
+        ({"n": 65}, "130 answers are too many; one request takes 128"),
         ({"logprobs": 20, "max_tokens": 20_000}, "logprobs of 2 answers of 20000 tokens"),
     ],
 )

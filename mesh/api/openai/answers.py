@@ -26,11 +26,13 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that all objects of one answer repeat."""
+    """The fields that all objects of one answer repeat; and how many choices a prompt has, one
+    behind the other."""
 
     id: str
     object: str
     model: str
+    per_prompt: int = 1
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,15 +65,17 @@ class ThoughtTokens:
             self._unshown = 0  # a mark, or half a character, belongs to what follows it
 
 
-def usage(all_done: Sequence[Done], thought_tokens: int) -> dict[str, Any]:
-    """OpenAI's token counts, of all choices together."""
-    prompt_tokens = sum(done.prompt_tokens for done in all_done)
+def usage(all_done: Sequence[Done], thought_tokens: int, per_prompt: int = 1) -> dict[str, Any]:
+    """OpenAI's token counts, of all choices together; of a prompt once, with `per_prompt` of
+    them."""
+    firsts = all_done[::per_prompt]
+    prompt_tokens = sum(done.prompt_tokens for done in firsts)
     completion_tokens = sum(done.completion_tokens for done in all_done)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in all_done)},
+        "prompt_tokens_details": {"cached_tokens": sum(done.cached_tokens for done in firsts)},
         "completion_tokens_details": {"reasoning_tokens": thought_tokens},
     }
 

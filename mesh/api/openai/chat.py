@@ -14,6 +14,7 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, chat_logprobs
 from mesh.api.openai.schemas import ChatBody
+from mesh.api.openai.several import frames_of
 from mesh.api.openai.streaming import Said, events, streamed, whole
 from mesh.api.openai.tools import call_chunks, whole_calls
 from mesh.api.resumable import KeptStreams
@@ -27,19 +28,21 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     async def create(request: Request) -> Response:
         """Answer a chat, as OpenAI's API has it: a `chat.completion`, or with `stream` its chunks
         as server-sent events. The `hearthnet` object of the answer says what ran where and how
-        fast; chunks with one tell what happens to the route.
+        fast; chunks with one tell what happens to the route. With several choices `usage` is of all
+        together, and `hearthnet.choices` of each.
         """
         body = await read_body(request, ChatBody, settings)
         request_id = f"chatcmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)
-        asked = replace(body.to_request(request_id, caller.principal), may_wake=caller.may_wake)
-        frames = generations.generate(asked)
-        style = _ChatStyle(with_logprobs=bool(body.logprobs))
+        asked = body.to_requests(request_id, caller.principal)
+        frames = frames_of(generations, [replace(each, may_wake=caller.may_wake) for each in asked])
+        told = bool(body.logprobs)
+        styles = [_ChatStyle(number, with_logprobs=told) for number in range(len(asked))]
         if not body.stream:
-            head = Head(request_id, "chat.completion", body.model)
-            return await whole(request, frames, [style], head, caller)
-        head = Head(request_id, "chat.completion.chunk", body.model)
-        chunks = events(frames, [style], head, caller, include_usage=body.include_usage)
+            head = Head(request_id, "chat.completion", body.model, body.per_prompt)
+            return await whole(request, frames, styles, head, caller)
+        head = Head(request_id, "chat.completion.chunk", body.model, body.per_prompt)
+        chunks = events(frames, styles, head, caller, include_usage=body.include_usage)
         return streamed(chunks, request_id, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
@@ -48,7 +51,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
 class _ChatStyle:
     """Choices with a message, or with a delta of it."""
 
-    def __init__(self, *, with_logprobs: bool) -> None:
+    def __init__(self, index: int, *, with_logprobs: bool) -> None:
+        self._index = index
         self._with_logprobs = with_logprobs
 
     def opening(self) -> dict[str, Any]:
@@ -71,7 +75,7 @@ class _ChatStyle:
         text = answer.text if answer.text or not calls else None
         message = {"role": "assistant", "content": text, "refusal": None, **calls}
         return {
-            "index": 0,
+            "index": self._index,
             "message": message | _reasoning(answer),
             "logprobs": chat_logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": finish_reason,
@@ -81,7 +85,7 @@ class _ChatStyle:
         self, delta: dict[str, Any], logprobs: tuple[TokenLogprob, ...] = ()
     ) -> dict[str, Any]:
         shown = chat_logprobs(logprobs) if self._with_logprobs and logprobs else None
-        return {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": None}
+        return {"index": self._index, "delta": delta, "logprobs": shown, "finish_reason": None}
 
 
 def _reasoning(delta: TokenDelta) -> dict[str, str]:

@@ -17,8 +17,8 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, completion_logprobs
 from mesh.api.openai.schemas import CompletionBody
-from mesh.api.openai.several import together
-from mesh.api.openai.streaming import Frames, Said, events, streamed, whole
+from mesh.api.openai.several import frames_of
+from mesh.api.openai.streaming import Said, events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import PromptPiece, TokenDelta, TokenLogprob
@@ -30,7 +30,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
 
     async def create(request: Request) -> Response:
         """Continue texts, without a chat template: a `text_completion` with a choice for each
-        prompt, or with `stream` its chunks. With several prompts `usage` is of all together, and
+        prompt, or with `stream` its chunks. With several choices `usage` is of all together, and
         `hearthnet.choices` of each.
         """
         body = await read_body(request, CompletionBody, settings)
@@ -40,12 +40,10 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
             replace(each, may_wake=caller.may_wake)
             for each in body.to_requests(request_id, caller.principal)
         ]
-        frames: Frames = (
-            generations.generate(asked[0]) if len(asked) == 1 else together(generations, asked)
-        )
+        frames = frames_of(generations, asked)
         told = body.logprobs is not None
         styles = [_TextStyle(number, with_logprobs=told) for number in range(len(asked))]
-        head = Head(request_id, "text_completion", body.model)
+        head = Head(request_id, "text_completion", body.model, body.per_prompt)
         if not body.stream:
             return await whole(request, frames, styles, head, caller)
         chunks = events(frames, styles, head, caller, include_usage=body.include_usage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
@@ -24,6 +25,8 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of `/v1/completions`."""
 MAX_PROMPTS = 128
 """Prompts of one `/v1/completions`."""
+MAX_CHOICES = 128
+"""Answers of one request, to whatever prompts."""
 MAX_LOGPROBS = 1 << 19
 """Log-probabilities of its prompts, and of its answers where they are several, alternatives
 included: some 100 MB here."""
@@ -45,8 +48,8 @@ class _ChoicesBody(SamplingBody):
 
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # OpenAI's, not here
-    n: Annotated[None, only(1)] = None
     logit_bias: Annotated[None, only({})] = None
     presence_penalty: Annotated[None, only(0, 0.0)] = None
     frequency_penalty: Annotated[None, only(0, 0.0)] = None
@@ -55,6 +58,60 @@ class _ChoicesBody(SamplingBody):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def per_prompt(self) -> int:
+        """How many answers each prompt has."""
+        return self.n or 1
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        """What several answers may keep here is known before they are begun."""
+        count, limit, rivals = self._prompts * self.per_prompt, self._limit, self._rivals
+        if count == 1:
+            return self
+        if self.resumable:
+            raise ValueError(f"resumable is for one answer, and there are {count}")
+        if count > MAX_CHOICES:
+            raise ValueError(f"{count} answers are too many; one request takes {MAX_CHOICES}")
+        if rivals is not None and limit is None:
+            raise ValueError(f"logprobs of {count} answers need max_tokens")
+        told = 0 if rivals is None or limit is None else count * limit * (1 + rivals)
+        if told > MAX_LOGPROBS:
+            raise ValueError(
+                f"logprobs of {count} answers of {limit} tokens are {told} with their"
+                f" alternatives; one request takes {MAX_LOGPROBS}"
+            )
+        return self
+
+    @property
+    def _prompts(self) -> int:
+        return 1
+
+    @property
+    def _limit(self) -> int | None:
+        """The most tokens of an answer, where that is said."""
+        return self.max_tokens
+
+    @property
+    def _rivals(self) -> int | None:
+        """As `SamplingParams.logprobs`."""
+        return None
+
+    def _answers(self, asked: GenerationRequest) -> list[GenerationRequest]:
+        """As many of it as there are to be answers: other ones of it where chance decides."""
+        count, seed = self.per_prompt, asked.sampling.seed
+        if count == 1:
+            return [asked]
+        seeds = [None if seed is None else seed + number for number in range(count)]
+        return [
+            replace(
+                asked,
+                request_id=f"{asked.request_id}-{number}",
+                sampling=replace(asked.sampling, seed=each),
+            )
+            for number, each in enumerate(seeds)
+        ]
 
 
 class TextPart(Strict):
@@ -150,7 +207,8 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
 class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
     where they are left out. Without a limit an answer may fill the context. `reasoning_effort` is
-    for models whose chat template asks for it; `none` has those not think that can be told so."""
+    for models whose chat template asks for it; `none` has those not think that can be told so.
+    With `n` there are so many answers, each a choice; a `seed` is that of the first."""
 
     messages: Annotated[
         list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
@@ -182,19 +240,27 @@ class ChatBody(_ChoicesBody, ToolsBody):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         return self
 
-    def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:
-        """The generation this body asks for, on behalf of `principal`."""
-        logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._generation(
+    @property
+    def _limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def _rivals(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def to_requests(self, request_id: str, principal: Principal) -> list[GenerationRequest]:
+        """The generations this body asks for, on behalf of `principal`, one for each answer."""
+        asked = self._generation(
             request_id,
             principal,
-            self.max_completion_tokens or self.max_tokens,
-            logprobs,
+            self._limit,
+            self._rivals,
             messages=to_template(self.messages),
             tools=self.tool_use(),
             schema=schema_of(self.response_format),
             **thinking(self.reasoning_effort),
         )
+        return self._answers(asked)
 
 
 TokenIds = Annotated[
@@ -237,7 +303,8 @@ class CompletionBody(_ChoicesBody):
 
     With `echo` the prompt comes back in front of what follows it, with `logprobs` its tokens'
     log-probabilities as well; then `max_tokens` may be 0. As OpenAI has it, `temperature` and
-    `top_p` are 1 where they are left out, and `max_tokens` is 16.
+    `top_p` are 1 where they are left out, and `max_tokens` is 16. With `n` each prompt has so many
+    choices, one behind the other; a `seed` is that of the first.
     """
 
     prompt: Prompt
@@ -254,28 +321,20 @@ class CompletionBody(_ChoicesBody):
             raise ValueError("max_tokens is 0, which needs echo to be true: nothing would be said")
         return self
 
-    @model_validator(mode="after")
-    def _is_bounded(self) -> Self:
-        """What several answers may keep here is known before they are begun."""
-        count = len(self.prompt) if _form(self.prompt) in ("texts", "lists") else 1
-        if count == 1:
-            return self
-        if self.resumable:
-            raise ValueError(f"resumable is for one prompt, and there are {count}")
-        told = 0 if self.logprobs is None else count * self._limit * (1 + self.logprobs)
-        if told > MAX_LOGPROBS:
-            raise ValueError(
-                f"logprobs of {count} answers of {self._limit} tokens are {told} with their"
-                f" alternatives; one request takes {MAX_LOGPROBS}"
-            )
-        return self
+    @property
+    def _prompts(self) -> int:
+        return len(self.prompt) if _form(self.prompt) in ("texts", "lists") else 1
+
+    @property
+    def _rivals(self) -> int | None:
+        return self.logprobs
 
     @property
     def _limit(self) -> int:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def to_requests(self, request_id: str, principal: Principal) -> list[GenerationRequest]:
-        """The generations this body asks for, on behalf of `principal`, one for each prompt.
+        """The generations this body asks for, on behalf of `principal`, one for each answer.
 
         Raises BadRequest when one of them is empty, or there is none.
         """
@@ -287,8 +346,11 @@ class CompletionBody(_ChoicesBody):
             raise BadRequest(f"{param}: it is empty.", fix="Send some text.", param=param)
         one = len(prompts) == 1
         return [
-            self._to_request(each, request_id if one else f"{request_id}-{number}", principal)
+            answer
             for number, each in enumerate(prompts)
+            for answer in self._answers(
+                self._to_request(each, request_id if one else f"{request_id}-{number}", principal)
+            )
         ]
 
     def _to_request(self, prompt: Any, request_id: str, principal: Principal) -> GenerationRequest:

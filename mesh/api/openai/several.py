@@ -17,7 +17,7 @@ from mesh.processes.tasks import end
 from mesh.types import BringingUp, GenerationRequest, Queued, StreamFrame
 
 AT_ONCE = 4
-"""Prompts of one request that run at a time: what keeps the hops of most routes busy."""
+"""Answers to one request that run at a time: what keeps the hops of most routes busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,17 @@ class Of:
 
     index: int
     frame: StreamFrame
+
+
+Frames = AsyncGenerator[StreamFrame, None] | AsyncGenerator[Of, None]
+"""Of one generation; or of several, each frame with its number."""
+
+
+def frames_of(generations: Generations, requests: Sequence[GenerationRequest]) -> Frames:
+    """The frames of one request, or of several `together`."""
+    if len(requests) == 1:
+        return generations.generate(requests[0])
+    return together(generations, requests)
 
 
 async def together(

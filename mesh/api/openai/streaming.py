@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from mesh.api.auth import Caller
 from mesh.api.openai.answers import Head, ThoughtTokens, diagnostic, extension, usage
 from mesh.api.openai.schemas import MAX_LOGPROBS
-from mesh.api.openai.several import Of
+from mesh.api.openai.several import Frames, Of
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
 from mesh.api.sse import (
@@ -32,9 +32,6 @@ from mesh.api.sse import (
 )
 from mesh.errors import BadRequest, InternalError
 from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
-
-Frames = AsyncGenerator[StreamFrame, None] | AsyncGenerator[Of, None]
-"""Of one generation; or of several, each frame with its number."""
 
 _NOTHING = TokenDelta("", ())
 
@@ -100,7 +97,7 @@ async def whole(
             for style, (said, done) in zip(styles, ended, strict=True)
         ]
     )
-    used = usage(all_done, sum(said.thought.count for said, _ in ended))
+    used = usage(all_done, sum(said.thought.count for said, _ in ended), head.per_prompt)
     return JSONResponse({**body, "usage": used, "hearthnet": extension(all_done)})
 
 
@@ -159,7 +156,8 @@ async def events(
     in_order = [all_done[index] for index in range(len(styles))]
     if include_usage:
         yield encode(last | pending)
-        last = head.whole([]) | {"usage": usage(in_order, sum(each.count for each in thought))}
+        used = usage(in_order, sum(each.count for each in thought), head.per_prompt)
+        last = head.whole([]) | {"usage": used}
     yield encode(last | {"hearthnet": extension(in_order)})
     yield DONE
 
