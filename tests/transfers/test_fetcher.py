@@ -265,29 +265,33 @@ async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) ->
         made.introduce()
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
         complete: set[str] = set()
-        lost = 0
+        lost = uncounted = 0
         while empty.supervisor.starts <= kills and not fetch.done():
             await up(empty)
             await asyncio.sleep(rng.uniform(0.0, 0.4))
             starts = empty.supervisor.starts
             assert empty.supervisor.pid is not None
             os.kill(empty.supervisor.pid, signal.SIGKILL)
+            uncounted += 1
             given = await sent(full)
-            assert empty.supervisor.starts == starts
+            if empty.supervisor.starts != starts:
+                continue  # this machine stood still: more is given by now
             for record in await asyncio.to_thread(list, (made.root / "empty/models").glob("toy@*")):
                 now = await asyncio.to_thread(right, record, whole)
                 assert now >= complete  # what was complete is so for ever
                 complete = now
                 costs = given - await asyncio.to_thread(noted, record, whole) - lost
-                assert 0 <= costs <= MAX_IN_HAND * PIECE_BYTES
+                assert 0 <= costs <= uncounted * MAX_IN_HAND * PIECE_BYTES
                 lost += costs
+            uncounted = 0
             async with asyncio.timeout(20):
                 while empty.supervisor.starts == starts:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.02)
         directory = await fetch
         assert empty.supervisor.starts > 10
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
-        assert await sent(full) == weights_bytes(whole) + lost
+        costs = await sent(full) - weights_bytes(whole) - lost
+        assert 0 <= costs <= uncounted * MAX_IN_HAND * PIECE_BYTES
 
 
 def noted(directory: Path, whole: Manifest) -> int:
