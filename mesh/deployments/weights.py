@@ -214,7 +214,7 @@ class LocalWeights:
         looked = ", ".join(map(str, self._folders)) or "nowhere"
         seen = f" ({'; '.join(others)})" if others else ""
         return ModelNotFound(
-            f"the files of {model!r} are not on this machine{seen}; looked in {looked}.",
+            f"the files of {model[:200]!r} are not on this machine{seen}; looked in {looked}.",
             fix="Put the checkpoint into one of these folders, or name its directory.",
             param="model",
         )

@@ -380,7 +380,9 @@ async def test_the_parent_holds_no_secret(jail: Jail) -> None:
     assert b"HF_HUB_OFFLINE" in environment
     assert b"HEARTHNET" not in environment
     assert folder == Path("/")
-    assert all(name.startswith(("socket:", "pipe:", "/dev/null")) for name in opened)
+    kinds = ("socket:", "pipe:", "/dev/null")
+    # libffi keeps itself open where it maps its trampolines from its own file.
+    assert {n for n in opened if not n.startswith(kinds) and "/libffi.so" not in n} == set()
 
 
 async def test_killing_twice_does_not_cost_the_parent(jail: Jail) -> None:
