@@ -154,7 +154,7 @@ class CoordinationHere:
 
     async def _look(self) -> None:
         self.coordinator.hear(self._offered())
-        parts = await asyncio.to_thread(lambda: [*self._all_held()]) if self._is_distributed else ()
+        parts = await self._held_now() if self._is_distributed else ()
         held = {(each.model, worker_rank(each.place)): each for each in parts}
         self._refused &= self._published.keys() | held.keys()
         for key in self._published.keys() | held.keys():
@@ -216,10 +216,16 @@ class CoordinationHere:
             for rank in mine - there:
                 del self._published[model, rank]
 
-    def _all_held(self) -> Iterator[OwnPart]:
+    async def _held_now(self) -> list[OwnPart]:
+        # Both change with every load and every deployment, also while a thread looks.
+        models, shards = dict(self._models), [each.descriptor for each in self._served()]
+        return await asyncio.to_thread(lambda: [*self._all_held(models, shards)])
+
+    def _all_held(
+        self, models: Mapping[ModelId, LocalModel], shards: Sequence[ShardDescriptor]
+    ) -> Iterator[OwnPart]:
         """In a thread: a checkpoint's layers are read from its headers."""
-        models = dict(self._models)
-        for shard in (each.descriptor for each in self._served()):
+        for shard in shards:
             model, ref = models.get(shard.model_id), _ref(shard.model_id, shard.weights_sha256)
             if model is not None and ref is not None:
                 place = _place(shard, at_host(shard.endpoint, self._network.host))

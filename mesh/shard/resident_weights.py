@@ -84,15 +84,19 @@ class ResidentWeights(Generic[T]):
         self.keep()
         if self._loading is not None:
             await asyncio.wait([self._loading])
-        await self._free(self._take())
+        await asyncio.shield(self._begin_to_free())
 
     def _evict_idle(self) -> None:
         self._timer = None
         if self._loading is not None:
             self.idle()
             return
+        self._begin_to_free()
+
+    def _begin_to_free(self) -> asyncio.Task[None]:
         # Taken at once: a session that opens right now must not get weights on their way out.
         self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
+        return self._evicting
 
     def _take(self) -> list[T | None]:
         holder = [self.loaded]

@@ -22,12 +22,12 @@ from mesh.api.auth import Access, caller_of
 from mesh.api.ndif import answers
 from mesh.api.ndif.results import ResultUrls
 from mesh.clock import tick
-from mesh.errors import BadRequest, NotFound, Unauthorized
+from mesh.errors import BadRequest, InternalError, NotFound, Unauthorized
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.inline import inline_answer
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.types import Status, Update
-from mesh.types import Principal
+from mesh.types import Principal, shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +104,13 @@ class ClientSessions:
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
-            for job_id in session.handed:
-                await self._queue.delivered(job_id)
             revoked = next((end for end in ends if isinstance(end, Unauthorized)), None)
             why = "Its client went away." if revoked is None else revoked.message
             unfinished = session.jobs.difference(session.handed)
             for job_id in unfinished:
                 await self._abandon(session, job_id, why)
+            for job_id in session.handed:
+                await self._queue.delivered(job_id)
         if revoked is not None:
             await _say_last(socket, unfinished or {session.session_id}, why)
         await _close(socket)
@@ -125,6 +125,8 @@ class ClientSessions:
             await self._queue.kill(job_id, session.owner, why)
         except NotFound:  # it ended by itself meanwhile
             return
+        except InternalError as error:  # the session's other jobs are to end all the same
+            logger.warning("job=%s: %s", shown_id(job_id), error)
 
     async def _tell(
         self, socket: WebSocket, session: ClientSession, still_known: Callable[[], None]
