@@ -119,7 +119,8 @@ class CheckpointText:
         if request.think and self.reasoning_marks is None:
             raise BadRequest(
                 f"{request.model} does not support thinking: its chat template marks none.",
-                fix="Leave `think` out, or ask a model that thinks before it answers.",
+                fix="Leave `think` or `enable_thinking` out, or ask a model that thinks before it"
+                " answers.",
                 param="think",
             )
         if request.effort and not self._tokenizer.takes_effort():

@@ -287,6 +287,25 @@ async def test_an_answer_in_channels_comes_in_its_parts_and_goes_back_as_them() 
         assert (await whole(client, reasoning_effort="none")).message.content == "hi"
 
 
+async def test_what_vllm_hands_to_a_template_says_whether_to_think() -> None:
+    switched = THINKS + "{% if enable_thinking is false %}no thoughts{% endif %}"
+    async with asking(switched, "<think>how?</think>so.") as (client, asker):
+        for switch, told in (({"enable_thinking": False}, True), ({"thinking": True}, False)):
+            await whole(client, extra_body={"chat_template_kwargs": switch})
+            assert ("no thoughts" in asker.prompt()) is told
+        both = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}
+        await whole(client, extra_body=both)
+        assert "no thoughts" in asker.prompt()
+        before = {"role": "assistant", "content": "so.", "reasoning": "how?"}
+        await whole(client, messages=[*ASK, before, *ASK])
+        with pytest.raises(openai.BadRequestError, match="mood") as refused:
+            await whole(client, extra_body={"chat_template_kwargs": {"mood": "good"}})
+        assert refused.value.param == "chat_template_kwargs.mood"
+    async with asking(HERMES, "so.") as (client, _):
+        with pytest.raises(openai.BadRequestError, match="does not support thinking"):
+            await whole(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+
 def called_with(arguments: str) -> list[Any]:
     """A question, the call that answered it, and its result."""
     function = {"name": "look", "arguments": arguments}

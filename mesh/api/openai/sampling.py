@@ -26,6 +26,21 @@ Refused = Annotated[None, only()]
 Hint = Any
 
 
+class TemplateKwargs(Strict):
+    """What vLLM, SGLang and llama.cpp hand on to the chat template: of that, what is about
+    thinking. Which of the first two a template has is the model's business."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """What a generation is told of it."""
+        told = thinking(self.reasoning_effort)
+        switches = {self.enable_thinking, self.thinking} - {None}
+        return told | ({"think": all(switches)} if switches else {})
+
+
 def thinking(effort: Effort | None) -> dict[str, Any]:
     """What a generation is told of it."""
     if effort is None:

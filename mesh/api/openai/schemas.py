@@ -16,7 +16,15 @@ from pydantic import (
 
 from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import ResponseFormat, schema_of
-from mesh.api.openai.sampling import INT32, Effort, Hint, Refused, SamplingBody, thinking
+from mesh.api.openai.sampling import (
+    INT32,
+    Effort,
+    Hint,
+    Refused,
+    SamplingBody,
+    TemplateKwargs,
+    thinking,
+)
 from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
 from mesh.errors import BadRequest
 from mesh.types import GenerationRequest, Principal
@@ -157,6 +165,7 @@ class ChatMessage(Strict):
     ) = None
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what others call it
     parsed: Hint = None  # beside `content` in what OpenAI's clients parsed
     refusal: Refused = None
     audio: Refused = None
@@ -180,8 +189,8 @@ class ChatMessage(Strict):
         shown: dict[str, Any] = {"role": role_of(self.role), "content": joined(self.content)}
         if self.name is not None:
             shown["name"] = self.name
-        if self.reasoning_content:
-            shown["reasoning_content"] = self.reasoning_content
+        if thought := self.reasoning_content or self.reasoning:
+            shown["reasoning_content"] = thought
         if self.tool_calls:
             shown["tool_calls"] = [call.to_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -207,7 +216,8 @@ def to_template(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
 class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
     where they are left out. Without a limit an answer may fill the context. `reasoning_effort` is
-    for models whose chat template asks for it; `none` has those not think that can be told so.
+    for models whose chat template asks for it; `none` has those not think that can be told so, as
+    `enable_thinking` of `chat_template_kwargs` does, which vLLM's clients know.
     With `n` there are so many answers, each a choice; a `seed` is that of the first."""
 
     messages: Annotated[
@@ -218,6 +228,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     # OpenAI's, not here
     functions: Annotated[None, only([])] = None
     function_call: Annotated[None, only("none", "auto")] = None
@@ -250,6 +261,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
 
     def to_requests(self, request_id: str, principal: Principal) -> list[GenerationRequest]:
         """The generations this body asks for, on behalf of `principal`, one for each answer."""
+        template = self.chat_template_kwargs or TemplateKwargs()
         asked = self._generation(
             request_id,
             principal,
@@ -258,7 +270,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
             messages=to_template(self.messages),
             tools=self.tool_use(),
             schema=schema_of(self.response_format),
-            **thinking(self.reasoning_effort),
+            **template.asked() | thinking(self.reasoning_effort),
         )
         return self._answers(asked)
 
