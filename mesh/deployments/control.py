@@ -212,7 +212,8 @@ class Deploying:
         going = to_rest(change, others.values(), machines, need)
         away = absences(change, others.values(), going, machines, need)
         for name in going:
-            await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
+            standing = self._house.deployments()[name]  # others may have wished since the plan
+            await self._house.publish_wish(replace(standing.wish, resting=True))
         if before is None or wish != before.wish:
             signed = await self._house.publish_wish(wish)
         else:

@@ -97,13 +97,16 @@ class Sleeper:
         for known in (self._up_since, self._used_at, self._stays):
             for name in [each for each in known if each not in wanted]:
                 del known[name]
-        for name, deployment in wanted.items():
+        for name in wanted:
             self._up_since.setdefault(name, now)
-            await self._turns.take(name, partial(self._turn, deployment, now))
+            await self._turns.take(name, partial(self._turn, name, now))
 
-    async def _turn(self, deployment: Deployment, now: float) -> None:
+    async def _turn(self, name: str, now: float) -> None:
         """See whether it is used, and have it rest if it is time for that."""
-        name, use = deployment.id, self._house.use(deployment)
+        deployment = self._house.deployments().get(name)  # as it is wished for after those before
+        if deployment is None or not deployment.is_wanted:
+            return
+        use = self._house.use(deployment)
         is_used = use.is_busy or self._signs.get(name) != use.signs
         is_coming = self._is_on_its_way(deployment)
         if is_used or name not in self._used_at or is_coming:

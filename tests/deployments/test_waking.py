@@ -59,6 +59,25 @@ class House:
         return self._deployment
 
 
+class ScaledMeanwhile(House):
+    """There is another deployment, and while that goes to rest somebody scales the first."""
+
+    def __init__(self, wish: Wish) -> None:
+        super().__init__(wish)
+        other = replace(wish, deployment="/" * 16)
+        self.others = [replace(self._deployment, wish=other)]
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        if self.others:
+            (other,) = self.others
+            self.others = []
+            self.wished.append(wish)
+            scaled = replace(self._deployment.wish, replicas=2)
+            self._deployment = replace(self._deployment, wish=scaled)
+            return replace(other, wish=wish)
+        return await super().publish_wish(wish)
+
+
 def slept(house: House, seconds: float, *signs: Hashable) -> list[Wish]:
     """What it wishes for in so many seconds, while the signs of use change one after the other."""
 
@@ -139,6 +158,11 @@ def test_it_is_told_until_when_it_stays_up_and_stays_the_same_while_nobody_uses_
 
     run_virtually(main)
     assert Sleeper(house, lambda kind, **fields: None, lambda _: False).stay("none") == Stay()
+
+
+def test_what_is_scaled_while_another_goes_to_rest_rests_as_it_is_wished_by_then() -> None:
+    _, last = slept(ScaledMeanwhile(WISH), 900.0)
+    assert last == replace(WISH, replicas=2, resting=True)
 
 
 def test_what_is_still_brought_up_does_not_rest_before_anybody_can_use_it() -> None:
