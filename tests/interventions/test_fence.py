@@ -56,6 +56,9 @@ def fenced() -> Iterator[Fenced]:
      # annotations
      "import functools\n@functools.singledispatch\ndef f(x): pass\n"
      "def g(x: '().__class__'): pass\nf.register(g)",
+     "import functools\n@functools.singledispatch\ndef f(x): pass\n"
+     "def g(x: 'type'): pass\nf.register(g)",
+     "import typing\ndef f(x: 'eval'): pass\ntyping.get_type_hints(f)",
      "from torch.utils.data import argument_validation",
      "from torch.utils.data import IterDataPipe",
      # fields of data classes

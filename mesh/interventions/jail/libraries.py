@@ -47,7 +47,7 @@ def guarded_libraries() -> list[tuple[Any, dict[str, Any]]]:
     text = {"eval": _refuse_text, "exec": _refuse_text}
     return [
         *((importlib.import_module(name), text) for name in _EVALUATING),
-        (typing, {"eval": _eval_annotation}),
+        *_annotations(),
         (functools, {"getattr": _read, "setattr": _write}),
         (
             dataclasses,
@@ -72,10 +72,34 @@ def _refuse_text(*_: Any) -> NoReturn:
 
 def _eval_annotation(code: Any, names: dict[str, Any], local: Any = None) -> Any:
     """For annotations that are text: those of libraries only."""
+    _require_of_a_library(names)
+    return _eval(code, names, local)
+
+
+def _annotations() -> list[tuple[Any, dict[str, Any]]]:
+    """What evaluates annotations that are text."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        evaluate = annotationlib.ForwardRef.evaluate
+
+        def of_a_library(reference: Any, *, globals: Any = None, **more: Any) -> Any:
+            # What is a name alone is looked up without `eval`, among the builtins as well.
+            _require_of_a_library(globals or {})
+            return evaluate(reference, globals=globals, **more)
+
+        def eval_keywords(code: Any, globals: Any = None, locals: Any = None) -> Any:
+            return _eval_annotation(code, globals or {}, locals)
+
+        reference = (annotationlib.ForwardRef, {"evaluate": of_a_library})
+        return [reference, (annotationlib, {"eval": eval_keywords})]
+    return [(typing, {"eval": _eval_annotation})]
+
+
+def _require_of_a_library(names: dict[str, Any]) -> None:
     real = (builtins, vars(builtins))
     if names is vars(builtins) or not any(names.get("__builtins__") is each for each in real):
         raise refuse("evaluating text that annotates")
-    return _eval(code, names, local)
 
 
 def _read(owner: Any, name: str, *default: Any) -> Any:
