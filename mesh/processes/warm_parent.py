@@ -31,7 +31,6 @@ _END_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
 """How long after a child's end its parent may take to say how it ended."""
 _ATTEMPTS = 2
-_NURSERY = "mesh.processes.nursery"
 _STDERR = 2
 _TITLE_ROOM = "-" * 80
 """An argument that is not read: a child writes over it what it is."""
@@ -57,6 +56,12 @@ WITHOUT_THREADS = {
 }
 """For a process that is to fork: the threads that numpy starts, and jemalloc where it is preloaded,
 would be lost, and nothing computes with them."""
+
+
+def command() -> list[str]:
+    """What runs the warm parent."""
+    # -P: a file `random.py` where the node was started is none of Python's.
+    return [sys.executable, "-P", "-m", "mesh.processes.nursery"]
 
 
 def child_environment() -> dict[str, str]:
@@ -221,8 +226,7 @@ class WarmParent:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    # -P: a file `random.py` where the node was started is none of Python's.
-                    [sys.executable, "-P", "-m", _NURSERY, str(theirs.fileno()), _TITLE_ROOM],
+                    [*command(), str(theirs.fileno()), _TITLE_ROOM],
                     env={**child_environment(), **WITHOUT_THREADS},
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,

@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 
 from mesh.processes import nursery
 from mesh.processes.nursery import CHANNEL_FD, MAX_ORDER_BYTES, Nursery, warm
+from mesh.processes.warm_parent import command
 
 TETHERED = "mesh.cli.tethered"
 WARM_MODULES = (*nursery.WARM_MODULES, "mesh.cli.main", "mesh.node.daemon", TETHERED)
-_NURSERY = [sys.executable, "-m", nursery.__name__]
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
@@ -76,7 +76,7 @@ class WarmPopen(subprocess.Popen[Any]):
 
     def __new__(cls, args: list[str], **how: Any) -> Any:
         parent = cls.waiting
-        if parent is None or args[: len(_NURSERY)] != _NURSERY:
+        if parent is None or args[: len(command())] != command():
             return super().__new__(cls)
         cls.waiting = None
         (control,) = how["pass_fds"]
