@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import typer
 from mesh.cli.output import note
 from mesh.logs import MAX_FILE_BYTES, move_aside
 from mesh.paths import StatePaths
+from mesh.processes.python import running
 from mesh.runtime import DaemonRecord, read_daemon
 
 _PATIENCE_S = 10.0
@@ -26,7 +26,7 @@ _POLL_S = 0.1
 def up_command(arguments: Sequence[str]) -> list[str]:
     """What runs ``hearthnet up`` with these arguments, whatever the PATH says, and whatever lies
     where it is started."""
-    return [sys.executable, "-P", "-m", "mesh.cli.main", "up", *arguments]
+    return running("mesh.cli.main", "up", *arguments)
 
 
 def start_detached(

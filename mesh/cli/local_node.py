@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +25,7 @@ from mesh.client import pinned, trusting_nobody
 from mesh.config import CONFIG_VARIABLE, ENV_PREFIX, Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
+from mesh.processes.python import running
 from mesh.runtime import DaemonRecord, read_daemon
 
 START_LIMIT_S = 120.0
@@ -81,7 +81,7 @@ class LocalNode:
         try:
             with paths.daemon_log.open("ab") as log:
                 self.process = self.launch(
-                    [sys.executable, "-P", "-m", "mesh.cli.tethered", "up", *arguments],
+                    running("mesh.cli.tethered", "up", *arguments),
                     {**inherited, CONFIG_VARIABLE: str(own_config), **self.environment},
                     its_end,
                     log.fileno(),

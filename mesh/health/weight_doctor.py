@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesh.processes.python import running
+
 STARTED, WROTE, REFUSED, ABSENT = "STARTED", "WROTE", "REFUSED", "ABSENT"
-CANARIES = (sys.executable, "-P", "-m", "mesh.shard.canaries")
+CANARIES = (*running("mesh.shard.canaries"),)
 _TIMEOUT_S = 120.0
 _ENDED = {-int(signal.SIGSEGV), -int(getattr(signal, "SIGBUS", signal.SIGSEGV))}
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.logs import set_levels
+from mesh.processes.python import running
 from mesh.processes.shared_pages import settle
 from mesh.processes.threads import other_threads
 
@@ -248,7 +249,7 @@ def _rename(module: str) -> None:
     start, end = int(fields[45]), int(fields[46])  # proc_pid_stat(5): arg_start, arg_end
     if start == 0:
         return
-    title = "\0".join((sys.executable, "-P", "-m", "mesh.processes.entry", module, "")).encode()
+    title = "\0".join((*running("mesh.processes.entry", module), "")).encode()
     room = end - start
     ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
 

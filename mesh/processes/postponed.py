@@ -23,12 +23,15 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _META_KERNELS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
+_IMPORTED_FROM = {"torch.fx.experimental.symbolic_shapes": frozenset({"has_free_unbacked_symbols"})}
+"""Functions that others import by name from such a module (no package), to call them later: this
+one is imported by ``torch.nn.attention.flex_attention``, and sympy by its module."""
+
 POSTPONED = frozenset(
     {
-        *_META_KERNELS, "torch.ao", "torch.distributions", "torch.export", "torch.masked",
-        "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized",
-        "torch.profiler", "torch.quantization", "torch.utils.data",
-        "torch.fx.experimental.symbolic_shapes",
+        *_META_KERNELS, *_IMPORTED_FROM, "torch.ao", "torch.distributions", "torch.export",
+        "torch.masked", "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable",
+        "torch.nn.quantized", "torch.profiler", "torch.quantization", "torch.utils.data",
     }
 )  # fmt: skip
 """What torch imports for others' sake and does not look into itself."""
@@ -36,10 +39,6 @@ POSTPONED = frozenset(
 _FIRST_TO_IMPORT_FX = "torch.export"
 """``torch.fx`` and ``torch._logging`` import each other, which succeeds only when it is the first
 of them that is asked for; torch asks for it through this one."""
-
-_IMPORTED_FROM = {"torch.fx.experimental.symbolic_shapes": frozenset({"has_free_unbacked_symbols"})}
-"""Functions that others import by name from such a module (no package), to call them later: this
-one is imported by ``torch.nn.attention.flex_attention``, and sympy by its module."""
 
 _LOOKED_INTO = frozenset({"__path__", "__all__"})
 """Names with underscores that an import asks for; whoever lists modules asks for others."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from mesh.clock import unless_done
 from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, MAX_ORDER_BYTES, ForkOrder
+from mesh.processes.python import running
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,7 @@ would be lost, and nothing computes with them."""
 
 def command() -> list[str]:
     """What runs the warm parent."""
-    # -P: a file `random.py` where the node was started is none of Python's.
-    return [sys.executable, "-P", "-m", "mesh.processes.nursery"]
+    return running("mesh.processes.nursery")
 
 
 def child_environment() -> dict[str, str]:
@@ -342,7 +342,7 @@ def _spawn(
     if listener is not None:
         given[LISTENER_FD] = listener.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "mesh.processes.entry", order.module],
+        running("mesh.processes.entry", order.module),
         env={**order.environment, **{name: str(fd) for name, fd in given.items()}},
         pass_fds=tuple(given.values()),
         stdin=subprocess.DEVNULL,
