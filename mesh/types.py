@@ -332,9 +332,11 @@ class Pipeline:
 class SamplingParams:
     """How the next token is chosen. The defaults are greedy decoding.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the
-    respective rule off. `logprobs` is how many alternatives to report per token; None reports no
-    log-probabilities at all. `fits_context`: `max_tokens` may be more than there is room for.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and the other
+    penalties' 0 switch the respective rule off. `logit_bias` is what is added to the logits of
+    single tokens, by their ids. `logprobs` is how many alternatives to report per token; None
+    reports no log-probabilities at all. `fits_context`: `max_tokens` may be more than there is
+    room for.
     """
 
     temperature: float = 0.0
@@ -342,6 +344,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -141,6 +141,8 @@ SETTINGS: dict[str, Any] = {
     "top_k": int,
     "min_p": _number,
     "repetition_penalty": _number,
+    "presence_penalty": _number,
+    "frequency_penalty": _number,
     "seed": int,
     "max_tokens": int,
     "stop": _stop,
@@ -160,6 +162,8 @@ _BOUNDS: dict[str, dict[str, float]] = {
     "top_k": {"greater than or equal to": -1, "less than": 2**31},
     "min_p": {"greater than or equal to": 0, "less than or equal to": 1},
     "repetition_penalty": {"greater than or equal to": 0.01, "less than or equal to": 10},
+    "presence_penalty": {"greater than or equal to": -2, "less than or equal to": 2},
+    "frequency_penalty": {"greater than or equal to": -2, "less than or equal to": 2},
     "seed": {"greater than or equal to": -(2**63), "less than": 2**63},
     "max_tokens": {"greater than or equal to": 1, "less than": 2**31},
 }

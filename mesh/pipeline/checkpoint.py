@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -58,14 +58,8 @@ class CheckpointText:
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
         ids = self._ids(request, most)
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            index = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size)
-            raise BadRequest(
-                f"token {ids[index]} at index {index} is outside the vocabulary of "
-                f"{self._vocab_size}.",
-                fix="Send ids of this model's own tokenizer.",
-                param="prompt",
-            )
+        self._require_known(ids, "prompt")
+        self._require_known([token for token, _ in request.sampling.logit_bias], "logit_bias")
         return ids
 
     @cached_property
@@ -95,6 +89,16 @@ class CheckpointText:
         return self._tokenizer.vocabulary()
 
     # Private
+
+    def _require_known(self, ids: Sequence[int], param: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            index = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size)
+            raise BadRequest(
+                f"token {ids[index]} at index {index} is outside the vocabulary of "
+                f"{self._vocab_size}.",
+                fix="Send ids of this model's own tokenizer.",
+                param=param,
+            )
 
     def _ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         if request.prompt_ids is None and request.messages is not None:

@@ -1,16 +1,17 @@
 """Chooses the next token from the strongest tokens of a row of logits, or from the whole row.
 
-The rules and their order are Hugging Face's own logits processors, so that a distribution equals
-that of `transformers.GenerationMixin.generate` with the same settings; only the draw is ours: one
-uniform number for each token, and the tokens on a line, the strongest `CANDIDATES` first and the
-others behind them by their ids. The whole row is read only where the strongest cannot tell; a
-token is the same whether it was or not.
+The rules and their order are Hugging Face's own logits processors, behind what is done to single
+tokens (`mesh.pipeline.adjustments`), so that a distribution equals that of
+`transformers.GenerationMixin.generate` with the same settings; only the draw is ours: one uniform
+number for each token, and the tokens on a line, the strongest `CANDIDATES` first and the others
+behind them by their ids. The whole row is read only where the strongest cannot tell; a token is
+the same whether it was or not.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +19,13 @@ import torch
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from mesh.models.candidates import Candidates, candidates_of, strongest_of
+from mesh.pipeline.adjustments import Adjustments, adjusts
 from mesh.pipeline.shortlist import Shortlist, not_finite, shortlist_of
 from mesh.types import SamplingParams, TokenLogprob
 
@@ -55,13 +56,14 @@ class Sampler:
         self._draw = draw or random.Random(seed).random  # noqa: S311 - chance, not secrecy
         self._drawn: float | None = None
         self._rules = _rules(params, is_greedy=self._is_greedy)
-        # Only the repetition penalty looks at the tokens; without it nothing is kept.
-        self._seen = set(prompt_ids) if params.repetition_penalty != 1.0 else None
+        self._prompt_ids = prompt_ids
+        self._adjusts = adjusts(params)
+        self._adjustments: Adjustments | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether the strongest token is always the one."""
-        return self._is_greedy and self._seen is None
+        return self._is_greedy and not self._adjusts
 
     def choose(
         self,
@@ -90,12 +92,14 @@ class Sampler:
         if self.is_plain:
             ids = candidates.ids if allowed is None else candidates.ids[allowed[candidates.ids]]
             return int(ids[0]) if len(ids) else None
-        token = None if allowed is not None else self._among(candidates, self._seen or ())
+        if allowed is not None:
+            return None
+        token = self._among(candidates, self._adjustments_of(candidates.vocab))
         return None if token is None else self._chosen(token)
 
     def choose_from(self, row: torch.Tensor) -> int:
         """The next token id for the whole row (vocab,), where `choose_among` has not told it."""
-        return self._chosen(self._from(row, self._seen or ()))
+        return self._chosen(self._from(self._adjusted(row)))
 
     def _one_of(self, row: torch.Tensor, allowed: Allowed) -> int:
         """Of the allowed tokens alone, as if the row had no others."""
@@ -103,27 +107,37 @@ class Sampler:
             return strongest
         ids = np.flatnonzero(allowed)
         # By numpy: torch takes far longer to pick that many.
-        inner = torch.from_numpy(row.detach().float().cpu().numpy()[ids])
-        if self.is_plain:
+        inner = torch.from_numpy(self._adjusted(row).detach().float().cpu().numpy()[ids])
+        if self._is_greedy:
             return int(ids[strongest_of(inner)])
-        seen = np.flatnonzero(np.isin(ids, list(self._seen or ()))).tolist()
-        place = self._among(candidates_of(inner), seen)
-        return int(ids[self._from(inner, seen) if place is None else place])
+        place = self._among(candidates_of(inner))
+        return int(ids[self._from(inner) if place is None else place])
 
-    def _among(self, candidates: Candidates, seen: Collection[int]) -> int | None:
-        shortlist = shortlist_of(candidates, self._params, seen, is_greedy=self._is_greedy)
+    def _among(self, candidates: Candidates, adjustments: Adjustments | None = None) -> int | None:
+        shortlist = shortlist_of(candidates, self._params, adjustments, is_greedy=self._is_greedy)
         if shortlist is None:
             return None
         return shortlist.strongest if self._is_greedy else shortlist.at(self._uniform())
 
-    def _from(self, row: torch.Tensor, seen: Collection[int]) -> int:
-        scores = row.float().unsqueeze(0)  # (1, vocab), as the processors expect
-        ids = torch.tensor([sorted(seen)], dtype=torch.long, device=row.device)
-        for rule in self._rules:
-            scores = rule(ids, scores)
+    def _from(self, row: torch.Tensor) -> int:
+        """Of an adjusted row (vocab,)."""
         if self._is_greedy:
-            return strongest_of(scores[0])
+            return strongest_of(row)
+        scores = row.float().unsqueeze(0)  # (1, vocab), as the processors expect
+        for rule in self._rules:
+            scores = rule(None, scores)
         return _token_at(self._uniform(), scores[0])
+
+    def _adjusted(self, row: torch.Tensor) -> torch.Tensor:
+        adjustments = self._adjustments_of(len(row))
+        if adjustments is None:
+            return row
+        return torch.from_numpy(adjustments.of(row.detach().float().cpu().numpy()))
+
+    def _adjustments_of(self, vocab: int) -> Adjustments | None:
+        if self._adjusts and self._adjustments is None:
+            self._adjustments = Adjustments(self._params, self._prompt_ids, vocab)
+        return self._adjustments
 
     def _uniform(self) -> float:
         """The next token's number in [0, 1), the same until the token is chosen."""
@@ -133,8 +147,8 @@ class Sampler:
 
     def _chosen(self, token: int) -> int:
         self._drawn = None
-        if self._seen is not None:
-            self._seen.add(token)
+        if self._adjustments is not None:
+            self._adjustments.count(token)
         return token
 
 
@@ -183,10 +197,8 @@ def _token_at(uniform: float, scores: torch.Tensor) -> int:
 
 def _rules(params: SamplingParams, *, is_greedy: bool) -> LogitsProcessorList:
     rules = LogitsProcessorList()
-    if params.repetition_penalty != 1.0:
-        rules.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
     if is_greedy:
-        return rules  # what follows cannot change which token is the most likely
+        return rules  # none of them changes which token is the most likely
     if params.temperature != 1.0:
         rules.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k > 0:

@@ -10,7 +10,6 @@ distribution (Jensen's inequality). What comes out the same at both bounds is ex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from mesh.errors import InternalError
 from mesh.models.candidates import Candidates
+from mesh.pipeline.adjustments import Adjustments
 from mesh.types import SamplingParams
 
 _ROUNDING = 2e-6
@@ -55,15 +55,19 @@ class Shortlist:
 
 
 def shortlist_of(
-    candidates: Candidates, params: SamplingParams, seen: Collection[int], *, is_greedy: bool
+    candidates: Candidates,
+    params: SamplingParams,
+    adjustments: Adjustments | None,
+    *,
+    is_greedy: bool,
 ) -> Shortlist | None:
-    """What Hugging Face's logits processors leave of `candidates`; None where that also depends on
-    the rest of the row. `seen` are the tokens so far that a repetition penalty is for.
+    """What Hugging Face's logits processors leave of `candidates`, to be adjusted first; None where
+    that also depends on the rest of the row.
 
     For a greedy choice only `Shortlist.strongest` counts. Raises InternalError for a row to draw
     from that was not finite.
     """
-    ids, scores, floor = _penalised(candidates, params.repetition_penalty, seen)
+    ids, scores, floor = _adjusted(candidates, adjustments)
     if not len(ids):
         return None
     if is_greedy:
@@ -73,7 +77,7 @@ def shortlist_of(
     # In fp32, as the processors do; only what is added up is wider.
     scaled = (scores / np.float32(params.temperature)).astype(np.float64)
     weights = np.exp(scaled - scaled[0])
-    if params.repetition_penalty == 1.0:
+    if adjustments is None:
         bounds = _rest(candidates, 1 / params.temperature)
     else:
         outside = candidates.vocab - len(ids)
@@ -93,21 +97,16 @@ def not_finite() -> InternalError:
     )
 
 
-def _penalised(
-    candidates: Candidates, penalty: float, seen: Collection[int]
+def _adjusted(
+    candidates: Candidates, adjustments: Adjustments | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], float]:
-    """The candidates that are stronger than any token outside after the penalty, strongest first,
-    their scores, and what no token outside is above."""
+    """The candidates that are stronger than any token outside, strongest first, their scores, and
+    what no token outside is above, all as adjusted."""
     ids, scores = candidates.ids, candidates.logits
     floor = float(scores[-1]) if len(ids) < candidates.vocab else -math.inf
-    if penalty == 1.0:
+    if adjustments is None:
         return ids, scores, floor
-    factor = np.float32(penalty)
-    lowered = np.where(scores < 0, scores * factor, scores / factor)
-    if len(ids) < candidates.vocab:
-        floor = max(floor, float(lowered[-1]))  # a penalty below 1 raises what it is for
-    is_seen = np.fromiter((token in seen for token in ids.tolist()), bool, len(ids))
-    scores = np.where(is_seen, lowered, scores)
+    floor, scores = adjustments.highest(floor, ids), adjustments.of(scores, ids)
     order = np.lexsort((ids, -scores))
     order = order[scores[order] > floor]
     return ids[order], scores[order], floor

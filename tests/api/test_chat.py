@@ -157,7 +157,8 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=-7,
         stop=["a", "b"], max_completion_tokens=9, logprobs=True, top_logprobs=3, ignore_eos=True,
         wire_dtype="fp32", fallback_to_local=False, user="me", metadata={"a": "b"}, store=True,
-        hearthnet={"draft": False}, verbosity="medium",
+        hearthnet={"draft": False}, verbosity="medium", presence_penalty=1.5, frequency_penalty=-1,
+        logit_bias={"5": -100, "17": 2.5},
         n=1, tools=[], response_format={"type": "text"}, parallel_tool_calls=True,
     )  # fmt: skip
     payload["messages"] = [
@@ -173,6 +174,8 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 0)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.seed) == (0.1, 1.1, -7)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1)
+    assert sampling.logit_bias == ((5, -100), (17, 2.5))
     assert (sampling.stop, sampling.max_tokens, sampling.logprobs) == (("a", "b"), 9, 3)
     assert sampling.ignore_eos
     assert request.wire_dtype is WireDtype.FP32

@@ -180,6 +180,7 @@ async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon
         ("top_k", ("-2", "-1", str(2**31))), ("min_p", ("-1", "0", "2")),
         ("repetition_penalty", ("0", "0.01", "10", "11")), ("seed", (str(2**63), str(-(2**63)))),
         ("max_tokens", ("0", "1", str(2**31))),
+        ("presence_penalty", ("-3", "-2", "2", "3")), ("frequency_penalty", ("-3", "2", "3")),
     ],
 )  # fmt: skip
 def test_a_chat_refuses_the_values_that_the_daemon_does_in_its_words(

@@ -88,6 +88,7 @@ async def test_a_seed_gives_the_same_tokens_whoever_holds_the_ends(
     for sampling in (
         SamplingParams(temperature=0.8, top_k=20, seed=1),
         SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=2, logprobs=3),
+        SamplingParams(temperature=0.7, presence_penalty=1.5, logit_bias=((40, 9.0),), seed=2),
         SamplingParams(temperature=2.5, seed=3),
     ):
         request = replace(

@@ -18,7 +18,7 @@ from mesh.models.constraint import Constraint
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
 from mesh.pipeline.prompts import Prompts
-from mesh.types import GenerationRequest, ModelId, Principal, PrincipalKind
+from mesh.types import GenerationRequest, ModelId, Principal, PrincipalKind, SamplingParams
 from tests.checkpoints import make_tokenizer
 from tests.pipeline.toy_mesh import ToyText
 
@@ -191,7 +191,12 @@ async def test_a_token_that_the_model_has_no_embedding_of_is_refused(
 ) -> None:
     text = CheckpointText(Tokenizer(make_tokenizer(VOCAB, sentencepiece=False), frozenset()), 5)
     prompts = Prompts(text, accounts)
-    for request in (asked("short"), GenerationRequest("r", ModelId("m"), prompt_ids=(1, 5))):
+    biased = SamplingParams(logit_bias=((1, 1.0), (5, 1.0)))
+    for request in (
+        asked("short"),
+        GenerationRequest("r", ModelId("m"), prompt_ids=(1, 5)),
+        GenerationRequest("r", ModelId("m"), prompt_ids=(1,), sampling=biased),
+    ):
         with pytest.raises(BadRequest, match="outside the vocabulary of 5"):
             await prompts.ids(request, None)
     prompts.close()

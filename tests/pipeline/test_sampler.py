@@ -11,8 +11,10 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -88,6 +90,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0, "repetition_penalty": 1.4},
     {"temperature": 0.8, "top_k": 20, "repetition_penalty": 0.6},
     {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "logit_bias": ((3, -100.0), (79, 2.5), (80, 1.5)), "top_k": 10},
 ]
 GREEDY = [{"repetition_penalty": 1.3}, {"repetition_penalty": 0.7}]
 
@@ -121,6 +124,7 @@ def test_numbers_evenly_apart_draw_each_token_as_often_as_hugging_face_would(
 def distribution(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """(vocab,): what `generate` draws from."""
     kinds = {
+        "logit_bias": _added,
         "repetition_penalty": RepetitionPenaltyLogitsProcessor,
         "temperature": TemperatureLogitsWarper,
         "top_k": TopKLogitsWarper,
@@ -134,7 +138,53 @@ def distribution(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     return scores[0].softmax(-1)
 
 
-@pytest.mark.parametrize("settings", SETTINGS + GREEDY, ids=str)
+def _added(bias: tuple[tuple[int, float], ...]) -> LogitsProcessor:
+    return SequenceBiasLogitsProcessor({(token,): value for token, value in bias})
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"presence_penalty": 1.5},
+    {"presence_penalty": -2.0},
+    {"frequency_penalty": 0.7},
+    {"frequency_penalty": -2.0},
+    {"frequency_penalty": -0.3, "repetition_penalty": 1.2},
+    {"presence_penalty": 0.6, "frequency_penalty": 0.4, "logit_bias": ((3, 4.0), (5, -7.0))},
+    {"presence_penalty": -1.0, "frequency_penalty": 0.2, "repetition_penalty": 0.8},
+]
+DRAWN: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "seed": 1}]
+
+
+@pytest.mark.parametrize("drawn", DRAWN, ids=str)
+@pytest.mark.parametrize("penalties", PENALTIES, ids=str)
+def test_penalties_are_for_what_the_answer_has(
+    penalties: dict[str, Any], drawn: dict[str, Any]
+) -> None:
+    """OpenAI's formula, and vLLM's order. Some rows are near enough to even for the penalties to
+    decide."""
+    ours, theirs = SamplingParams(**penalties, **drawn), SamplingParams(**drawn)
+    by_rule, by_hand = Sampler(ours, PROMPT), Sampler(theirs, PROMPT)
+    said: list[int] = []
+    told = changed = 0
+    for row in rows(120):
+        expected = row.clone().unsqueeze(0)
+        if bias := penalties.get("logit_bias"):
+            expected = _added(bias)(torch.tensor([PROMPT]), expected)
+        factor = penalties.get("repetition_penalty", 1.0)
+        rule = RepetitionPenaltyLogitsProcessor(factor)
+        expected = rule(torch.tensor([PROMPT + said]), expected)[0]
+        times = torch.bincount(torch.tensor(said, dtype=torch.long), minlength=len(row))
+        expected = expected - penalties.get("frequency_penalty", 0.0) * times
+        expected = expected - penalties.get("presence_penalty", 0.0) * (times > 0)
+        token = by_rule.choose_among(candidates_of(row))
+        told += token is not None
+        said.append(by_rule.choose_from(row) if token is None else token)
+        assert said[-1] == by_hand.choose(expected)
+        changed += not drawn and said[-1] != int(row.argmax())
+    assert told > 5
+    assert drawn or changed > 3
+
+
+@pytest.mark.parametrize("settings", SETTINGS + GREEDY + PENALTIES, ids=str)
 def test_the_strongest_tell_what_the_whole_row_does_or_that_they_cannot(
     settings: dict[str, Any],
 ) -> None:
@@ -152,6 +202,7 @@ USUAL = [
     {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1},
     {"repetition_penalty": 1.3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "presence_penalty": 1.5},
 ]
 
 
@@ -178,6 +229,7 @@ def test_the_strongest_nearly_always_tell_where_few_tokens_are_likely(
         SamplingParams(repetition_penalty=1.4),
         SamplingParams(temperature=0.8, repetition_penalty=0.7, top_k=7, seed=0),
         SamplingParams(temperature=1.3, top_p=0.8, seed=0),
+        SamplingParams(frequency_penalty=1.5, logit_bias=((7, 3.0),)),
         SamplingParams(temperature=0.9, top_k=500, min_p=0.02, seed=0),
     ],
 )

@@ -32,7 +32,8 @@ NumPredict = Annotated[int, Field(ge=-2, lt=INT32), AfterValidator(_says_somethi
 class Options(TokenChoice):
     """How the answer is chosen. As Ollama has it, `temperature` is 0.8, `top_k` 40 and `top_p` 0.9
     where they are left out, and `num_predict` is the most tokens, -1 or -2 for no limit. A `seed`
-    of -1 is as none. `repeat_penalty` counts the whole text, prompt included.
+    of -1 is as none. `repeat_penalty` counts the whole text, prompt included, and the other two
+    penalties only the answer.
 
     A prompt that is too long for the model is refused whatever `num_ctx` says, never cut.
     """
@@ -41,8 +42,6 @@ class Options(TokenChoice):
     repeat_penalty: Penalty | None = None
     # Ollama's, not here
     repeat_last_n: int | None = None
-    presence_penalty: Annotated[None, only(0, 0.0)] = None
-    frequency_penalty: Annotated[None, only(0, 0.0)] = None
     typical_p: Annotated[None, only(1, 1.0)] = None
     tfs_z: Annotated[None, only(1, 1.0)] = None
     mirostat: Annotated[None, only(0)] = None
@@ -84,6 +83,8 @@ class Options(TokenChoice):
             top_p=_TOP_P if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repeat_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
             seed=None if self.seed == -1 else self.seed,
             max_tokens=limit if limit > 0 else None,
             stop=self.stop_texts,

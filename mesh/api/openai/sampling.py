@@ -19,6 +19,7 @@ MAX_EDITS = 16
 """Steering edits of one request."""
 INT32 = 2**31
 _MAX_STOPS = 16
+_MAX_BIASED = 1024
 
 Effort = Literal["none", "low", "medium", "high"]
 """How hard a model is to think, `none` being not at all."""
@@ -65,6 +66,12 @@ class Extension(Strict):
 Penalty = Annotated[float, Field(ge=0.01, le=10)]
 """A logit divided by far less than the least allowed is infinite, and no chance is left to draw."""
 
+RepeatPenalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=_MAX_BIASED),
+]
+"""By token ids, as text."""
 
 TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda chance: max(chance, 1e-6))]
 """At 0, too, the likeliest token is left."""
@@ -80,6 +87,9 @@ class TokenChoice(Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    # of the tokens that the answer has already
+    presence_penalty: RepeatPenalty | None = None
+    frequency_penalty: RepeatPenalty | None = None
 
     @field_validator("stop")
     @classmethod
@@ -100,6 +110,7 @@ class SamplingBody(TokenChoice):
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
+    logit_bias: LogitBias | None = None
     # hearthnet's own, as are `top_k` and `min_p`
     repetition_penalty: Penalty | None = None
     ignore_eos: bool | None = None
@@ -150,6 +161,9 @@ class SamplingBody(TokenChoice):
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(id), bias) for id, bias in (self.logit_bias or {}).items()),
             seed=self.seed,
             max_tokens=max_tokens,
             stop=self.stop_texts,

@@ -57,10 +57,6 @@ class _ChoicesBody(SamplingBody):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    # OpenAI's, not here
-    logit_bias: Annotated[None, only({})] = None
-    presence_penalty: Annotated[None, only(0, 0.0)] = None
-    frequency_penalty: Annotated[None, only(0, 0.0)] = None
 
     @property
     def include_usage(self) -> bool:
