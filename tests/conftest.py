@@ -19,6 +19,11 @@ os.environ.setdefault("PYTHONPATH", str(Path(__file__).parents[1]))
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
+from hypothesis import HealthCheck, settings
+
+# A machine may be busy, and no property is about time.
+settings.register_profile("any-pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-pace")
 
 pytest_plugins = ["tests.cpu_cost"]
 

@@ -133,7 +133,7 @@ def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 4), st.booleans(), OPERATIONS)
 @example(
     2,
@@ -179,7 +179,7 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
             )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(1, 12).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=4),
     st.booleans(),
@@ -212,7 +212,7 @@ def test_without_room_it_comes_to_rest_and_says_what_waits(
         assert set(house.decide(node).waiting or {}) == wanted - as_wished(house, node)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(1, 4), st.booleans(), OPERATIONS, st.integers(0, 2))
 def test_what_does_not_come_holds_up_nothing_else(
     nodes: int, is_measured: bool, operations: list[tuple[str, int, int]], which: int
@@ -238,7 +238,7 @@ def test_what_does_not_come_holds_up_nothing_else(
             assert wanted <= as_wished(house, node)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(2, 14).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=3),
     st.integers(1, 2),

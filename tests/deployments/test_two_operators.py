@@ -151,7 +151,7 @@ def said_by(operator: Operator, what: str, count: int, rng: random.Random) -> li
     return []
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(VERBS, st.randoms(use_true_random=False))
 def test_all_end_alike_in_whatever_order_logs_come_and_nothing_that_was_evicted_comes_back(
     verbs: list[tuple[str, int, int]], rng: random.Random

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.discovery.advertisement import (
@@ -76,7 +76,6 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
     return Advertisement(descriptor, health)
 
 
-@settings(deadline=None)
 @given(advertisements())
 def test_round_trip_over_json_and_msgpack(advertisement: Advertisement) -> None:
     data = encode(advertisement)
@@ -181,7 +180,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*FIELDS, "health"]), JSON), st.booleans())
 def test_arbitrary_values_are_either_read_or_refused(changes: dict[str, Any], whole: bool) -> None:
     data = changes if whole else {**encode(advertised(HOST)), **changes}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.discovery.announcement import (
@@ -41,7 +41,6 @@ def test_round_trip() -> None:
     assert OWN.endpoints() == ["192.168.1.5:7700"]
 
 
-@settings(deadline=None)
 @given(
     name=st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1),
     models=st.lists(st.text("abcdefgh-/ü", min_size=1, max_size=300), max_size=50),

@@ -234,4 +234,4 @@ class Directory(RuleBasedStateMachine):
 
 
 TestDirectory = Directory.TestCase
-TestDirectory.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestDirectory.settings = settings(max_examples=60, stateful_step_count=20)

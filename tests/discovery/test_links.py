@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.discovery.greeting import PeerHello
@@ -52,7 +52,6 @@ def control_link(
     return link
 
 
-@settings(deadline=None)
 @given(
     initiators=st.lists(st.sampled_from([SMALL, LARGE]), min_size=1, max_size=5),
     data=st.data(),

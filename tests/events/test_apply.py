@@ -41,7 +41,7 @@ def story(seed: int) -> tuple[list[Author], list[Record]]:
     return authors, events
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.randoms(use_true_random=False))
 def test_order_duplicates_and_loss_do_not_matter(seed: int, rng: random.Random) -> None:
     _, events = story(seed)
@@ -62,7 +62,7 @@ def test_order_duplicates_and_loss_do_not_matter(seed: int, rng: random.Random) 
     assert replica.chains.heads() == complete.chains.heads()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9))
 def test_every_prefix_folds_to_what_its_events_mean(seed: int) -> None:
     _, events = story(seed)
@@ -74,7 +74,7 @@ def test_every_prefix_folds_to_what_its_events_mean(seed: int) -> None:
         assert meaning(replica.state) == meaning(reference(taken))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_a_snapshot_is_the_state(seed: int) -> None:
     _, events = story(seed)

@@ -108,7 +108,7 @@ def replace_draft(decision: SignedDecision, **changes: Any) -> DecisionDraft:
     return DecisionDraft(**{**{name: getattr(decision, name) for name in names}, **changes})
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9))
 def test_replicas_that_exchange_end_up_with_the_same_decisions(seed: int) -> None:
     rng = random.Random(seed)

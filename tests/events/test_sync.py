@@ -36,7 +36,7 @@ def assert_equal(replicas: list[MemoryReplica]) -> None:
     assert all(state == states[0] for state in states)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9))
 def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
     assert sum(replicas[0].chains.height(a.id) for a in authors) == sum(a.seq for a in authors)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9))
 def test_partitions_with_a_fork_and_a_revocation_heal(seed: int) -> None:
     rng = random.Random(seed)
@@ -174,7 +174,6 @@ def test_messages_survive_the_wire(message: Any) -> None:
 values = st.none() | st.integers() | st.text() | st.binary() | st.lists(st.integers(), max_size=3)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(messages), st.data())
 def test_messages_of_the_wrong_form_are_refused(message: Any, data: st.DataObject) -> None:
     fields = to_dict(message)

@@ -66,7 +66,7 @@ def test_a_long_search_finds_nothing(target: str) -> None:
 
 
 def _search(target: str, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=examples, database=None)
     @given(damaged(target))
     def search(data: bytes) -> None:
         attempt(target, data)

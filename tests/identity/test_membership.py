@@ -576,7 +576,7 @@ def _play(steps: list[Any]) -> Deciding:
 
 
 @given(st.lists(_STEP, max_size=12), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_order_of_arrival_does_not_matter_for_who_decides(steps: list[Any], random: Any) -> None:
     log = _play(steps)
     found = delivered(log, random)
@@ -591,7 +591,7 @@ def test_order_of_arrival_does_not_matter_for_who_decides(steps: list[Any], rand
 
 
 @given(st.lists(_STEP, max_size=12), st.integers(0, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_was_taken_back_leaves_nothing(steps: list[Any], keep: int) -> None:
     log = _play(steps)
     length = max(1, len(log.graph) - keep)
@@ -606,7 +606,7 @@ def test_what_was_taken_back_leaves_nothing(steps: list[Any], keep: int) -> None
 
 
 @given(st.lists(_STEP, max_size=10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_strangers_words_change_nothing(steps: list[Any]) -> None:
     log = _play(steps)
     expected = log.roster
@@ -628,7 +628,7 @@ _LATER = st.tuples(
 
 
 @given(st.lists(_LATER, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_whatever_a_revoked_anchor_signs_afterwards_changes_nothing(steps: list[Any]) -> None:
     """Of three anchors, two have put it out: it can neither act nor take anybody along."""
     log = Deciding().anchors("b", "c")

@@ -504,7 +504,7 @@ _KEYS = (Party("a").key, Party("b").key)
 
 
 @given(st.sampled_from([1, 2, 3, 4, 5]), _FRAMES, st.lists(st.binary(max_size=40), max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_frame_does_anything_but_be_refused(kind: int, junk: bytes, fields: list[bytes]) -> None:
     window = Window(Invitation.create(), ManualClock())
     ticket = parse_ticket(window.invitation.code)

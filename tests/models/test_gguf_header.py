@@ -131,7 +131,7 @@ def read_gguf_header_once(directory: Path) -> None:
     read_gguf_header(file)
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(place=st.integers(0, 300), value=st.integers(0, 255), cut=st.integers(0, 600))
 def test_damage_anywhere_is_refused_or_read(
     place: int, value: int, cut: int, tmp_path: Path

@@ -41,7 +41,7 @@ def _stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "metaspace"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_parts_joined_are_the_whole_text(kind: str, data: st.DataObject) -> None:
     # Ids beyond the vocabulary are what padded embeddings can produce.
@@ -51,7 +51,7 @@ def test_parts_joined_are_the_whole_text(kind: str, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=20))
 def test_real_text_never_shows_half_a_character(kind: str, text: str) -> None:
     tokenizer = _tokenizer(kind)
@@ -98,7 +98,7 @@ def test_words_keep_the_spaces_between_them() -> None:
     assert any(part.startswith(" ") or part.endswith(" ") for part in parts)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @example(ids=[98, 98, 160, 98, 98])
 @given(ids=st.lists(st.integers(4, VOCAB - 1), max_size=20))
 def test_tokenizer_without_a_known_inside_loses_no_text(ids: list[int]) -> None:
@@ -214,7 +214,7 @@ def _normalizing(*steps: Any) -> Backend:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "composing"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60) | st.text("ab\u0301\u1100\u1161\u11a8 \n", max_size=60))
 def test_a_text_never_has_fewer_tokens_than_its_bytes_say(kind: str, text: str) -> None:
     if kind == "composing":

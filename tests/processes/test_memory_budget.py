@@ -66,7 +66,7 @@ def test_whoever_is_killed_gives_back_what_it_had(tmp_path: Path) -> None:
     assert budget.take(LIMIT_MB) is not None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(steps=st.lists(st.tuples(st.integers(0, 120), st.booleans()), max_size=20))
 def test_the_sum_of_what_is_held_is_what_is_taken(
     steps: list[tuple[int, bool]], tmp_path_factory: pytest.TempPathFactory

@@ -151,7 +151,7 @@ def cost(hops: tuple[RouteHop, ...], by_node: dict[str, Candidate]) -> float:
     return total
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(CANDIDATES, st.sampled_from((0, 1)))
 def test_no_route_is_cheaper(
     drawn: list[tuple[list[int], float, float, int, bool]], keep: int

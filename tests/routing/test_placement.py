@@ -418,7 +418,7 @@ def layers_ms(replica: Forecast) -> float:
     return replica.token_ms - replica.head_ms
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(HOUSES, LAYERS, st.integers(0, 3), st.integers(0, 2**32))
 def test_a_plan_is_as_good_as_any(
     drawn: list[Drawn], sizes: list[int], pinned: int, seed: int
@@ -459,7 +459,7 @@ def test_a_plan_is_as_good_as_any(
     assert layers_ms(replica) <= 1.05 * min(ways)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(

@@ -165,5 +165,5 @@ class Sharing(RuleBasedStateMachine):
             assert self.table.accounts.held(owner, Resource.CACHE_POSITIONS) == held[owner]
 
 
-Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestSharing = Sharing.TestCase

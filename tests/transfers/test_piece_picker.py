@@ -129,7 +129,7 @@ def test_pieces_of_an_earlier_run_blame_nobody() -> None:
     assert plan.right("x") == set()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 12))
 def test_everything_arrives_whatever_happens(seed: int, sources: int, tensors: int) -> None:
     rng = random.Random(seed)

@@ -45,7 +45,7 @@ def words(text: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", LONG)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(step=st.integers(40, 700))
 def test_pieces_are_short_and_read_as_the_whole(kind: str, step: int) -> None:
     found = pieces(LONG[kind], step)

@@ -105,7 +105,7 @@ def settle(server: End, client: End, cut: Callable[[int], int] = lambda size: si
     raise AssertionError("they never stop talking")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     said=st.lists(st.tuples(st.booleans(), st.integers(1, 70_000)), max_size=6),
     sizes=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),

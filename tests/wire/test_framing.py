@@ -36,7 +36,7 @@ def test_the_shortcut_past_websockets_agrees_with_websockets(masked: bool, size:
     assert unwrap(data, masked=not masked) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     masked=st.booleans(),
     frames=st.lists(st.integers(0, 200_000), max_size=6),

@@ -307,13 +307,13 @@ def feed(session: TensorSession, stream: list[bytes]) -> None:
     assert session.held_bytes <= SMALL.reassembly_bytes + SMALL.window * SMALL.chunk_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(messages=st.lists(st.binary(max_size=200), max_size=5))
 def test_random_bytes_are_refused(messages: list[bytes]) -> None:
     feed(session_pair()[1], messages)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(kind=st.sampled_from(FrameType), flags=st.integers(0, 7), payload=st.binary(max_size=300))
 def test_random_payloads_of_every_type_are_refused_or_understood(
     kind: FrameType, flags: int, payload: bytes
@@ -323,7 +323,7 @@ def test_random_payloads_of_every_type_are_refused_or_understood(
     feed(TensorSession(hello(), SMALL), [pack_frame(kind, 0, flags, payload)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_mutated_stream_is_refused_or_understood(data: st.DataObject) -> None:
     stream = [bytearray(frame) for frame in STREAM]
