@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import transformers
+from packaging.version import InvalidVersion, Version
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
@@ -203,9 +205,8 @@ def family_of(manifest: Manifest) -> Family:
     try:
         whole = whole_config(manifest)
     except (ValueError, KeyError, TypeError) as error:
-        raise _unsupported(
-            manifest.model_type, f"transformers does not know it ({_first_line(error)})"
-        ) from error
+        unknown = f"transformers does not know it ({_first_line(error)})"
+        raise _unsupported(manifest.model_type, unknown, _newer(manifest)) from error
     except Exception as error:  # a class of its own for each kind of check, and no common root
         found = " ".join(str(error).split())[:200].rstrip(".")
         raise BadCheckpoint(
@@ -271,11 +272,26 @@ def _unlike_layers(text: Any) -> str | None:
     return None
 
 
-def _unsupported(model_type: str, reason: str) -> UnsupportedFamily:
+def _unsupported(model_type: str, reason: str, fix: str = "") -> UnsupportedFamily:
     return UnsupportedFamily(
         f"Model type {model_type} cannot be cut into layer ranges: {reason}.",
-        fix="Use a model of a tested type, as llama, qwen3, gemma3_text or gpt_oss; all of them:"
+        fix=fix
+        or "Use a model of a tested type, as llama, qwen3, gemma3_text or gpt_oss; all of them:"
         " docs/decisions/one-backend.md.",
+    )
+
+
+def _newer(manifest: Manifest) -> str:
+    """What to do about a checkpoint that a newer transformers has written; empty for any other."""
+    try:
+        wrote = Version(str(manifest.config.get("transformers_version")))
+    except InvalidVersion:
+        return ""
+    if wrote <= Version(transformers.__version__):
+        return ""
+    return (
+        f"transformers {wrote} wrote it, and this node has {transformers.__version__};"
+        " docs/how-to/models-on-disk.md says how a node takes a newer one."
     )
 
 

@@ -79,8 +79,21 @@ def test_unknown_model_type_and_its_own_code_are_refused(
         auto_map={"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
     )
     (directory / "evil.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
-    with pytest.raises(UnsupportedFamily, match="homebrew"):
+    with pytest.raises(UnsupportedFamily, match="homebrew") as caught:
         family_of(read_manifest(directory))
+    assert "qwen3" in caught.value.fix  # a newer transformers would not know it either
+
+
+def test_a_model_type_of_a_newer_transformers_says_so(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    told = {"model_type": "tomorrow", "transformers_version": "999.1.0.dev0"}
+    directory = _with_config(checkpoint("llama", layers=3), tmp_path / "newer", **told)
+    with pytest.raises(UnsupportedFamily, match="does not know it") as caught:
+        family_of(read_manifest(directory))
+    assert f"999.1.0.dev0 wrote it, and this node has {transformers.__version__}" in (
+        caught.value.fix
+    )
 
 
 def test_known_model_type_does_not_run_code_of_the_checkpoint(

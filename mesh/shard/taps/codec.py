@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 import torch
 from nnsight.intervention.source import NO_SKIP
-from transformers import modeling_outputs
+from transformers import cache_utils, modeling_outputs
 from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
@@ -49,6 +49,8 @@ _OUTPUTS = {
     for name, cls in vars(modeling_outputs).items()
     if isinstance(cls, type) and issubclass(cls, ModelOutput)
 }
+# What Gemma 4's layers hand on to each other is of a class of its own from transformers 5.23 on.
+_MAPPINGS = {dict, UserDict, getattr(cache_utils, "KVSharingDict", UserDict)}
 
 
 class EncodedKind(IntEnum):
@@ -183,7 +185,7 @@ class Writer:
         if type(value) in _SEQUENCES:
             items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
             return [_SEQUENCES[type(value)], items]
-        if type(value) in (dict, UserDict):  # Gemma 4 hands one from layer to layer
+        if type(value) in _MAPPINGS:
             return [EncodedKind.DICT, self._pairs(value, path)]
         if type(value) in (set, frozenset):
             return [EncodedKind.SET, [self.value(item, (*path, 0)) for item in value]]
