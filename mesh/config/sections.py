@@ -114,10 +114,10 @@ class DistributedInferenceSection(BaseModel):
     max_concurrent_pipelines: int = Field(default=8, ge=1, le=1024)
     """Generations this node runs at the same time, those that wait for a shard included; further
     ones wait as well."""
-    queue_seconds: float = Field(default=20, ge=0, le=600)
+    queue_seconds: float = Field(default=60, ge=0, le=600)
     """How long a generation waits for room, here or where every shard is full, before the model is
     run on this machine alone or it is refused; 0: not at all."""
-    max_queued: int = Field(default=16, ge=1, le=32)
+    max_queued: int = Field(default=256, ge=1, le=1024)
     """Generations that may wait for room, here and in front of one model's shards, half of them for
     one key or user; further ones are refused with `busy` at once."""
     host: HostSection = HostSection()

@@ -59,5 +59,5 @@ class Entrance:
         return Busy(
             f"{len(self._inside)} generations run here already, the limit, and"
             f" {len(self._line)} wait{waited}.",
-            fix="Wait for one to end, or raise max_concurrent_pipelines.",
+            fix="Wait for one to end, or raise max_concurrent_pipelines, or max_queued.",
         )

@@ -18,8 +18,8 @@ from mesh.clock import set_by
 from mesh.pipeline.refusal import RouteRefused
 from mesh.types import Principal, Queued
 
-WAIT_S = 20.0
-PLACES = 16
+WAIT_S = 60.0
+PLACES = 256
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.8
 JITTER = 0.25
