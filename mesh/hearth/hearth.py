@@ -38,11 +38,11 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.naming import is_name
 from mesh.identity.roster import Cut, Member, Roster, TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-_STOP_TIMEOUT_S = 5.0
 _LEFT = "it left"
 
 
@@ -54,6 +54,8 @@ class Waits:
     """A node that has just started, to hear from another member before it signs."""
     acknowledge_s: float = 5.0
     """An anchor, for what others decide, before it says that it has seen it."""
+    retry_s: float = 1.0
+    """Where links could not follow the members, before that is tried again."""
 
 
 class Hearth:
@@ -75,6 +77,8 @@ class Hearth:
         self._revoked: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
+        self._is_behind = False
+        """Links do not let in all members yet."""
         self._heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -97,9 +101,9 @@ class Hearth:
         hearth._tls = await asyncio.to_thread(TlsContexts, material)
         log.on_change.append(hearth._note)
         hearth._tasks = [
-            asyncio.create_task(hearth._follow(), name="follow members"),
-            asyncio.create_task(hearth._wait_alone(), name="wait for a member"),
-            asyncio.create_task(hearth._acknowledge(), name="acknowledge decisions"),
+            spawn(hearth._follow(), "follow members"),
+            spawn(hearth._wait_alone(), "wait for a member"),
+            spawn(hearth._acknowledge(), "acknowledge decisions"),
         ]
         return hearth
 
@@ -252,10 +256,7 @@ class Hearth:
         """Stop following and close the log."""
         if self._gossip is not None:
             await self._gossip.stop()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
+        await end(self._tasks)
         await self._log.close()
 
     def _require_one_history(self) -> None:
@@ -303,13 +304,25 @@ class Hearth:
         async with self._applying:
             before, after = self._roster, self._read_roster()
             revoked = self.revoked_tokens()
-            if before == after and revoked is self._revoked:
-                return
+            is_news = before != after or revoked is not self._revoked
             self._roster, self._revoked = after, revoked
-            if before.certificates != after.certificates:
-                await asyncio.to_thread(self.tls.update, after.certificates)
-            for listener in self.on_roster:
+            if before.certificates != after.certificates or self._is_behind:
+                is_news |= await self._let_in(after)
+            for listener in self.on_roster if is_news else ():
                 listener(before, after)
+
+    async def _let_in(self, roster: Roster) -> bool:
+        """Have links let in exactly these members; False where that is to be tried again. Whoever
+        is out is not let in all the same."""
+        try:
+            await asyncio.to_thread(self.tls.update, roster.certificates)
+        except OSError:  # no descriptors, no memory: whoever is cut off frees some
+            self._is_behind = True
+            logger.exception("members not followed; again in %g s", self._waits.retry_s)
+            asyncio.get_running_loop().call_later(self._waits.retry_s, self._changed.set)
+            return False
+        self._is_behind = False
+        return True
 
     def _read_roster(self) -> Roster:
         roster = self._log.state.membership

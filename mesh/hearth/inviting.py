@@ -17,6 +17,7 @@ from mesh.identity.invitations import Invitation, Ticket, Window, WindowEnding
 from mesh.identity.pairing import JoinRequest, Welcome
 from mesh.identity.pairing_tcp import PairingListener, listen
 from mesh.identity.roster import TrustLevel
+from mesh.processes.tasks import spawn
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Inviting:
                 admit=partial(self._admit, levels),
             )  # fmt: skip
             self._listener, self._invitation = listener, invitation
-            self._task = asyncio.create_task(self._watch(listener, levels), name="pairing window")
+            self._task = spawn(self._watch(listener, levels), "pairing window")
             await self._announce(listener.port)
         return OpenWindow(
             invitation, invitation.link(own, host, listener.port), host, listener.port
