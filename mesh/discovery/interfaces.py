@@ -147,7 +147,20 @@ class Reach:
 
 
 def read_table() -> list[Interface]:
-    """The machine's interfaces with their IPv4 addresses, by name."""
+    """The machine's interfaces with their IPv4 addresses, by name. As they were when they were read
+    last where they cannot be, for want of descriptors. Raises OSError at the first time."""
+    try:
+        _last_read[:] = _table()
+    except OSError:
+        if not _last_read:
+            raise
+    return list(_last_read)
+
+
+_last_read: list[Interface] = []
+
+
+def _table() -> list[Interface]:
     states: Mapping[str, Any] = psutil.net_if_stats()
     table = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):

@@ -28,13 +28,14 @@ def joinable(address: str) -> str | None:
 
     zeroconf swallows some of these failures and then stays silent for ever; sends nothing.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton(address))
-            member = socket.inet_aton(_GROUP) + socket.inet_aton(address)
+    interface = socket.inet_aton(address)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, interface)
+            member = socket.inet_aton(_GROUP) + interface
             probe.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, member)
-        except OSError as error:
-            return error.strerror or str(error)
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 

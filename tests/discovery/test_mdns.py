@@ -20,6 +20,7 @@ from mesh.discovery.events import Warned
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import MAX_INSTANCES, Mdns, MdnsSettings
 from mesh.discovery.multicast import joinable
+from tests.descriptors import none_left
 from tests.discovery.network import PATIENCE_S, QUICK_MDNS, loopback, new_id
 
 
@@ -139,6 +140,16 @@ async def test_interfaces_that_change_are_followed(hearth: str) -> None:
     async with listening(one, other):
         assert [w.code for w in other.warnings] == ["no_multicast"]
         available += loopback()
+        await one.until(lambda: one.sees(other) is not None)
+
+
+async def test_without_descriptors_it_looks_again_once_there_are_some(hearth: str) -> None:
+    available: list[InterfaceChoice] = []
+    one, other, found = Listener(hearth), Listener(hearth, lambda: list(available)), loopback()
+    async with listening(one, other):
+        with none_left():
+            available += found
+            await other.until(lambda: len(other.warnings) > 1)
         await one.until(lambda: one.sees(other) is not None)
 
 

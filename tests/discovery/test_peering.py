@@ -26,6 +26,7 @@ from mesh.types import ModelId, NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.messages import PROTOCOL_VERSION, Hello
 from mesh.wire.websocket import connect, serve
+from tests.descriptors import none_left
 from tests.discovery.network import (
     QUICK_MDNS,
     VILLAGE,
@@ -453,6 +454,22 @@ async def test_heartbeats_renew_what_would_expire(hearth: str) -> None:
         await one.until(lambda store: len(store.shards(TINY)) == 1)
         await asyncio.sleep(1.5)  # real time has to pass: that is what is tested
         await one.until(lambda store: len(store.shards(TINY)) == 1)
+
+
+async def test_a_node_goes_on_telling_its_peers_once_it_has_descriptors_again(hearth: str) -> None:
+    reach = Reach(["lo"], "127.0.0.2")
+    async with (
+        running(hearth, multicast=False) as one,
+        running(
+            hearth, f"127.0.0.1:{one.peering.port}", multicast=False, answers_at=reach
+        ) as other,
+    ):
+        await one.until(lambda store: other.id in one.online())
+        with none_left():
+            other.serve(advertised(other.id))
+            await one.until(lambda store: len(store.shards(TINY)) == 1)
+        other.serve()
+        await one.until(lambda store: not store.shards(TINY))
 
 
 def cut(node: Node) -> None:
