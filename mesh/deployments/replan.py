@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from math import inf
 
 from mesh.clock import backoff_s, loop_time
 from mesh.deployments.laid import AvailableNode
@@ -37,7 +38,7 @@ class _Tries:
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
-        self._not_before: dict[str, float] = {}
+        self._tried_at: dict[str, float] = {}
         self._tries: dict[str, int] = {}
 
     def over(self, deployment: str) -> None:
@@ -48,12 +49,14 @@ class _Tries:
     def may_try(self, deployment: str, now: float) -> bool:
         """Whether it is time for what has been due since it was first asked about."""
         since = self._since.setdefault(deployment, now)
-        return now - since >= SETTLE_S and now >= self._not_before.get(deployment, 0.0)
+        tries = max(1, self._tries.get(deployment, 0))
+        wait_s = backoff_s(tries, RETRY_S, LONGEST_RETRY_S)
+        return now - since >= SETTLE_S and now - self._tried_at.get(deployment, -inf) >= wait_s
 
     def tried(self, deployment: str, now: float) -> None:
         """It is tried now."""
-        tries = self._tries[deployment] = self._tries.get(deployment, 0) + 1
-        self._not_before[deployment] = now + backoff_s(tries, RETRY_S, LONGEST_RETRY_S)
+        self._tries[deployment] = self._tries.get(deployment, 0) + 1
+        self._tried_at[deployment] = now
 
 
 class Replanner:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from mesh.clock import loop_time
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
-from mesh.deployments.replan import RETRY_S, SETTLE_S, Replanner
+from mesh.deployments.replan import LONGEST_RETRY_S, RETRY_S, SETTLE_S, Replanner
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.errors import NoRoute
 from mesh.types import ModelId, NodeId
 from tests.simulation.virtual_loop import run_virtually
+from tests.waiting import until
 
 HERE, THERE = NodeId("a"), NodeId("b")
 BAD, GOOD = "0" * 16, "f" * 16
@@ -122,6 +124,27 @@ def test_what_fails_for_all_is_tried_again() -> None:
     before, then = watched(house, 60.0, 120.0)
     assert before == []
     assert then == [BAD, GOOD]
+
+
+def test_what_was_planned_at_last_is_planned_anew_as_soon_as_any_other() -> None:
+    house = House(laid_out=NoRoute("no way.", fix=""))
+    took_s: list[float] = []
+
+    async def main() -> None:
+        replanner = Replanner(house, 10.0, house.tell)
+        replanner.start()
+        await asyncio.sleep(3600.0)  # it has failed for long
+        house.errors = {}
+        await until(lambda: BAD in house.planned, LONGEST_RETRY_S + 1)
+        await asyncio.sleep(RETRY_S)
+        house.log[BAD] = replace(house.log[BAD], event="ef" * 32)  # it is wished otherwise
+        began = loop_time()
+        await until(lambda: house.planned.count(BAD) == 2, LONGEST_RETRY_S + 1)
+        took_s.append(loop_time() - began)
+        await replanner.stop()
+
+    run_virtually(main)
+    assert took_s[0] < SETTLE_S + 3
 
 
 class TwoMachines(House):
