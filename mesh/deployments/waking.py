@@ -200,22 +200,21 @@ class Waker:
         for each in self._verbs.seen(model):
             self._call_for(each.deployment.id)
         told: BringingUp | None = None
-        try:
-            async with asyncio.timeout(self._patience_s):
-                while not self._is_askable(model):
-                    news = self._progress(model) if is_deployed else self._loading(model)
-                    if news is None and (is_deployed or told is None):
-                        self._require_asked(model)
-                        return  # who asks says what is missing
-                    if news is not None and news != told:
-                        yield news
-                    told = news  # what has loaded this moment is offered in the next
-                    await asyncio.sleep(LOOK_EVERY_S)
-        except TimeoutError:
-            raise PipelineStalled(
-                f"{model} was not up after {self._patience_s:g} s.",
-                fix="It goes on coming up; see `hearthnet status`, and ask again.",
-            ) from None
+        until = loop_time() + self._patience_s  # no timeout: it would end whoever is told meanwhile
+        while not self._is_askable(model):
+            news = self._progress(model) if is_deployed else self._loading(model)
+            if news is None and (is_deployed or told is None):
+                self._require_asked(model)
+                return  # who asks says what is missing
+            if news is not None and news != told:
+                yield news
+            told = news  # what has loaded this moment is offered in the next
+            if loop_time() >= until:
+                raise PipelineStalled(
+                    f"{model} was not up after {self._patience_s:g} s.",
+                    fix="It goes on coming up; see `hearthnet status`, and ask again.",
+                )
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def on_its_way(self, model: ModelId, *, may_wake: bool) -> BringingUp | None:
         """How far a model is that is being brought up, woken first where it rests; None where all

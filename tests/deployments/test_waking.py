@@ -309,6 +309,16 @@ async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
         await brought_up(Verbs(Phase.DEPLOYING), 999, patience_s=0.3)
 
 
+async def test_whoever_passes_slowly_on_what_it_is_told_hears_that_it_took_too_long() -> None:
+    verbs = Verbs(Phase.DEPLOYING)
+    waker = Waker(verbs, lambda model: False, print, 0.1, lambda model: None)
+    told = waker.bring_up(GenerationRequest("r", MODEL, may_wake=True))
+    assert await anext(told) == BringingUp(MODEL, "DEPLOYING", 75)
+    await asyncio.sleep(0.3)
+    with pytest.raises(PipelineStalled):
+        await anext(told)
+
+
 @pytest.mark.parametrize("meanwhile", ["evicted", "it rests"])
 async def test_what_is_wanted_no_longer_is_not_waited_for(meanwhile: str) -> None:
     verbs = Verbs(Phase.DEPLOYING)
