@@ -48,6 +48,12 @@ class SteadyClock(SystemClock):
         return self._start + timedelta(seconds=self.monotonic() - self._began)
 
 
+def claimed(wall_ms: int) -> datetime:
+    """The moment that somebody's clock said, in Unix milliseconds. One may claim any; no calendar
+    goes beyond the year 9999."""
+    return datetime.fromtimestamp(min(max(wall_ms, 0), 253_402_300_799_000) / 1e3, UTC)
+
+
 def backoff_s(failures: int, first_s: float, longest_s: float) -> float:
     """For how long something is left alone that failed so often in a row, once at least: twice as
     long each time."""

@@ -8,9 +8,9 @@ disks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
+from mesh.clock import claimed
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
@@ -116,7 +116,7 @@ class DeploymentRows:
             "why": None if plan is None else plan.why or None,
             "error": None,
             "by": names.get(deployment.author, deployment.author),
-            "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
+            "wished_at": claimed(deployment.wall_ms).isoformat(),
             "spans": [span.row() for span in seen.spans],
         }
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
+from mesh.clock import claimed
 from mesh.errors import BadRequest
 from mesh.events.decision import SignedDecision
 from mesh.events.log import EventLog
@@ -95,16 +95,11 @@ def _row(entry: Event | SignedDecision, kind: str, place: str, named: Named) -> 
         "kind": kind,
         "author": entry.author,
         "author_name": named(entry.author),
-        "at": datetime.fromtimestamp(_plausible(entry.wall_ms) / 1e3, UTC).isoformat(),
+        "at": claimed(entry.wall_ms).isoformat(),
         "type": entry.type,
         "place": place,
         "says": _shown(entry.payload),
     }
-
-
-def _plausible(wall_ms: int) -> int:
-    """An author may claim any time; no calendar goes beyond the year 9999."""
-    return min(max(wall_ms, 0), 253_402_300_799_000)
 
 
 def _shown(said: Any) -> Any:

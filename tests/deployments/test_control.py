@@ -169,6 +169,14 @@ async def test_who_makes_room_rests_before_the_new_is_wished_and_comes_back_in_i
     assert home.held() == {"large-16", "small-4"}
 
 
+async def test_a_member_that_claims_any_time_has_its_wishes_listed() -> None:
+    home = Verbs(100)
+    name = (await home.verbs.deploy({"model": "small-4"}))["deployment"]
+    known = home.house.deployments[name]
+    home.house.deployments[name] = replace(known, wall_ms=(1 << 63) - 1)
+    assert home.verbs.require("small-4")["wished_at"].startswith("9999-12-31")
+
+
 async def test_machines_of_one_name_are_told_apart_wherever_they_are_named() -> None:
     home = Verbs(100, 100)
     first, second = (node.node for node in home.house.nodes)
