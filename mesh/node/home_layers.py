@@ -147,21 +147,26 @@ class HomeLayers:
                 LackKind.FAILED if name in self._errors else LackKind.LOADING,
                 f"{name} has to run on this machine and {self._errors.get(name, 'is loading')}",
             )
-            for name in self._wanted
-            if name not in self._host.private
+            for name in self._missing()
         ]
+
+    def _missing(self) -> list[ShardId]:
+        """What has to run here, and is neither loaded for this node alone nor served."""
+        here = self._host.private | self._host.shards
+        return [name for name in self._wanted if name not in here]
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._due.clear()
-            missing = [name for name in self._wanted if name not in self._host.private]
+            missing = self._missing()
             now = [name for name in missing if self._tries.get(name, (0, 0.0))[1] <= loop.time()]
             for name in now:
                 await self._load(name)
             if now:
                 self._on_change()
-            next_at = min((at for _, at in self._tries.values()), default=float("inf"))
+            tries = (self._tries[name] for name in missing if name in self._tries)
+            next_at = min((at for _, at in tries), default=float("inf"))
             await set_by(self._due, min(next_at, loop.time() + _LAST_RETRY_S))
 
     async def _load(self, name: ShardId) -> None:

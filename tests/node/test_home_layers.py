@@ -121,3 +121,21 @@ async def test_what_does_not_fit_holds_up_nothing_else() -> None:
     finally:
         await home.stop()
         await host.stop()
+
+
+@pytest.mark.slow
+async def test_what_has_to_run_here_and_is_served_here_is_not_lacking() -> None:
+    manifest = await asyncio.to_thread(checkpoint)
+    total = manifest.total_layers
+    model = LocalModel(ModelId("toy"), str(manifest.directory), "", total, None, None, LAYER_MB)
+    config = await asyncio.to_thread(Config.model_validate, {"routing": {"keep_first": 1}})
+    host = ShardSupervisor(secure.start_command(), (), lambda: None)
+    home = HomeLayers(config, [model], host, lambda: None)
+    host.start()
+    try:
+        async with asyncio.timeout(60):
+            await host.serve(wiring.shard(config, model, LayerRange(0, 1)))
+        assert home.lacking() == []
+        assert home.shards(model.model_id) == [], "it is offered as what is served is"
+    finally:
+        await host.stop()
