@@ -125,10 +125,13 @@ async def measured(order: Measure) -> Measurement:
 
 
 async def is_quiet() -> bool:
-    """Whether others leave the processors alone now."""
-    load = await asyncio.to_thread(OthersLoad)
-    await asyncio.sleep(_SECOND_LOOK_S)
-    return await asyncio.to_thread(load.share) <= QUIET_SHARE
+    """Whether others leave the processors alone now; no, where that cannot be read."""
+    try:
+        load = await asyncio.to_thread(OthersLoad)
+        await asyncio.sleep(_SECOND_LOOK_S)
+        return await asyncio.to_thread(load.share) <= QUIET_SHARE
+    except OSError:  # no descriptors
+        return False
 
 
 class OwnCapacity:

@@ -18,6 +18,7 @@ import pytest
 from mesh import codec
 from mesh.capacity import Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
+from mesh.errors import DeviceFailed
 from mesh.models.partial_writer import lock_directory
 from mesh.node.own_capacity import KeptMeasurement, MeasuringTimes, OwnCapacity, OwnHooks
 from mesh.node.served_speed import ServedSpeed
@@ -26,7 +27,9 @@ from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
 from mesh.types import HALVED_FORMAT, NodeId, ShardMemory
 from tests.cgroups import limited_group
+from tests.descriptors import none_left
 from tests.discovery.network import advertised
+from tests.waiting import until
 
 CPU = Measure("cpu", 1, None)
 TOLD_S = 200.0
@@ -88,6 +91,27 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
 
 
 QUICK = MeasuringTimes((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
+
+
+async def test_it_is_measured_once_there_are_descriptors_again(tmp_path: Path) -> None:
+    measured = asyncio.Event()
+
+    async def measure(order: Measure) -> Measurement:
+        measured.set()
+        raise DeviceFailed("That is enough.", fix="")
+
+    hooks = OwnHooks(lambda: None, lambda: True, list, lambda: None)
+    own = OwnCapacity(CPU, tmp_path, hooks, QUICK, measure)
+    own.start()
+    try:
+        await until(lambda: own.now() is not None)
+        with none_left():  # while it looks whether others compute, which takes a second
+            await asyncio.sleep(1.2)
+        assert not measured.is_set()
+        async with asyncio.timeout(10):
+            await measured.wait()
+    finally:
+        await own.stop()
 
 
 class Machine:
