@@ -7,12 +7,10 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
-from nnsight.intervention.backends.remote import RemoteError
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
@@ -20,7 +18,6 @@ from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import Quota, Scope
-from mesh.interventions.jobs.queue.keeping import KEEP_RESULTS_S
 from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
@@ -29,15 +26,6 @@ from tests.waiting import until
 
 VERSION = {"nnsight-version": "0.8.1"}
 OWNER = "0123456789abcdef0123"
-
-
-class LaterClock(SystemClock):
-    """The wall clock, moved."""
-
-    later = timedelta()
-
-    def now(self) -> datetime:
-        return datetime.now(UTC) + self.later
 
 
 @pytest.fixture
@@ -233,51 +221,6 @@ async def test_a_web_page_cannot_subscribe(node: Node) -> None:
             node.url.replace("http", "ws") + "/subscribe", proxy=None, origin="https://evil.example"
         ):
             pass
-
-
-async def test_result_urls_cannot_be_made_up_and_end(tmp_path: Path) -> None:
-    clock = LaterClock()
-    async with serving(tmp_path, api=with_key(OWNER), clock=clock) as node:
-        via = await in_thread(client.submit_with_key, node.url, "big 10", OWNER)
-        await in_thread(client.wait_for, via)
-        async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
-            headers = {"ndif-api-key": OWNER}
-            url = (await http.get(f"/response/{via.job_id}", headers=headers)).json()["data"]
-            assert (await http.get(url)).status_code == 200  # no key: the URL is the key
-            path, _, query = url.partition("?")
-            for wrong in (
-                path,
-                f"{path}?{query}0",
-                f"{path}?{query[:-1]}",
-                f"{path[:-1]}{'1' if path[-1] == '0' else '0'}?{query}",
-                url.replace("expires=1", "expires=9"),
-                f"{path}?expires=²&signature=x",
-                f"{node.url}/result/urls.key?{query}",
-                f"{node.url}/result/..%2Furls.key?{query}",
-            ):
-                assert (await http.get(wrong)).status_code in (403, 404), wrong
-            clock.later = timedelta(seconds=KEEP_RESULTS_S + 5)
-            assert (await http.get(url)).status_code == 404
-
-
-async def test_results_are_kept_two_hours_and_no_longer(tmp_path: Path) -> None:
-    clock = LaterClock()
-    async with serving(tmp_path, clock=clock) as node:
-        via = await in_thread(client.submit, node.url, "big 10")
-        await in_thread(client.wait_for, via)
-        clock.later = timedelta(seconds=KEEP_RESULTS_S - 60)
-        await node.queue.sweep()
-        await in_thread(client.wait_for, via)
-        assert node.queue.spool.used_bytes > 0
-        clock.later = timedelta(seconds=KEEP_RESULTS_S + 60)
-        await node.queue.sweep()
-        assert not list((tmp_path / "jobs/results").iterdir())
-        assert node.queue.spool.used_bytes == 0
-        with pytest.raises(RemoteError, match="deleted two hours after"):
-            await in_thread(via)
-        clock.later = timedelta(days=2)
-        await node.queue.sweep()
-        assert await in_thread(via) is None
 
 
 @pytest.mark.parametrize(

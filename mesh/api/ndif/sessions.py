@@ -22,7 +22,7 @@ from mesh.api.auth import Access, caller_of
 from mesh.api.ndif import answers
 from mesh.api.ndif.results import ResultUrls
 from mesh.clock import tick
-from mesh.errors import BadRequest, InternalError, NotFound, Unauthorized
+from mesh.errors import BadRequest, InternalError, MeshError, NotFound, Unauthorized
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.inline import inline_answer
 from mesh.interventions.jobs.queue.service import JobQueue
@@ -152,18 +152,27 @@ class ClientSessions:
                 patience_s = _LINGER_S
 
     async def _pass_on(self, socket: WebSocket, session: ClientSession, update: Update) -> None:
-        if update.status is not Status.COMPLETED:
-            await _send(socket, answers.of_update(update))
-        elif update.result_bytes <= INLINE_BYTES:
-            path = self._queue.spool.result(update.job_id)
-            said = answers.of_update(update)
-            frame = await asyncio.to_thread(lambda: inline_answer(said, path.read_bytes()))
-            await _send(socket, frame)
+        try:
+            frame = await self._frame(session, update)
+        except (MeshError, OSError) as error:
+            logger.warning(
+                "job=%s: its result was not passed on: %s", shown_id(update.job_id), error
+            )
+            said = "The result could not be read from the node's disk. Send the job again."
+            frame = answers.answer(update.job_id, Status.ERROR, said, meta=update.meta)
+        await _send(socket, frame)
+        if isinstance(frame, bytes):
             session.handed.append(update.job_id)
-        else:
+
+    async def _frame(self, session: ClientSession, update: Update) -> dict[str, Any] | bytes:
+        """What the client is told, or given. Raises NotFound, StorageFull, OSError."""
+        if update.status is not Status.COMPLETED:
+            return answers.of_update(update)
+        if update.result_bytes > INLINE_BYTES:
             job = await self._queue.find(update.job_id, session.owner)
-            url = self._urls.make(session.base_url, job)
-            await _send(socket, answers.of_update(update, url))
+            return answers.of_update(update, self._urls.make(session.base_url, job))
+        path, said = self._queue.spool.result(update.job_id), answers.of_update(update)
+        return await asyncio.to_thread(lambda: inline_answer(said, path.read_bytes()))
 
 
 async def _send(socket: WebSocket, frame: dict[str, Any] | bytes) -> None:
