@@ -108,3 +108,24 @@ async def test_every_job_has_a_last_frame_also_when_its_result_is_gone_by_then(
         assert set(told.values()) == {
             "The result could not be read from the node's disk. Send the job again."
         }
+
+
+async def test_what_was_handed_over_is_tidied_up_each_by_itself(tmp_path: Path) -> None:
+    """One file that cannot be removed keeps no other."""
+    async with (
+        serving(tmp_path) as node,
+        httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as http,
+        asyncio.timeout(60),
+    ):
+        handed = list[str]()
+        async with connect(node.url.replace("http", "ws") + "/subscribe", proxy=None) as socket:
+            session = json.loads(await socket.recv())["session_id"]
+            for _ in range(2):
+                answer = await http.post("/request", headers=VERSION, **parts(session_id=session))  # type: ignore[arg-type]
+                handed.append(answer.json()["id"])
+                while isinstance(await socket.recv(), str):
+                    pass
+            stuck, other = (node.queue.spool.result(job_id) for job_id in handed)
+            stuck.unlink()
+            (stuck / "a file").mkdir(parents=True)
+        await until(lambda: not other.exists())

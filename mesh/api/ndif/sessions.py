@@ -22,7 +22,7 @@ from mesh.api.auth import Access, caller_of
 from mesh.api.ndif import answers
 from mesh.api.ndif.results import ResultUrls
 from mesh.clock import tick
-from mesh.errors import BadRequest, InternalError, MeshError, NotFound, Unauthorized
+from mesh.errors import BadRequest, InternalError, MeshError, NotFound, StorageFull, Unauthorized
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.inline import inline_answer
 from mesh.interventions.jobs.queue.service import JobQueue
@@ -110,7 +110,7 @@ class ClientSessions:
             for job_id in unfinished:
                 await self._abandon(session, job_id, why)
             for job_id in session.handed:
-                await self._queue.delivered(job_id)
+                await self._tidy_up(job_id)
         if revoked is not None:
             await _say_last(socket, unfinished or {session.session_id}, why)
         await _close(socket)
@@ -127,6 +127,12 @@ class ClientSessions:
             return
         except InternalError as error:  # the session's other jobs are to end all the same
             logger.warning("job=%s: %s", shown_id(job_id), error)
+
+    async def _tidy_up(self, job_id: str) -> None:
+        try:
+            await self._queue.delivered(job_id)
+        except (StorageFull, OSError) as error:  # the others' are to go all the same
+            logger.warning("job=%s keeps its result for now: %s", shown_id(job_id), error)
 
     async def _tell(
         self, socket: WebSocket, session: ClientSession, still_known: Callable[[], None]

@@ -206,7 +206,10 @@ class JobQueue:
         return ticket.job
 
     async def delivered(self, job_id: str) -> None:
-        """Whoever waited has the result, and nobody else will ask: it need not be kept."""
+        """Whoever waited has the result, and nobody else will ask: it need not be kept.
+
+        Raises StorageFull, OSError.
+        """
         job = await self._file.find(job_id)
         if job is not None and job.asked.blocking and job.result_bytes:
             await self.results.drop(replace(job, description="Its result was handed over."))
