@@ -54,10 +54,9 @@ class Bench:
     `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
     of this very model, less what asking for it takes. `layer_bytes` is the largest layer in the
     numbers that are computed in, as which it is held for a while beside the others. `edge_bytes`
-    come with the first and with the last layer, once for a shard with both. `cache_bytes` are a
-    layer's, for `positions`. `prefill_ms` are those
-    of 512 rows of each layer. `fetch_bytes` are what each takes on the disk, as stored, where it is
-    not there yet.
+    come with each layer of `edges`, once for a shard with both. `cache_bytes` are a layer's, for
+    `positions`. `prefill_ms` are those of 512 rows of each layer. `fetch_bytes` are what each takes
+    on the disk, as stored, where it is not there yet.
     """
 
     machine: Machine
@@ -71,6 +70,7 @@ class Bench:
     prefill_ms: tuple[float, ...]
     have_bytes: int
     fetch_bytes: tuple[int, ...]
+    edges: tuple[int, ...] = ()
     edge_bytes: int = 0
     positions: int = 0
 
@@ -92,7 +92,7 @@ class Bench:
 
     def need(self, layers: LayerRange) -> Need:
         """What these layers take."""
-        is_edge = layers.start == 0 or layers.stop == len(self.weight_bytes)
+        is_edge = any(layer in layers for layer in self.edges)
         weights = sum(self.weight_bytes[layers.start : layers.stop])
         weights += self.edge_bytes * is_edge
         caches = self.cache_bytes * len(layers)
@@ -107,8 +107,8 @@ class Bench:
         part, whole = PADDING
         within = min(room * whole // (whole + part), room - self.layer_bytes)
         sizes = [size + self.cache_bytes for size in self.weight_bytes]
-        sizes[0] += self.edge_bytes
-        sizes[-1] += self.edge_bytes
+        for layer in self.edges:
+            sizes[layer] += self.edge_bytes
         disk_bytes = self.machine.disk_bytes
         return Seat(
             self.key, self.hop_ms, self.decode_ms, tuple(sizes), max(0, within), self.fetch_bytes,
@@ -258,6 +258,7 @@ def _bench(
         tuple(prefill),
         _have(model, machine, device, demand),
         lacking,
+        model.edges,
         ends_bytes(model, device) - SPARE_BYTES if demand.thin else 0,
         positions,
     )

@@ -41,7 +41,8 @@ class ModelShape:
     `scratch_bytes` is what computing takes beside weights and caches, however many layers there
     are. `quants` are the formats that its family can be served in; with `is_standard` layers it can
     be halved; with `is_int4` layers it loses nothing in int4. Of its layers a row reads
-    `layer_read` numbers, where that is not all of them: those are mixtures of experts.
+    `layer_read` numbers, where that is not all of them: those are mixtures of experts. A part of
+    a model need not have its first and its last layer.
     """
 
     model_id: ModelId
@@ -60,6 +61,8 @@ class ModelShape:
     layer_read: tuple[int, ...] = ()
     state_bytes: int = 0
     is_int4: bool = False
+    has_first: bool = True
+    has_last: bool = True
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""
@@ -71,6 +74,12 @@ class ModelShape:
         """How many decoder layers it has."""
         return len(self.layer_weights)
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The layers beside which embedding and head are, where shards run those."""
+        ends = ((0, self.has_first), (self.total_layers - 1, self.has_last))
+        return tuple(layer for layer, is_there in ends if is_there)
+
     def part(self, layers: LayerRange) -> ModelShape:
         """A model of these layers only."""
         own = slice(layers.start, layers.stop)
@@ -79,6 +88,8 @@ class ModelShape:
             layer_weights=self.layer_weights[own],
             layer_bytes=self.layer_bytes[own],
             layer_read=self.layer_read[own],
+            has_first=self.has_first and layers.start == 0,
+            has_last=self.has_last and layers.stop == self.total_layers,
         )
 
 

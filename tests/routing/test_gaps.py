@@ -49,3 +49,19 @@ def test_the_next_gap_has_what_the_first_left() -> None:
     first = fill(MODEL, machines, GAP, DEMAND)
     assert first is not None
     assert fill(MODEL, beside(machines, first), LayerRange(0, 4), DEMAND) is None
+
+
+def test_the_ends_are_counted_with_the_model_s_own_first_and_last_layer_only() -> None:
+    """Where a thin asker leaves them to the shards."""
+    model = model_of("m", (200 << 20,) * 8, "bf16", ends_bytes=4 * GB, head_bytes=2 * GB)
+    thin = replace(DEMAND, thin=True)
+    assert fill(model, [machine("a", 2)], LayerRange(2, 6), thin) is not None
+    for end in (LayerRange(0, 4), LayerRange(4, 8)):
+        assert fill(model, [machine("a", 2)], end, thin) is None
+        whole = fill(model, [machine("a", 9)], end, thin)
+        assert whole is not None
+        assert whole[0].need.weights == 4 * (200 << 20) + 6 * GB
+        with_both = [machine("a", 8, gb_s=2.0), machine("b", 0.9)]
+        split = fill(model, with_both, end, thin)
+        assert split is not None
+        assert sum(shard.need.weights for shard in split) == 4 * (200 << 20) + 6 * GB
