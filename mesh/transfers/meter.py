@@ -59,6 +59,10 @@ class Meter:
         rate = self.rate(now)
         return (self.total - self.done) / rate if rate > 0 else None
 
+    def given_by(self, source: str) -> int:
+        """Bytes that came from there."""
+        return self._sources[source][1].total if source in self._sources else 0
+
     def sources(self, now: float) -> list[SourceBytes]:
         """What each gave."""
         return [

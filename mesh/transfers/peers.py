@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mesh.errors import BadCheckpoint, MeshError, TransferFailed
 from mesh.models.gguf.container import header_of_beginning
@@ -181,20 +181,21 @@ class PeerSources:
         self._tasks.clear()
 
     async def _use(self, node: NodeId) -> None:
-        failures = 0
+        failures = given = 0
         while node not in self._fetch.liars:
             name = self._peers[node].node_name
             try:
                 await self._stay(node)
-                failures = 0
             except MeshError as error:
                 self._fetch.leave(node)
                 self._fetch.note(name, error.message)
                 logger.info("peer=%s gives no weights now: %s", name, error)
+            if (given_by_now := self._fetch.meter.given_by(node)) > given:
+                failures, given = 0, given_by_now  # the link was of use
             await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
             failures += 1
 
-    async def _stay(self, node: NodeId) -> None:
+    async def _stay(self, node: NodeId) -> NoReturn:
         """Be linked to it until it fails, which is raised."""
         peer, news = self._peers[node], self._news[node]
         link = await self._dial(peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mesh.discovery.weights import HeldWeights
@@ -14,43 +15,73 @@ from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import PeerSources
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import Endpoint, NodeId
-from mesh.wire.messages import WeightsAsk
+from mesh.wire.messages import Part, WeightsAsk
 from tests.checkpoints import make_checkpoint
 from tests.models.test_partial import empty_copy
 from tests.transfers.test_asking import ScriptedLink, blob
 
 
-async def test_who_is_asked_no_more_is_listened_to_no_more(tmp_path: Path) -> None:
+@dataclass
+class Serving:
+    """A checkpoint given over scripted links, of which the first `breaking` give one tensor."""
+
+    shelf: Shelf
+    sha256: str
+    breaking: int = 0
+    dialled: int = 0
+    replies: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def dial(self, peer: PeerHolding) -> WeightsLink:
+        self.dialled += 1
+        breaks = self.dialled <= self.breaking
+        link = WeightsLink(peer.node)
+
+        def answer(ask: WeightsAsk) -> None:
+            self.replies.add(asyncio.create_task(self._reply(link, ask, breaks=breaks)))
+
+        link.attach(ScriptedLink(answer))  # type: ignore[arg-type]
+        return link
+
+    async def _reply(self, link: WeightsLink, ask: WeightsAsk, *, breaks: bool) -> None:
+        part = await asyncio.to_thread(self.shelf.part, self.sha256, ask.part, ask.name)
+        data = await asyncio.to_thread(part.read, ask.start, min(ask.stop, part.size))
+        link.message(blob(ask.session, data))
+        if breaks and ask.part is Part.TENSOR:
+            link.closed(None)
+
+
+async def fetched_from(tmp_path: Path, breaking: int = 0) -> Serving:
+    """All of a small checkpoint, from one peer."""
     whole = await asyncio.to_thread(
         lambda: read_manifest(make_checkpoint(tmp_path / "toy", "llama", layers=2, vocab=300))
     )
-    shelf, sha256 = Shelf(), whole.weights_sha256
-    shelf.put(StoredCheckpoint(whole, "", None))
-
-    async def reply(link: WeightsLink, ask: WeightsAsk) -> None:
-        part = await asyncio.to_thread(shelf.part, sha256, ask.part, ask.name)
-        data = await asyncio.to_thread(part.read, ask.start, min(ask.stop, part.size))
-        link.message(blob(ask.session, data))
-
-    replies = set[asyncio.Task[None]]()
-
-    async def dial(peer: PeerHolding) -> WeightsLink:
-        link = WeightsLink(peer.node)
-        link.attach(
-            ScriptedLink(lambda ask: replies.add(asyncio.create_task(reply(link, ask))))  # type: ignore[arg-type]
-        )
-        return link
-
+    serving = Serving(Shelf(), whole.weights_sha256, breaking)
+    serving.shelf.put(StoredCheckpoint(whole, "", None))
     copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
-    before = asyncio.all_tasks()
     where = Endpoint("wss://127.0.0.1:9")
-    held = HeldWeights(whole.model_id, sha256, 2, (), ends=True, endpoint=where)
+    held = HeldWeights(whole.model_id, serving.sha256, 2, (), ends=True, endpoint=where)
     peer = PeerHolding(NodeId("full"), "full", held)
     async with fetching(copy, WantedLayers(None), Shelf(), Pace()) as fetch:
-        sources = PeerSources(sha256, fetch, dial)
+        sources = PeerSources(serving.sha256, fetch, serving.dial)
         sources.update([peer])
-        await fetch.run()
-        await sources.close()
-    await asyncio.gather(*replies)
+        try:
+            await fetch.run()
+        finally:
+            await sources.close()
+    await asyncio.gather(*serving.replies)
+    return serving
+
+
+async def test_who_is_asked_no_more_is_listened_to_no_more(tmp_path: Path) -> None:
+    before = asyncio.all_tasks()
+    await fetched_from(tmp_path)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
+
+
+async def test_a_peer_whose_links_are_of_use_until_they_break_is_asked_again_at_once(
+    tmp_path: Path,
+) -> None:
+    """Over days a link breaks often; only one that gives nothing is to be waited for longer."""
+    async with asyncio.timeout(10):
+        assert (await fetched_from(tmp_path, breaking=5)).dialled == 6
