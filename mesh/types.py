@@ -320,12 +320,10 @@ class RouteHop:
 class Pipeline:
     """The shards picked for one request, in layer order. Never persisted."""
 
-    pipeline_id: str
     model_id: ModelId
     weights_sha256: str
     total_layers: int
     hops: tuple[RouteHop, ...]
-    established_at: datetime
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -161,14 +160,9 @@ class Sessions:
         def pick(refused: Collection[ShardKey]) -> Pipeline:
             there = None if source is None or refused else source.route.pipeline
             if there is not None and source is instead:
-                return replace(there, pipeline_id=_new_id())
+                return there
             free = self._router.pick(
-                terms.model_id,
-                terms.weights_sha256,
-                total_layers,
-                pipeline_id=_new_id(),
-                now=self._clock.now(),
-                exclude=refused,
+                terms.model_id, terms.weights_sha256, total_layers, exclude=refused
             )
             if there is not None and self._router.are_as_free(there.hops, free.hops):
                 return replace(free, hops=there.hops)
@@ -189,10 +183,7 @@ class Sessions:
         self, hops: Sequence[RouteHop], terms: SessionTerms, total_layers: int
     ) -> GenerationSession:
         """A session with empty caches on hops of this machine alone. Raises HopLost."""
-        pipeline = Pipeline(
-            _new_id(), terms.model_id, terms.weights_sha256, total_layers, tuple(hops),
-            self._clock.now(),
-        )  # fmt: skip
+        pipeline = Pipeline(terms.model_id, terms.weights_sha256, total_layers, tuple(hops))
         route = await self._opened(pipeline, terms)
         return self._register(GenerationSession(route, fallback=True))
 
@@ -329,10 +320,6 @@ def _are_alike(one: SessionTerms, other: SessionTerms) -> bool:
     caller."""
     same_caller = one.principal == other.principal
     return same_caller and one.wire_dtype is other.wire_dtype and one.edits == other.edits
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

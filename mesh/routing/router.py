@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from datetime import datetime
 from typing import Protocol
 
 from mesh.errors import NoRoute, WeightsMismatch
@@ -35,8 +34,6 @@ class ShardRouter:
         weights_sha256: str,
         total_layers: int,
         *,
-        pipeline_id: str,
-        now: datetime,
         exclude: Collection[ShardKey] = (),
     ) -> Pipeline:
         """A route over all layers.
@@ -46,7 +43,7 @@ class ShardRouter:
             WeightsMismatch: a cover exists only with shards of other weights.
         """
         hops = self.cover(model_id, weights_sha256, LayerRange(0, total_layers), exclude)
-        return Pipeline(pipeline_id, model_id, weights_sha256, total_layers, hops, now)
+        return Pipeline(model_id, weights_sha256, total_layers, hops)
 
     def are_as_free(self, hops: Sequence[RouteHop], others: Sequence[RouteHop]) -> bool:
         """Whether each of these shards is still there, and has neither failed more nor more to do

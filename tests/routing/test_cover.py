@@ -164,7 +164,7 @@ class Known:
 
 
 def pick(router: ShardRouter, weights: str = "a" * 64) -> tuple[RouteHop, ...]:
-    return router.pick(MODEL, weights, 16, pipeline_id="p", now=datetime.now(UTC)).hops
+    return router.pick(MODEL, weights, 16).hops
 
 
 def test_other_weights_under_the_same_name_are_a_mismatch_that_names_the_node() -> None:
@@ -198,7 +198,7 @@ def test_shards_are_as_free_as_those_that_would_be_picked_else() -> None:
 def test_repick_excludes_the_lost_shard() -> None:
     first, second, spare = shard("0-7"), shard("8-15", "b"), shard("8-15", "c", queue=5)
     router = ShardRouter(Known(first, second, spare), RULES)
-    pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
+    pipeline = router.pick(MODEL, "a" * 64, 16)
     assert nodes_of(router.repick(pipeline, 1, {key_of(second.descriptor)})) == ["c"]
     both = {key_of(second.descriptor), key_of(spare.descriptor)}
     with pytest.raises(NoRoute, match="Tried in vain: b, c"):
@@ -208,7 +208,7 @@ def test_repick_excludes_the_lost_shard() -> None:
 def test_a_lost_hop_may_be_replaced_by_two() -> None:
     shards = [shard("0-7"), shard("8-15", "b"), shard("8-11", "c"), shard("10-15", "d")]
     router = ShardRouter(Known(*shards), RULES)
-    pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
+    pipeline = router.pick(MODEL, "a" * 64, 16)
     hops = router.repick(pipeline, 1, {key_of(shards[1].descriptor)})
     assert layers_of(hops) == ["8-11", "12-15"]
 
@@ -222,9 +222,7 @@ def test_a_lost_hop_is_replaced_by_one_that_computes_as_it_did_if_it_is_in_good_
         replace(shard("8-15", "failed", kernels="gpu"), penalty=1),
     ]
     router = ShardRouter(Known(first, lost, *spares), RULES)
-    pipeline = Pipeline(
-        "p", MODEL, "a" * 64, 16, pick(ShardRouter(Known(first, lost), RULES)), datetime.now(UTC)
-    )
+    pipeline = Pipeline(MODEL, "a" * 64, 16, pick(ShardRouter(Known(first, lost), RULES)))
     exclude, order = {key_of(lost.descriptor)}, []
     for _ in spares:
         (hop,) = router.repick(pipeline, 1, exclude)
