@@ -23,10 +23,8 @@ from mesh.routing.cover import (
     key_of,
     unlikeness,
 )
+from mesh.routing.fitting import HOP_MS
 from mesh.types import LayerRange, RouteHop, ShardDescriptor
-
-HOP_MS = 0.6
-"""What a hop costs besides computing and the way (measured on loopback)."""
 
 WORTHWHILE = 0.85
 """The greedy cover stands unless another route takes less than this share of its time: between

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import NoRoute
-from mesh.routing.cheapest import HOP_MS, cheapest_cover, cover
+from mesh.routing.cheapest import cheapest_cover, cover
 from mesh.routing.cover import Candidate, CoverRules, greedy_cover, home_layers, key_of
+from mesh.routing.fitting import HOP_MS
 from mesh.types import LayerRange, RouteHop
 from tests.routing.test_cover import RULES, WHOLE, layers_of, nodes_of, shard
 
