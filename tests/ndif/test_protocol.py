@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from mesh.identity.api_keys import Quota, Scope
 from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
-from tests.ndif.serving import Node, serving, with_key
+from tests.ndif.serving import Node, OwnView, serving, with_key
 from tests.waiting import until
 
 VERSION = {"nnsight-version": "0.8.1"}
@@ -294,6 +295,30 @@ async def test_a_body_that_does_not_come_is_refused(tmp_path: Path) -> None:
         assert b" 400 " in head
         writer.close()
         await until(lambda: not list((tmp_path / "jobs/incoming").iterdir()))
+
+
+class MovingView(OwnView):
+    """A node whose model lies where `directory` says."""
+
+    directory = Path()
+
+    def models(self) -> list[dict[str, Any]]:
+        return [{**row, "directory": str(self.directory)} for row in super().models()]
+
+
+async def test_a_model_that_lies_elsewhere_now_goes_by_what_is_there(tmp_path: Path) -> None:
+    """Another revision that was deployed by the same name, for instance."""
+    moving = MovingView()
+    async with (
+        serving(tmp_path, view=moving) as node,
+        httpx.AsyncClient(base_url=node.url, trust_env=False) as http,
+    ):
+        for commit in ("a" * 40, "b" * 40):
+            moving.directory = tmp_path / "models--some--model/snapshots" / commit
+            moving.directory.mkdir(parents=True)
+            key = client.KEY.replace("null", f'"{commit}"')
+            answer = await http.post("/request", headers=VERSION, **parts(model_key=key))  # type: ignore[arg-type]
+            assert answer.status_code == 200, answer.text
 
 
 async def test_what_is_stored_is_for_this_user_only(node: Node) -> None:

@@ -34,12 +34,12 @@ class Deployments:
         """The models whose files are here, with the names that clients know them by."""
         found = []
         for row in [row for row in self._view.models() if row["local"]]:
-            if row["id"] not in self._read:
-                directory = Path(row["directory"])
-                self._read[row["id"]] = await asyncio.to_thread(
-                    ServedModel.read, row["id"], directory
-                )
-            found.append(self._read[row["id"]])
+            model_id, directory = row["id"], Path(row["directory"])
+            known = self._read.get(model_id)
+            if known is None or known.directory != directory:
+                known = await asyncio.to_thread(ServedModel.read, model_id, directory)
+                self._read[model_id] = known
+            found.append(known)
         return found
 
     async def wake(self, model_id: ModelId, caller: Caller) -> bool:
