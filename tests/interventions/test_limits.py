@@ -631,6 +631,26 @@ def test_an_object_of_the_model_cannot_be_put_elsewhere() -> None:
         op.inputs = ((args[0], args[0], *args[2:]), kwargs)
 
 
+def test_what_was_in_a_shard_s_memory_before_is_shown_to_nobody() -> None:
+    """It may be another's: memory that the model's code has yet to fill, rows of no expert."""
+    latent = Parts(remote("deepseek_v3", 1).model)
+    with latent.model.trace(PROMPT):
+        memory = latent.attn(1).source.self_expand_kv_0.source.kv_nope_new_empty_0
+        seen = memory.output.clone().save()
+    assert not seen.any()
+    mixture = Parts(remote("qwen3_moe", 1).model)
+    experts = mixture.layers[1].mlp.experts
+    for beyond in (4, -1):
+        with (
+            pytest.raises(RemoteLayerError, match="there are none of: there are 4"),
+            mixture.model.trace(PROMPT),
+        ):
+            (states, chosen, weights), named = experts.inputs
+            chosen = torch.full_like(chosen, beyond)
+            experts.inputs = ((states, chosen, weights), named)
+            seen = experts.output.save()
+
+
 def test_what_cannot_be_sent_is_named() -> None:
     _, spread, _ = both()
     with pytest.raises(BadRequest, match="object cannot be sent"), spread.model.trace(PROMPT):

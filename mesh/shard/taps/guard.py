@@ -1,10 +1,13 @@
 """Every tensor operation of one session's forwards, looked at before it runs.
 
-Two promises rest on it, whatever the job's process says on the tap protocol. Nothing that belongs
+Three promises rest on it, whatever the job's process says on the tap protocol. Nothing that belongs
 to the model is written to, through whatever view: a job may put any value at any place, also an
-``out=`` or an ``inplace`` where the model's code has none. And every byte that an operation makes
-is counted as it is made, until it is freed: graphs, caches and half-done forwards keep what they
-keep by tensors, and an operation whose result cannot fit does not begin.
+``out=`` or an ``inplace`` where the model's code has none. Nothing is shown that was in memory
+before, which may be another's: memory without values gets zeros, for a job can look at it before
+the model's code fills it, and a product of groups that would leave out rows does not begin. And
+every byte that an operation makes is counted as it is made, until it is freed: graphs, caches and
+half-done forwards keep what they keep by tensors, and an operation whose result cannot fit does not
+begin.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 """Of batch norms, which say in no schema that they write to them; no decoder layer has one."""
 _MAKES_NOTHING = frozenset({"aten::_unsafe_view"})
 """Says that its result is new, which is a view."""
+_WITHOUT_VALUES = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty",
+                 "new_empty_strided")
+)  # fmt: skip
+_GROUPED = "aten::_grouped_mm"
+_GROUP_ENDS = (2, "offs")
 _NO_NAMES: dict[str, Any] = {}
 _NODE_BYTES = 512
 """A node of an autograd graph, without the tensors that it saves."""
@@ -51,6 +61,8 @@ class _Rule:
 
     writes: tuple[tuple[int, str], ...]
     makes: bool
+    is_empty: bool
+    is_grouped: bool
     extent: Extent
 
 
@@ -87,6 +99,8 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             rule = self._learn(func)
         for index, name in rule.writes:
             self._require_writable(_argument(index, name, args, named), func)
+        if rule.is_grouped:
+            _require_whole(args[0], args[1], _argument(*_GROUP_ENDS, args, named))
         if rule.makes:
             self._meter.require(rule.extent(func, args, named))
         if self.graph is not None and any(
@@ -94,6 +108,8 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self.graph.add()
         out = func(*args, **named)
+        if rule.is_empty:
+            out.zero_()
         if rule.makes:
             if isinstance(out, torch.Tensor):
                 self.count(out)
@@ -134,7 +150,13 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result.alias_info is None and "Tensor" in str(result.type) for result in schema.returns
         )
         makes = makes and schema.name not in _MAKES_NOTHING
-        rule = self._rules[func] = _Rule(writes, makes, extent_of(func))
+        rule = self._rules[func] = _Rule(
+            writes,
+            makes,
+            schema.name in _WITHOUT_VALUES,
+            schema.name == _GROUPED,
+            extent_of(func),
+        )
         return rule
 
     def _require_writable(self, written: Any, func: Any) -> None:
@@ -163,6 +185,18 @@ def _forget(dead: _Counted) -> None:
 
 def _argument(index: int, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return args[index] if index < len(args) else named.get(name)
+
+
+def _require_whole(rows: torch.Tensor, groups: torch.Tensor, ends: torch.Tensor | None) -> None:
+    """Raise BadRequest where some `rows` are in none of the `groups`, as where a row goes to an
+    expert that there is none of."""
+    if ends is None or (rows.dim(), groups.dim()) != (2, 3):
+        return
+    if not len(ends) or int(ends[-1]) != len(rows):
+        raise BadRequest(
+            f"Some rows go to experts that there are none of: there are {len(groups)}.",
+            fix=f"Choose experts from 0 to {len(groups) - 1}.",
+        )
 
 
 def _give_nodes(meter: MemoryMeter, nodes: list[int]) -> None:
