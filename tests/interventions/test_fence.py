@@ -105,6 +105,34 @@ def test_no_object_says_where_in_memory_it_is(made: str, fenced: Fenced) -> None
 
 
 @pytest.mark.parametrize(
+    "made",
+    ["dataclasses.make_dataclass('X', [], namespace={'__getattr__': told})()",
+     "enum.Enum('X', {'a': 1, '__getattr__': told}).a",
+     "copy.copy(dataclasses.make_dataclass('X', [], namespace={'__getstate__': state})())",
+     "copy.deepcopy(dataclasses.make_dataclass('X', [], namespace={'__getstate__': state})())",
+     "copy.copy(dataclasses.make_dataclass('X', [], namespace={'__getstate__': slots,"
+     " '__slots__': tuple(evil)})())",
+     "pruned(Own())"],
+)  # fmt: skip
+def test_whatever_gets_into_an_object_says_of_no_memory(made: str, fenced: Fenced) -> None:
+    raised, found = fenced(
+        "import copy, dataclasses, enum\nfrom torch.nn.utils import prune\n"
+        f"evil = {ADDRESS}\n"
+        "def state(self): return evil\ndef told(self, name): return evil[name]\n"
+        "def slots(self): return None, evil\n"
+        "class Own:\n"
+        "    def __init__(self): self._forward_pre_hooks, self._parameters = {}, {'__dict__': 1}\n"
+        "    def register_parameter(self, name, inside): inside.update(evil)\n"
+        "def pruned(own):\n"
+        "    try: prune.identity(own, '__dict__')\n"
+        "    except (AttributeError, TypeError): pass\n"
+        "    return own\n"
+        f"seen = str(np.asarray({made}).dtype)"
+    )
+    assert raised in ("PolicyViolation", "AttributeError") or found[0] == "object", (raised, found)
+
+
+@pytest.mark.parametrize(
     "body",
     ["import numpy\nnumpy.fromregex('/etc/hostname', '.', [('a', 'S1')])",
      "a = np.zeros(9)\nb = a[:]\na.resize(99999, refcheck=False)",

@@ -20,7 +20,8 @@ MODULES = {
     "torch.distributions": True, "torch.optim": True, "torch.functional": False,
     "numpy": False, "numpy.linalg": False, "numpy.fft": False, "numpy.random": False,
     "collections": True, "math": False, "cmath": False, "time": False, "typing": False,
-    "einops": True, "sympy": False, "enum": False, "operator": False,
+    "einops": False, "einops.layers": False, "einops.layers.torch": False,
+    "sympy": False, "enum": False, "operator": False,
     "_operator": False, "itertools": False, "functools": False, "statistics": False,
     "random": False, "re": False, "json": False, "dataclasses": False, "copy": False,
     "string": False, "decimal": False, "fractions": False, "nnsight": False,
@@ -48,7 +49,7 @@ DENIED_ANYWHERE = frozenset((
     "hub", "jit", "package", "serialization", "multiprocessing", "export", "onnx", "classes", "ops",
     "multiprocessing_context", "library", "profiler", "fx", "overrides", "cpp_extension", "script",
     # addresses and memory that is not this tensor's
-    "data_ptr", "untyped_storage", "storage", "typed_storage", "UntypedStorage", "TypedStorage",
+    "data_ptr", "untyped_storage", "storage", "typed_storage",
     "set_", "share_memory_", "as_strided", "as_strided_", "as_strided_copy", "ctypes",
     "resize_", "from_dlpack", "to_dlpack", "from_blob", "grad_fn", "next_functions",
     "variable", "ndpointer",
@@ -69,14 +70,12 @@ DENIED_IN_MODULES = {
     "torch": frozenset((
         "save", "load", "compile", "set_default_dtype", "set_default_device", "get_file_path",
         "prepare_multiprocessing_environment", "set_printoptions", "set_flush_denormal",
-        "empty_strided", "Storage", "classproperty", "typename", "import_ir_module",
+        "empty_strided", "classproperty", "typename", "import_ir_module",
     )),
     "numpy": frozenset(("save", "load", "set_printoptions", "show_config", "info", "test")),
     "sympy": frozenset(("S", "plot", "plotting", "test", "doctest", "init_session", "python",
-                        "print_python", "source", "N", "simplify_logic")),
+                        "print_python", "source", "N", "simplify_logic", "lazy_function")),
     "json": frozenset(("load", "dump")),
-    "nnsight": frozenset(("register", "login", "CONFIG", "NNsight", "LanguageModel",
-                          "TransformersModel", "VisionLanguageModel", "DiffusionModel")),
     "operator": frozenset(("setitem", "delitem", "call")),
     "string": frozenset(("Formatter",)),
     "abc": frozenset(("ABCMeta",)),
@@ -94,6 +93,8 @@ ONLY_IN_MODULES = {
     "warnings": frozenset(("warn", "filterwarnings", "simplefilter", "catch_warnings")),
     "gc": frozenset(("collect",)),
     "types": frozenset(("SimpleNamespace",)),
+    "nnsight": frozenset(("save", "Envoy", "Object")),
+    "nnsight.intervention.envoy": frozenset(("Envoy",)),
     "torch.utils.data": frozenset((
         "BatchSampler", "ChainDataset", "ConcatDataset", "DataLoader", "Dataset",
         "IterableDataset", "RandomSampler", "Sampler", "SequentialSampler", "StackDataset",
@@ -101,6 +102,15 @@ ONLY_IN_MODULES = {
         "default_collate", "default_convert", "get_worker_info", "random_split",
     )),
 }
+
+# Of what torch has from its compiled part beside its functions, nothing else: the rest are files,
+# TorchScript and its parts.
+TORCH_COMPILED = frozenset((
+    "AcceleratorError", "Event", "Generator", "OutOfMemoryError", "Size", "Stream",
+    "default_generator", "device", "dtype", "finfo", "get_autocast_dtype", "get_default_dtype",
+    "get_num_threads", "iinfo", "is_autocast_enabled", "is_grad_enabled",
+    "is_inference_mode_enabled", "layout", "memory_format", "qscheme",
+))
 
 # On a module of the model, nothing else than these, its children and its parameters.
 ENVOY = frozenset((
@@ -165,9 +175,7 @@ PICKLED = frozenset((
     "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3",
     "torch._utils._rebuild_parameter", "torch.Size", "torch.device",
     "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
-    "torch.Tensor", "torch.FloatStorage", "torch.LongStorage", "torch.BFloat16Storage",
-    "torch.HalfStorage", "torch.DoubleStorage", "torch.IntStorage", "torch.BoolStorage",
-    "torch.storage.UntypedStorage", "torch.serialization._get_layout",
+    "torch.Tensor", "torch.serialization._get_layout",
     "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy.ndarray",
     "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.numeric._frombuffer",
     "numpy.random._pickle.__generator_ctor", "numpy.random._pickle.__bit_generator_ctor",

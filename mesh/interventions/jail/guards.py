@@ -42,6 +42,7 @@ _SELF_MATCHING = (
 """Classes of which ``case int(x)`` captures the object itself."""
 _DATA = (bool, int, float, complex, str, type(None), torch.dtype, torch.Size)
 """What opens nothing, whoever has it."""
+_COMPILED = frozenset(dir(torch._C)).difference(dir(torch._C._VariableFunctions))
 _IN_PLACE = {
     "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
     "%=": operator.imod, "**=": operator.ipow, "<<=": operator.ilshift, ">>=": operator.irshift,
@@ -97,7 +98,11 @@ def _check_module_attribute(module: ModuleType, name: str) -> None:
         raise refuse(f"module `{full}`")
     root = full.partition(".")[0]
     only = allowed.ONLY_IN_MODULES.get(full)
-    if name in allowed.DENIED_IN_MODULES.get(root, ()) or (only is not None and name not in only):
+    denied = allowed.DENIED_IN_MODULES.get(root, ())
+    compiled = full == "torch" and name in _COMPILED and name not in allowed.TORCH_COMPILED
+    # They are made of addresses, if one says so.
+    is_memory = root == "torch" and name.endswith("Storage")
+    if compiled or is_memory or name in denied or (only is not None and name not in only):
         raise refuse(f"`{full}.{name}`")
 
 

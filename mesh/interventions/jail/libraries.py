@@ -21,10 +21,19 @@ from transformers.utils import ModelOutput
 
 from mesh.interventions.jail.generated import require_field_name
 from mesh.interventions.jail.guards import refuse, refuse_metaclass
-from mesh.interventions.jail.ownership import ADDRESSING, is_the_author_s, require_harmless
+from mesh.interventions.jail.ownership import (
+    ADDRESSING,
+    UserObject,
+    is_the_author_s,
+    require_harmless,
+)
 
 # Whatever sympy is given as text, also by a symbol's name, it evaluates as Python with these.
 _EVALUATING = ("sympy.parsing.sympy_parser", "sympy.utilities.lambdify")
+# They read and write attributes of whatever object, by names that they are given.
+_NAMING = tuple(
+    f"torch.nn.utils.{name}" for name in ("parametrize", "prune", "spectral_norm", "weight_norm")
+)
 _FIELDS = "__dataclass_fields__"
 _COMPARED = frozenset(("__lt__", "__le__", "__gt__", "__ge__"))
 _WRITTEN = frozenset(functools.WRAPPER_ASSIGNMENTS) | _COMPARED
@@ -48,6 +57,7 @@ def guarded_libraries() -> list[tuple[Any, dict[str, Any]]]:
     return [
         *((importlib.import_module(name), text) for name in _EVALUATING),
         *_annotations(),
+        *((importlib.import_module(name), _NAMED) for name in _NAMING),
         (functools, {"getattr": _read, "setattr": _write}),
         (
             dataclasses,
@@ -119,10 +129,28 @@ def _write(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def _read_named(owner: Any, name: str, *default: Any) -> Any:
+    _require_plain(name)
+    return getattr(owner, name, *default)
+
+
+def _write_named(owner: Any, name: str, value: Any) -> None:
+    _require_plain(name)
+    setattr(owner, name, value)
+
+
+def _require_plain(name: str) -> None:
+    if type(name) is not str or name.startswith("__"):
+        raise refuse(f"an attribute called `{name}`")
+
+
+_NAMED = {"getattr": _read_named, "setattr": _write_named}
+
+
 def _made_dataclass(
     name: str, fields: Any, *, bases: Any = (), namespace: Any = None, **options: Any
 ) -> type:
-    bases, inside = tuple(bases), dict(namespace or {})
+    bases, inside = tuple(bases) or (UserObject,), dict(namespace or {})
     refuse_metaclass(bases)
     require_harmless(inside)
     return _make_dataclass(name, fields, bases=bases, namespace=inside, **options)

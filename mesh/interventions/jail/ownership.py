@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
@@ -18,18 +18,10 @@ _SUPER_OF = vars(super)["__self_class__"].__get__
 _SUPER_AFTER = vars(super)["__thisclass__"].__get__
 
 
-class UserClass(type):
-    """The class of classes that guarded code defines; their instances are the user's own."""
-
-
-class UserAbstractClass(UserClass, ABCMeta):
-    """The same for classes with abstract methods."""
-
-
 ADDRESSING = frozenset(("__array_interface__", "__array_struct__", "__cuda_array_interface__"))
 """By these, an object says where in memory its numbers are."""
 _TELLING = ADDRESSING | {
-    "__class__", "__reduce__", "__reduce_ex__", "__getattribute__", "__mro__",
+    "__class__", "__reduce__", "__reduce_ex__", "__getattr__", "__getattribute__", "__mro__",
 }  # fmt: skip
 """By these, libraries take the memory, the class or the parts of an object from what it says."""
 
@@ -42,6 +34,37 @@ def require_harmless(names: Iterable[str]) -> None:
                 f"an attribute called `{name}` is not available to traced code of this key.",
                 fix="Do without it, or ask for your key to be marked trusted.",
             )
+
+
+def _no_address(owner: object) -> NoReturn:
+    if any("__getattr__" in vars(kind) for kind in type(owner).__mro__):  # it is asked next
+        raise PolicyViolation(
+            f"a {type(owner).__name__} as an array is not available to traced code of this key.",
+            fix="Do without it, or ask for your key to be marked trusted.",
+        )
+    raise AttributeError(f"{type(owner).__name__} says of no memory that it is its own")
+
+
+_NO_ADDRESS = property(_no_address)
+
+
+class UserClass(type):
+    """The class of classes that guarded code defines; their instances are the user's own."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], inside: dict[str, Any], **given: Any):
+        """Have its objects say of no memory that it is theirs, whatever gets into them."""
+        super().__init__(name, bases, inside, **given)
+        others = (vars(kind) for kind in cls.__mro__ if not isinstance(kind, UserClass))
+        for each in ADDRESSING.difference(*others):
+            setattr(cls, each, _NO_ADDRESS)
+
+
+class UserAbstractClass(UserClass, ABCMeta):
+    """The same for classes with abstract methods."""
+
+
+class UserObject(metaclass=UserClass):
+    """A base of such a class that has none."""
 
 
 CLASS_OF = {type: UserClass, ABCMeta: UserAbstractClass}

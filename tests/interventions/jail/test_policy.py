@@ -243,6 +243,11 @@ def guarded(source: str) -> dict[str, Any]:
         "import contextlib\ncontextlib.chdir('/')", "import warnings\nwarnings.sys",
         "import contextlib\ncontextlib.sys", "import types\ntypes.CodeType",
         "model.trace = torch.nn.Identity()", "model.layers[0].own = lambda x: x",
+        "torch.PyTorchFileReader", "torch.CompilationUnit", "torch.parse_ir", "torch.fork",
+        "torch.FloatStorage", "torch.UntypedStorage",
+        "from sympy import lazy_function", "from einops.tests.run_tests import Popen",
+        "import nnsight\nnnsight.mount(len, 'evil')",
+        "from nnsight.intervention.envoy import install_source",
     ],
 )  # fmt: skip
 def test_what_is_not_for_everybody_is_refused_with_a_sentence(body: str) -> None:
@@ -295,7 +300,7 @@ def test_augmented_assignment_evaluates_in_python_s_order_and_once() -> None:
      "random._os", "json.load", "einops.einops._rearrange", "nnsight.tracing.tracer._saves",
      "numpy._globals._NoValue", "torch.nn.modules.module.torch.os.system",
      "torch.nn.modules.module.inspect", "torch.return_types.inspect",
-     "transformers.cache_utils.logger"],
+     "transformers.cache_utils.logger", "torch.storage.UntypedStorage", "torch.FloatStorage"],
 )  # fmt: skip
 def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
     module, _, attribute = name.rpartition(".")
