@@ -5,6 +5,7 @@ Knows nothing of how they are drawn.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from markdown_it.rules_core import StateCore
 
 
+# C0 but for newline and tab, DEL, C1, and the controls that reorder text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _PIECE_CHARS = 4000
 _PIECE_ITEMS = 12
 """A piece of a text that is longer, or whose last list has more, is cut where it can be."""
@@ -79,9 +82,10 @@ def _line(token: Token) -> int:
 
 def parser() -> MarkdownIt:
     """Reads Markdown with tables. HTML stays text as it stands: taken for HTML it would be left
-    out."""
+    out. What is written otherwise, as ``&#8238;`` or ``%1B`` in a link, acts on no terminal."""
     reads = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     reads.core.ruler.push("line_ends", _line_ends)
+    reads.core.ruler.push("printable", _printable)
     return reads
 
 
@@ -104,6 +108,12 @@ def _targets(state: StateCore) -> None:
                 told.append(Token("text", "", 0, content=f" ({target})"))
         if token.children:
             token.children = told
+
+
+def _printable(state: StateCore) -> None:
+    for token in state.tokens:
+        for each in (token, *(token.children or ())):
+            each.content = _CONTROLS.sub("", each.content)
 
 
 def _line_ends(state: StateCore) -> None:

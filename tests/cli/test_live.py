@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.cli.live import Tail
+from mesh.cli.live import LiveMarkdown, Tail
 
 COLUMNS, ROWS = 20, 6
 
@@ -84,3 +84,17 @@ def test_a_line_more_costs_a_line() -> None:
         lines[-1] += " more"
     assert screen.lines() == lines
     assert len(screen.written) < 2 * sum(len(line) + 1 for line in lines)
+
+
+async def test_no_way_of_writing_a_character_acts_on_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of an answer that has no such character itself: in a link, by its number."""
+    live = LiveMarkdown()
+    live.text("<mailto:%1B%5D52;c;eA==%1B%5C@b> &#8238;backwards")
+    live.end()
+    shown = capsys.readouterr().out
+    assert "52;c;eA==" in shown
+    assert "backwards" in shown
+    assert "\x1b]" not in shown
+    assert "\u202e" not in shown
