@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType, SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import nnsight
@@ -194,8 +194,11 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
 _PROTOCOL = 4
 
 
-class _AtTheClient(ModuleType):
-    """In the place of a module of that name there."""
+class _AtTheClient:
+    """In the place of what a call gives there."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.reduced = function, arguments
 
 
 class _Portable(pickle.Pickler):
@@ -204,10 +207,9 @@ class _Portable(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that not every client can read as it is."""
         if isinstance(obj, type) and obj in _DYNAMIC_CLASS_TRACKER_BY_CLASS:
-            # It came along by value: where it was defined, it is found by its name.
-            return operator.attrgetter(obj.__qualname__), (_AtTheClient(obj.__module__),)
+            return _where_it_was_defined(obj)
         if type(obj) is _AtTheClient:
-            return importlib.import_module, (obj.__name__,)
+            return obj.reduced
         if type(obj) is Namespace:
             return obj.__reduce__()
         if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteTensors):
@@ -224,6 +226,18 @@ class _Portable(pickle.Pickler):
         if str(module).partition(".")[0] == "mesh":
             raise pickle.PicklingError("a part of the model is on another machine")
         return NotImplemented
+
+
+def _where_it_was_defined(kind: type) -> tuple[Any, ...]:
+    """How a class that came by value is found: by the number that cloudpickle gave it there, also
+    one that a function defined; in another process by its name, or one that has only that."""
+    module = _AtTheClient(importlib.import_module, kind.__module__)
+    bare = _AtTheClient(type, kind.__name__, (), {})
+    named = _AtTheClient(getattr, module, kind.__qualname__, bare)
+    tracker = _AtTheClient(importlib.import_module, "cloudpickle.cloudpickle")
+    by_number = _AtTheClient(operator.attrgetter("_DYNAMIC_CLASS_TRACKER_BY_ID"), tracker)
+    number = _DYNAMIC_CLASS_TRACKER_BY_CLASS[kind]
+    return operator.methodcaller("get", number, named), (by_number,)
 
 
 def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import namedtuple
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,6 +278,26 @@ async def test_objects_of_the_client_s_own_classes_come_back(here: Bench, truste
     assert saved["plain"] == SimpleNamespace(layer=2)
     assert type(saved["trained"]["probe"]) is own_module.Probe
     equal(saved["trained"]["probe"].state_dict(), probe.state_dict(), 0.0)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_objects_of_classes_that_a_function_defined_come_back(
+    here: Bench, trusted: bool
+) -> None:
+    @dataclasses.dataclass
+    class Finding:
+        layer: int
+
+    Pair = namedtuple("Pair", "left right")
+
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            found = nnsight.save([Finding(2), Pair(1, model.output.logits.ndim)])
+
+    here.trusted = trusted
+    saved = await run(here, saving)
+    assert saved["found"] == [Finding(2), Pair(1, 3)]
+    assert list(map(type, saved["found"])) == [Finding, Pair]
 
 
 @pytest.mark.parametrize("trusted", [True, False])
