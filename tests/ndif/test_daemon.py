@@ -16,6 +16,7 @@ import torch
 from nnsight.intervention.backends.remote import RemoteError
 from nnsight.modeling import huggingface
 from nnsight.modeling.transformers import TransformersModel
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import GenerationConfig
 
 from mesh.cli.local_node import LocalNode
@@ -278,12 +279,22 @@ def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(
         settings = GenerationConfig(max_new_tokens=2, do_sample=False)
         with model.generate(tokens, generation_config=settings, **more) as tracer:
             ids = tracer.result.save()
+        config, rows = model.config, DataLoader(TensorDataset(tokens["input_ids"]), batch_size=1)
+        with model.session(**more):
+            heads = nnsight.save([])
+            for (row,) in rows:
+                with model.trace(row):
+                    hidden = model.model.layers[1].output
+                    heads.append(hidden.unflatten(-1, (config.num_attention_heads, -1)).sum(-1))
         with model.trace(PROMPT, **more):
             width = nnsight.save(tokens["input_ids"].shape[1])
             logits = model.output.logits
             difference = (logits - out.logits[:1]).abs().max().save()
             best = logits[0, -1][top.indices].save()
-        return [difference, best, ids, torch.tensor(width)]
+            layer = model.model.layers[1]
+            sizes = nnsight.save([weight.norm() for weight in layer.parameters()])
+            sizes += [weight.norm() for weight in layer.state_dict().values()]
+        return [difference, best, ids, torch.tensor(width), *heads, *sizes]
 
     assert all(map(torch.equal, compared(model, remote=True), compared(local)))
 

@@ -118,6 +118,7 @@ ENVOY = frozenset((
     "session", "scan", "edit", "clear_edits", "iter", "all", "path", "parent", "root", "modules",
     "named_modules", "children", "device", "devices", "dtype", "config", "tokenizer", "generator",
     "streamer", "result", "export_edits", "import_edits", "get", "weight", "bias",
+    "parameters", "named_parameters", "state_dict",
 ))
 ENVOY_WRITABLE = frozenset(("output", "input", "inputs"))
 TRACER = frozenset((
@@ -195,5 +196,7 @@ PICKLED = frozenset((
 DEFINED_IN = {
     "torch._C._nn": "torch.nn.functional", "torch.utils.data.dataloader": "torch.utils.data",
     "torch.utils.data.dataset": "torch.utils.data",
+    "torch.utils.data.sampler": "torch.utils.data",
+    "torch.utils.data._utils.collate": "torch.utils.data",
 }
 # fmt: on

@@ -32,7 +32,7 @@ from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
 from nnsight.tracing.util import Scope
-from transformers import BatchEncoding, GenerationConfig
+from transformers import BatchEncoding, GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.utils import ModelOutput
 
@@ -86,7 +86,7 @@ _SHIPPED_BY_NNSIGHT: dict[str, Any] = {
 _NOT_FILLED = (
     type, ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
 )  # fmt: skip
-_DATA = (BatchEncoding, ModelOutput, Cache, CacheLayerMixin, GenerationConfig)
+_DATA = (BatchEncoding, ModelOutput, Cache, CacheLayerMixin, GenerationConfig, PreTrainedConfig)
 
 
 def raise_fence() -> None:
