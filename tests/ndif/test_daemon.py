@@ -299,15 +299,16 @@ def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(
     assert all(map(torch.equal, compared(model, remote=True), compared(local)))
 
 
-def test_a_type_that_only_an_annotation_names_need_not_be_on_the_node(
+def test_what_is_only_named_need_not_be_on_the_node(
     model: TransformersModel, monkeypatch: pytest.MonkeyPatch, *, is_trusted: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "only_here", ModuleType("only_here"))
+    only_here: Any = ModuleType("only_here")
+    monkeypatch.setitem(sys.modules, "only_here", only_here)
     matrix = type("Matrix", (), {"__module__": "only_here"})
-    sys.modules["only_here"].Matrix = matrix  # type: ignore[attr-defined]
+    only_here.Matrix = matrix
 
     def doubled(value: Any, where: Any = None) -> Any:
-        return value * 2
+        return value * 2 if where is None else only_here.Matrix(value)
 
     doubled.__annotations__ = {"value": matrix | None, "where": PurePath, "return": list[matrix]}
     with model.trace(PROMPT, remote=True):
@@ -317,8 +318,13 @@ def test_a_type_that_only_an_annotation_names_need_not_be_on_the_node(
     what = "No module named 'only_here'" if is_trusted else "only_here.Matrix` in a payload is not"
     with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
         with model.trace(PROMPT, remote=True):
-            made = matrix()  # noqa: F841
+            made = matrix()
     assert "made = matrix()" in str(caught.value)
+    what = r"`only_here`, which the trace uses" if is_trusted else "module `only_here` is not"
+    with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
+        with model.trace(PROMPT, remote=True):
+            made = doubled(2, 3)  # noqa: F841
+    assert "made = doubled(2, 3)" in str(caught.value)
 
 
 def test_a_job_that_never_ends_is_killed_from_the_command_line(

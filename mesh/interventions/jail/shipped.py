@@ -15,6 +15,7 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from cloudpickle.cloudpickle import subimport  # type: ignore[import-untyped]
 from nnsight.intervention import serialization
 
 from mesh.errors import BadRequest
@@ -125,13 +126,25 @@ class CompleteUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[mis
         if (module, name) == WRITTEN_AS:
             return load_storage
         try:
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
         except (ImportError, AttributeError) as error:
-            missing = BadRequest(
-                f"`{module}.{name}`, which the trace uses, is not on this node: {error}.",
-                fix="Do without it inside the trace, or have it installed there.",
-            )
-            return NamedOnly.of(f"{module}.{name}", missing)
+            return _missing(f"{module}.{name}", error)
+        return _module if found is subimport else found
+
+
+def _module(name: str) -> Any:
+    try:
+        return subimport(name)
+    except ImportError as error:
+        return _missing(name, error)
+
+
+def _missing(what: str, error: Exception) -> NamedOnly:
+    missing = BadRequest(
+        f"`{what}`, which the trace uses, is not on this node: {error}.",
+        fix="Do without it inside the trace, or have it installed there.",
+    )
+    return NamedOnly.of(what, missing)
 
 
 class _Super(ast.NodeTransformer):
