@@ -279,7 +279,8 @@ def _require_writable(name: str, value: Any) -> None:
 
 def _told(raised: BaseException) -> str:
     """The traceback with the author's own lines, where it has any."""
-    for error in _with_what_led_to_it(raised):
+    errors = _with_what_led_to_it(raised)
+    for error in errors:
         kept = filter_traceback(error.__traceback__, _is_theirs)
         if kept is None and not _is_ours(error):
             kept = filter_traceback(error.__traceback__, _is_the_model_s)
@@ -297,6 +298,11 @@ def _told(raised: BaseException) -> str:
         text += (
             "\nThe job needed more memory than a job may use. Keep less at a time, or ask whoever"
             " runs this node to raise jobs.memory_mb."
+        )
+    if any(isinstance(error, PermissionError) for error in errors):
+        text += (
+            "\nA job has no network, no files and no other processes. Do outside of the trace what"
+            " needs them, and give data loaders no workers."
         )
     return text
 

@@ -24,6 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 from nnsight.modeling.transformers import TransformersModel
+from torch.utils.data import DataLoader
 
 from mesh.clock import SystemClock
 from mesh.config import Config
@@ -356,6 +357,22 @@ async def test_an_error_shows_the_author_s_own_line_and_nothing_of_ours(here: Be
     assert "raise ZeroDivisionError('mine')" in text
     assert "site-packages" not in text
     assert "mesh/interventions" not in text
+
+
+async def test_what_wants_other_processes_says_that_there_are_none(here: Bench) -> None:
+    rows = DataLoader(torch.arange(4), num_workers=1)
+
+    def loading(model: TransformersModel) -> None:
+        with model.session():
+            for row in rows:
+                print(row)
+
+    here.trusted = False
+    with pytest.raises(
+        JobFailed, match=r"no other processes.*give data loaders no workers"
+    ) as told:
+        await run(here, loading)
+    assert "for row in rows:" in str(told.value)
 
 
 async def test_errors_in_a_group_show_the_author_s_lines_alone(here: Bench) -> None:
