@@ -252,6 +252,24 @@ def test_a_module_is_attached_to_a_layer_inside_the_trace(
     assert torch.equal(spliced(model, remote=True), spliced(local))
 
 
+class Standardized(TransformersModel):
+    """Names that are the same in every family, as helper libraries give them."""
+
+    @property
+    def middle(self) -> Any:
+        return self.model.layers[len(self.model.layers) // 2].output
+
+
+@pytest.mark.usefixtures("is_trusted")
+def test_a_class_of_models_of_one_s_own_is_served(local: TransformersModel) -> None:
+    own = Standardized(str(checkpoint_dir()), task="text-generation")
+    with own.trace(PROMPT, remote=True):
+        middle = own.middle.save()
+    with local.trace(PROMPT):
+        here = local.model.layers[4].output.save()
+    assert torch.equal(middle, here)
+
+
 @torch.no_grad()
 def last_of(model: TransformersModel, layer: int = 1) -> torch.Tensor:
     return model.model.layers[layer].output[:, -1]
