@@ -33,6 +33,7 @@ from cloudpickle.cloudpickle import (  # type: ignore[import-untyped]
     _DYNAMIC_CLASS_TRACKER_BY_CLASS,
 )
 from nnsight.intervention.serialization import UnknownPersistentIdError
+from nnsight.modeling.mixins.remotable import Remotable
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import WithBlockNotFoundError, _saves, dec, inc
 from nnsight.tracing.util import filter_traceback
@@ -68,6 +69,7 @@ _UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError)
 _NO_GRADIENT = ("does not require grad", "doesn't require grad", "has requires_grad=False")
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
+_remote_backend = Remotable._remote_backend
 _skeleton: Skeleton | None = None
 _rehearsal = b""
 
@@ -148,6 +150,7 @@ def _say(line: str) -> None:
 def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[str, Any]:
     unpickler: type[pickle._Unpickler | pickle.Unpickler] = CompleteUnpickler
     complete_functions()
+    Remotable._remote_backend = _backend
     if not order.trusted:
         raise_fence()
         unpickler = FencedUnpickler
@@ -186,6 +189,11 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
             " own tensors get none. Save them, or have the optimiser inside a session."
         )
     return saved
+
+
+def _backend(model: Remotable, remote: bool | str, *more: Any) -> Any:
+    """None, which is here, for a trace with ``remote=True`` inside of a session that is."""
+    return None if remote is True else _remote_backend(model, remote, *more)
 
 
 # The result
