@@ -20,6 +20,9 @@ from mesh.types import LayerRange, ModelId
 
 logger = logging.getLogger(__name__)
 
+MAIN = "main"
+"""The revision of a repository where none is named."""
+
 
 @dataclass(frozen=True, slots=True)
 class PullWish:
@@ -30,7 +33,7 @@ class PullWish:
     layers: tuple[LayerRange, ...] | None = None
     ends: bool = True
     source: str = ""
-    revision: str = "main"
+    revision: str = MAIN
     drop: bool = False
 
 

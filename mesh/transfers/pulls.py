@@ -31,9 +31,9 @@ from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
 from mesh.paths import absolute
 from mesh.processes.tasks import end, spawn
-from mesh.transfers.begun import BegunPull, BegunPulls, PullWish
+from mesh.transfers.begun import MAIN, BegunPull, BegunPulls, PullWish
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
-from mesh.transfers.hub import REPOSITORY
+from mesh.transfers.hub import REPOSITORY, parse_origin
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import ModelId, NodeId
@@ -212,13 +212,18 @@ class Pulls:
         if wish.source not in ("", "hub"):
             wish = replace(wish, source=_only_node(wish.source, peers))
             peers = [peer for peer in peers if peer.node == wish.source]
-        known = meant(wish.model, peers, () if wish.source else self._fetcher.holdings)
+        holdings = [] if wish.source else [*self._fetcher.holdings]
+        if wish.revision != MAIN:  # which of them a branch or a tag is, the hub alone knows
+            peers = [peer for peer in peers if _is_of(peer.held.origin, wish.revision)]
+            holdings = [held for held in holdings if _is_of(held.origin, wish.revision)]
+        known = meant(wish.model, peers, holdings)
         if known is not None and wish.source != "hub":
             return BegunPull(wish, known)
         repository, _ = split_name(wish.model)
         if wish.source not in ("", "hub") or REPOSITORY.fullmatch(repository) is None:
+            which = "" if wish.revision == MAIN else f" of revision {wish.revision!r}"
             raise ModelNotFound(
-                f"No node that is up has {wish.model!r}.",
+                f"No node that is up has {wish.model!r}{which}.",
                 fix="See `hearthnet list` for what there is; the hub's models are ORG/NAME.",
                 param="model",
             )
@@ -346,6 +351,12 @@ def _means(text: str, model_id: str, sha256: str) -> bool:
     """Whether a name, perhaps with the beginning of the hash behind ``@``, is this checkpoint's."""
     name, _, digits = text.partition("@")
     return bool(sha256) and name == model_id and sha256.startswith(digits)
+
+
+def _is_of(origin: str, revision: str) -> bool:
+    """Whether it came from the hub at this commit."""
+    place = parse_origin(origin)
+    return place is not None and place[1] == revision
 
 
 def _is_path(model: str) -> bool:

@@ -18,7 +18,8 @@ from mesh.transfers.commands import PeerHolding
 from mesh.transfers.pulls import PullContext, Pulls
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
-from tests.transfers.house import MODEL, Fetcher, house, up
+from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
+from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import sent
 
 
@@ -206,3 +207,24 @@ async def test_a_name_that_two_nodes_have_is_no_source(tmp_path: Path) -> None:
             pulls.start(PullWish(MODEL, source="one"))
         assert all(short_id(peer.node) in str(refused.value.fix) for peer in peers)
         assert pulls.view()["pulls"] == []
+
+
+async def test_a_revision_is_that_of_the_hub_also_where_the_model_is_here(tmp_path: Path) -> None:
+    directory = tmp_path / "toy"
+    await asyncio.to_thread(make_checkpoint, directory, "llama", layers=1)
+    with HubStandin(directory) as hub:
+        async with hub_house(tmp_path, hub.url, "one") as (_, (one,)):
+            pulls = pulls_of(one, tuple, tmp_path)
+
+            async def pulled(revision: str) -> dict[str, Any]:
+                begun = pulls.start(PullWish("org/toy", revision=revision))
+                return await pulls.outcome(begun["pull"], 30.0)
+
+            first, at = await pulled("main"), hub.commit
+            await asyncio.to_thread(make_checkpoint, directory, "llama", layers=1, seed=1)
+            later = await pulled("v2.0")
+            assert later["state"] == "done"
+            assert later["directory"] != first["directory"]
+            asked = hub.asked["api"]
+            assert (await pulled(at))["directory"] == first["directory"]
+            assert hub.asked["api"] == asked
