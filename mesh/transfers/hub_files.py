@@ -17,6 +17,7 @@ from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
 from mesh.models.coded.scheme import scheme_of
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import write_json_atomically
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
@@ -29,6 +30,7 @@ from mesh.types import ModelId
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ADAPTER = "adapter_config.json"
 _FOR_PLANS = frozenset({_CONFIG, "generation_config.json", _INDEX})
 _AT_ONCE = 8
 """Headers that are asked for at the same time."""
@@ -61,10 +63,16 @@ async def read_small(
 ) -> dict[str, bytes]:
     """Those of the small files of these names that there are, config first.
 
-    Raises UnsupportedFamily for weights in a quantised format that is not read, TransferFailed for
-    bytes that are not the file's, and what the hub raises.
+    Raises BadCheckpoint for a repository without a config, UnsupportedFamily for weights in a
+    quantised format that is not read, TransferFailed for bytes that are not the file's, and what
+    the hub raises.
     """
     files = repository.files
+    if _CONFIG not in files:
+        raise _other_files(repository) or BadCheckpoint(
+            f"{repository.id} has no {_CONFIG}, and so no model that transformers reads.",
+            fix="Use another repository.",
+        )
     found: dict[str, bytes] = {}
     for name in sorted(names & files.keys(), key=lambda name: (name != _CONFIG, name)):
         content = found[name] = await hub.read(repository, name, 0, files[name].length)
@@ -75,7 +83,8 @@ async def read_small(
 
 
 def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFile]:
-    """The files that hold the weights. Raises BadCheckpoint for those that are not safetensors."""
+    """The files that hold the weights. Raises BadCheckpoint for those that are not safetensors, or
+    not all there."""
     files = repository.files
     if _INDEX in small:
         index = _parsed(_INDEX, small[_INDEX], _Index)
@@ -87,12 +96,35 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
         for name in names
         if name not in files or files[name].lfs is None or Path(name).name != name
     ]
-    if lacking:
+    if lacking and _INDEX in small:
         raise BadCheckpoint(
+            f"{repository.id} has no {lacking[0]}, which its {_INDEX} names.",
+            fix="Try again later, as it may still be uploaded; or use another revision.",
+        )
+    if lacking:
+        raise _other_files(repository) or BadCheckpoint(
             f"{repository.id} has no {lacking[0]}: its weights are not safetensors.",
             fix="Use a repository that has them; pickles run code when they are loaded.",
         )
     return [files[name] for name in names]
+
+
+def _other_files(repository: Repository) -> BadCheckpoint | None:
+    """The error for one that has a model's weights in another form, None where nobody can tell."""
+    if _ADAPTER in repository.files:
+        return BadCheckpoint(
+            f"{repository.id} is an adapter, which changes another model: adapters are not served.",
+            fix="Use a repository with the model that it was merged into.",
+        )
+    deep = sorted(name for name in repository.files if name.endswith(SUFFIX) and "/" in name)
+    if not deep:
+        return None
+    folder = deep[0].rpartition("/")[0]
+    return BadCheckpoint(
+        f"{repository.id} has its GGUF files in folders, as {deep[0]}, and none comes from there.",
+        fix=f"`hf download {repository.id} --include '{folder}/*' --local-dir DIR`, then name the"
+        f" file: DIR/{deep[0]}.",
+    )
 
 
 def has_safetensors(repository: Repository) -> bool:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mesh.errors import BadRequest, ModelNotFound
+from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound
 from mesh.models.gguf.container import SUFFIX, header_of_beginning
-from mesh.models.gguf.contents import is_projector, model_name, settings_of
+from mesh.models.gguf.contents import is_projector, model_name, parts_of, settings_of
 from mesh.models.partial_draft import SparseFile, create_sparse
 from mesh.transfers.hub import Hub, HubFile, Repository
 from mesh.transfers.hub_files import has_safetensors, headers_directory
@@ -21,7 +21,8 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
     """The files of the GGUF model that is meant: that of which `wanted` is a file, or the only one
     of a repository without safetensors; none where it has those, or no GGUF file.
 
-    Raises ModelNotFound for a file that is not there, BadRequest where there are several models.
+    Raises ModelNotFound for a file that is not there, BadRequest where there are several models,
+    BadCheckpoint for one of which a part is missing.
     """
     models: dict[str, list[HubFile]] = {}
     for name, file in sorted(repository.files.items()):
@@ -33,7 +34,7 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
             raise ModelNotFound(
                 f"{repository.id} has no {wanted}.", fix=f"It has {_listed(models)}.", param="model"
             )
-        return found
+        return _all_of(repository, found)
     if has_safetensors(repository) or not models:
         return []
     if len(models) > 1:
@@ -44,7 +45,18 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
             " stored, Q4_0 what int4 does.",
             param="model",
         )
-    return next(iter(models.values()))
+    return _all_of(repository, next(iter(models.values())))
+
+
+def _all_of(repository: Repository, found: Sequence[HubFile]) -> Sequence[HubFile]:
+    """The files of a model. Raises BadCheckpoint unless all its parts are there."""
+    parts = [Path(file.rfilename) for file in found]
+    if lacking := sorted(path.name for path in {*parts_of(parts[0])} - {*parts}):
+        raise BadCheckpoint(
+            f"{repository.id} has no {lacking[0]}, which belongs to {parts[0]}.",
+            fix="Try again later, as it may still be uploaded; or use another revision.",
+        )
+    return found
 
 
 async def fetch_gguf_headers(

@@ -250,7 +250,8 @@ def test_a_directory_that_holds_only_a_file_is_that_model(
     snapshot = tmp_path / "models--house--Small-GGUF" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     file = write_gguf(directory, snapshot / "small-f16.gguf", "F16")
-    (snapshot / "mmproj-small.gguf").write_bytes(b"pictures")
+    for name in ("mmproj-small.gguf", "small-mmproj-f16.gguf"):
+        (snapshot / name).write_bytes(b"pictures")
     manifest = read_manifest(snapshot)
     assert (manifest.model_id, manifest.gguf) == ("house/Small-GGUF", file)
     assert read_manifest(file).model_id == "small-f16"

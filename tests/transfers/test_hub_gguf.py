@@ -120,3 +120,15 @@ async def test_what_is_no_gguf_file_is_refused_before_it_comes(
             with pytest.raises(BadCheckpoint, match=r"does not begin as a GGUF file does"):
                 await one.supervisor.headers("org/toy")
             assert sent(hub) <= 1 << 20
+
+
+async def test_a_model_of_which_a_part_is_missing_is_refused_before_it_comes(
+    tmp_path: Path, folder: Path
+) -> None:
+    await asyncio.to_thread(write_gguf, checkpoint_dir(), folder / "cut.gguf", "Q8_0", parts=2)
+    await asyncio.to_thread((folder / "cut-00002-of-00002.gguf").unlink)
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(BadCheckpoint, match=r"no cut-00002-of-00002.gguf, which belongs"):
+                await one.supervisor.pull("org/toy/cut-00001-of-00002.gguf")
+            assert sent(hub) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,3 +106,34 @@ async def test_what_does_not_begin_as_safetensors_is_refused(
         with pytest.raises(BadCheckpoint, match="does not begin as a safetensors file"):
             await one.supervisor.headers("org/toy")
     assert weights_sent(hub) == 8
+
+
+def _shard(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _adapter(directory: Path) -> None:
+    (directory / "config.json").rename(directory / "adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda directory: (directory / "config.json").unlink(), "org/toy has no config.json"),
+        (_shard, "no model-00002-of-00002.safetensors, which its model.safetensors.index.json"),
+        (_adapter, "org/toy is an adapter"),
+    ],
+)
+async def test_what_lacks_a_file_is_refused_before_weights_are_sent(
+    tmp_path: Path, hub: HubStandin, change: Callable[[Path], object], why: str
+) -> None:
+    await asyncio.to_thread(change, hub.directory)
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
+        one = made.start("one")
+        await up(one)
+        for ask in (one.supervisor.pull, one.supervisor.headers):
+            with pytest.raises(BadCheckpoint, match=why):
+                await ask("org/toy")
+    assert weights_sent(hub) == 0

@@ -25,7 +25,7 @@ _OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)(\.(?P<kind>weigh
 _OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 _NUMBERED = re.compile(r"blk\.(\d{1,5})\.")
 _PROJECTOR = "mmproj"
-"""What the names of files begin with that hold the part of a model that looks at pictures."""
+"""What the names of files have in them that hold the part of a model that looks at pictures."""
 
 _MAX_EXPERTS = 4096
 _COUNTS = ("num_experts", "n_routed_experts")
@@ -38,6 +38,16 @@ def model_name(file: Path) -> str:
     """What a model is called that is a file: as the file, without what says that it is one."""
     part = _PART.fullmatch(file.name)
     return part["stem"] if part else file.name.removesuffix(SUFFIX)
+
+
+def parts_of(file: Path) -> list[Path]:
+    """The files of the model that this is, or is a part of, in their order."""
+    part = _PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    stem, count = part["stem"], part["count"]
+    numbers = range(1, int(count) + 1)
+    return [file.with_name(f"{stem}-{each:05}-of-{count}.gguf") for each in numbers]
 
 
 def settings_of(header: GgufHeader) -> list[TensorEntry]:
@@ -55,7 +65,7 @@ def settings_of(header: GgufHeader) -> list[TensorEntry]:
 
 def is_projector(name: str) -> bool:
     """Whether a file of this name holds the part of a model that looks at pictures."""
-    return name.startswith(_PROJECTOR)
+    return _PROJECTOR in name
 
 
 def only_model(directory: Path) -> Path | None:
@@ -109,14 +119,7 @@ def read_gguf(file: Path) -> CheckpointContents:
 
 
 def _files(file: Path) -> list[Path]:
-    part = _PART.fullmatch(file.name)
-    files = [file]
-    if part is not None:
-        count = part["count"]
-        files = [
-            file.with_name(f"{part['stem']}-{number:05}-of-{count}.gguf")
-            for number in range(1, int(count) + 1)
-        ]
+    files = parts_of(file)
     for each in files:
         if not each.is_file():
             if each == file:
