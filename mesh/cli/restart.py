@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def restart(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
-    """Stop the daemon as `down` does, and start it again with the flags that it had.
+    """Stop the daemon as `down` does, and start it again with the flags and the environment that
+    it had.
 
     Where it ran in a terminal, the new one runs detached. One that could not start again, for want
     of a model for instance, is not stopped.

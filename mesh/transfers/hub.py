@@ -37,6 +37,7 @@ _LONGEST_WAIT_S = 300.0
 _REACH_S = _RETRY_S[:2]
 """Without a connection somebody waits in vain who has only just asked."""
 _MAX_LISTING_BYTES = 32 << 20
+_CHECK_NETWORK = "Check HF_ENDPOINT, and whether this network wants you to log in first."
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,10 @@ class Hub:
         try:
             return codec.convert(codec.parse_json(body), Repository)
         except Fault as fault:
+            what = fault.field or "it"
             raise HubRefused(
-                f"What the hub says of {name} is not understood: {fault.field} {fault.why}.",
-                fix="Check HF_ENDPOINT.",
+                f"What the hub says of {name} is not understood: {what} {fault.why}.",
+                fix=_CHECK_NETWORK,
             ) from fault
 
     async def read(self, repository: Repository, file: str, start: int, stop: int) -> bytes:
@@ -193,9 +195,16 @@ class Hub:
             )
         import httpx
 
-        failure = _Failure()
+        failure, endpoint = _Failure(), self._settings.endpoint
         try:
             yield failure
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise HubRefused(
+                f"{endpoint} is no address of a hub: {error}",
+                fix="Start the node with another HF_ENDPOINT, a URL, or with none.",
+            ) from error
+        except httpx.TooManyRedirects as error:
+            raise HubRefused(f"{endpoint} sends on and on.", fix=_CHECK_NETWORK) from error
         except _Wait as wait:
             failure.wait_s, failure.why = wait.seconds, wait.why
         except httpx.TransportError as error:
@@ -286,7 +295,8 @@ def _refusal(status: int, code: str, name: str) -> MeshError:
     if status in (401, 403):  # the hub also says so of what does not exist
         return HubRefused(
             f"The hub does not give {name} to you, or there is no such repository ({status}).",
-            fix="Check its name; if it is private, log in (`hf auth login`) or set HF_TOKEN.",
+            fix="Check its name; if it is private, log in (`hf auth login`), or start the node with"
+            " HF_TOKEN set.",
         )
     if status == 404:
         return ModelNotFound(

@@ -47,6 +47,9 @@ class Mischief:
     bytes_per_s: float = 0.0
     """No answer is given faster; 0: as fast as it goes."""
     knows_ranges: bool = True
+    portal: int = 0
+    """The status of every answer, as of a network that wants a login first: a page, or the way to
+    this same address."""
     gated: bool = False
 
     def throttles(self, name: str, given: int) -> bool:
@@ -136,7 +139,9 @@ class HubStandin:
         path = unquote(urlsplit(request.path).path)
         mischief = self.mischief
         name = path.rpartition("/")[2]
-        if mischief.throttles(name, self.sent[name]):
+        if mischief.portal:
+            _plain(request, mischief.portal, b"<html>", {"Location": request.path})
+        elif mischief.throttles(name, self.sent[name]):
             self.given.append(Given(time.monotonic(), name, 429, 0, 0))
             _plain(request, 429, b"slow down", {"Retry-After": mischief.retry_after})
         elif mischief.token and request.headers.get("Authorization") != f"Bearer {mischief.token}":

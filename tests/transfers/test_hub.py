@@ -197,6 +197,27 @@ async def test_a_refusal_says_what_to_do(
             await one.supervisor.pull(name)
 
 
+@pytest.mark.parametrize(
+    ("portal", "endpoint", "words", "fix"),
+    [
+        (200, "", "not understood: it is not JSON", "log in first"),
+        (302, "", "sends on and on", "log in first"),
+        (0, "hub.local", "hub.local is no address of a hub", "another HF_ENDPOINT"),
+    ],
+)
+async def test_what_is_no_hub_is_said_at_once(
+    portal: int, endpoint: str, words: str, fix: str, tmp_path: Path, hub: HubStandin
+) -> None:
+    hub.mischief.portal = portal
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(endpoint or hub.url)
+        one = made.start("one")
+        await up(one)
+        with pytest.raises(HubRefused, match=words) as refused:
+            await one.supervisor.pull("org/toy")
+        assert fix in str(refused.value.fix)
+
+
 async def test_a_token_is_shown_and_offline_is_kept(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
