@@ -82,6 +82,9 @@ class Deploying:
         found = await self._weights.find(model)
         if found.weights_sha256:
             return await self._deploy_found(order, secrets.token_hex(8), found)
+        known = self._find(found.model_id)  # the hub calls it otherwise, and it is up as that
+        if known is not None:
+            return await self._deploy(self._ordered(known.wish, order), known)
         wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
         _, plan = await self._planned(wish, None)  # what has no room is refused before it is read
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
 from mesh.errors import ModelNotFound
 from mesh.models.gguf.container import SUFFIX
-from mesh.models.hub_cache import split_name
+from mesh.models.hub_cache import checkpoint_name, split_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
@@ -56,10 +56,10 @@ class FetchedWeights:
         except ModelNotFound:
             known = self._weights.known(model)
             fetcher = self._weights.fetcher
-            repository, _ = split_name(model)
+            repository, file = split_name(model)
             if known is None and "/" in model and REPOSITORY.fullmatch(repository) is not None:
                 headers = await fetcher.headers(model)
-                name = ModelId(model) if headers.suffix == SUFFIX else None
+                name = _gguf_name(headers, file) if headers.suffix == SUFFIX else None
                 return await asyncio.to_thread(
                     read_manifest, headers, model_id=name, is_hashed=False
                 )
@@ -80,7 +80,10 @@ class FetchedWeights:
             path = await self._weights.fetcher.pull(model, layers, ends=ends)
         finally:
             await end([telling])
-        manifest = await asyncio.to_thread(read_manifest, path, cache_dir=self._cache_dir)
+        # As it was asked for: the same weights may lie there under another name.
+        manifest = await asyncio.to_thread(
+            read_manifest, path, model_id=ModelId(model), cache_dir=self._cache_dir
+        )
         return checkpoint(manifest)
 
     async def ensure(
@@ -124,3 +127,10 @@ class FetchedWeights:
                     far = transfer.done_bytes, transfer.total_bytes, transfer.bytes_per_s
                     on_progress(*far, transfer.note)
             await asyncio.sleep(_LOOK_S)
+
+
+def _gguf_name(headers: Path, file: str) -> ModelId:
+    """What a GGUF model of the hub is called, also where its repository was asked for by a name
+    that it had before. `headers`: see `hub_gguf.fetch_gguf_headers`."""
+    repository = checkpoint_name(headers.parent.parent)
+    return ModelId(f"{repository}/{file}") if file else repository

@@ -126,10 +126,10 @@ class Fetches:
 
     async def _fetch(self, running: _Running) -> Path:
         order, wanted = running.order, WantedLayers(running.order.layers, running.order.ends)
-        here = await asyncio.to_thread(self._here, order.weights_sha256, wanted)
+        here = await asyncio.to_thread(self._here, order, wanted)
         if here is not None:
             return here
-        own = self._shelf.own(order.weights_sha256)
+        own = self._shelf.own(order.weights_sha256, order.model_id)
         models_dir = self._settings.models_dir
         directory = own or partial_directory(models_dir, order.model_id, order.weights_sha256)
         while True:
@@ -192,9 +192,9 @@ class Fetches:
             running.note = "no node that is up has it" if not errors else ""
             await self.news(_AGAIN_S)
 
-    def _here(self, sha256: str, wanted: WantedLayers) -> Path | None:
+    def _here(self, order: Ensure, wanted: WantedLayers) -> Path | None:
         """The place where all of it lies already."""
-        for kept in self._shelf.of(sha256):
+        for kept in self._shelf.of(order.weights_sha256, order.model_id):
             if not kept.place.exists():  # whoever offered it has deleted it
                 self._shelf.remove(kept.place)
             elif kept.names.issuperset(wanted.names(kept.manifest)):

@@ -141,15 +141,16 @@ class Shelf:
             self.version += 1
             self._claims.pop(origin, None)
 
-    def of(self, sha256: str) -> list[StoredCheckpoint]:
-        """The copies of this checkpoint, the one with most tensors first."""
+    def of(self, sha256: str, called: str = "") -> list[StoredCheckpoint]:
+        """The copies of this checkpoint: those that are `called` so first, whose config and
+        tokenizer may be others, and of these the one with most tensors."""
         with self._guard:
             found = [k for k in self._kept.values() if k.manifest.weights_sha256 == sha256]
-        return sorted(found, key=lambda kept: -len(kept.names))
+        return sorted(found, key=lambda k: (k.manifest.model_id != called, -len(k.names)))
 
-    def own(self, sha256: str) -> Path | None:
-        """The directory of a partial copy, to which tensors may be added."""
-        found = [kept for kept in self.of(sha256) if kept.complete is not None]
+    def own(self, sha256: str, called: str) -> Path | None:
+        """The directory of a partial copy, to which tensors may be added; see `of`."""
+        found = [kept for kept in self.of(sha256, called) if kept.complete is not None]
         return found[0].manifest.directory if found else None
 
     def at(self, place: Path) -> StoredCheckpoint | None:
@@ -182,10 +183,10 @@ class Shelf:
         return gone
 
     def holdings(self) -> list[Holding]:
-        """One entry for each checkpoint, of its fullest copy, and one for each claim."""
-        fullest: dict[str, StoredCheckpoint] = {}
+        """One entry for each name of a checkpoint, of its fullest copy, and one for each claim."""
+        fullest: dict[tuple[ModelId, str], StoredCheckpoint] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
-            fullest[kept.manifest.weights_sha256] = kept
+            fullest[kept.manifest.model_id, kept.manifest.weights_sha256] = kept
         held = []
         for kept in fullest.values():
             try:

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.local import BUILTIN
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.mesh_e2e.conftest import StartNode
@@ -124,6 +125,23 @@ def test_a_model_of_the_hub_is_estimated_unread_and_then_read_in_sight(
         assert len(set(said) & set(range(1, 100))) >= 4
         ready(node)
         assert row(node)["deployment"] == deployed.stdout.partition("(")[2].partition(")")[0]
+
+
+def test_the_same_weights_come_up_under_each_name_that_the_hub_has_for_them(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "toy", "llama", layers=2)
+    with HubStandin(checkpoint, mirror="org/mirror", before="org/old") as hub:
+        node = own_node("attic", environment={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"})
+        node.wait_up()
+        for model in ("org/toy", "org/mirror", "org/old"):
+            ran = hearthnet("run", model, "The kettle", "--max-tokens", "2", node=node)
+            assert ran.returncode == 0, ran.stderr
+    assert [each["model_id"] for each in rows(node)] == ["org/mirror", "org/toy"]
+    found = node.get("/mesh/v1/weights")["models"]
+    held = {each["id"]: each["directory"] for each in found if each["id"] != BUILTIN}
+    assert held.keys() == {"org/toy", "org/mirror"}
+    assert len({*held.values()}) == 2
 
 
 def test_run_brings_up_a_repository_that_has_only_gguf_files(

@@ -93,6 +93,10 @@ class HubStandin:
     given: list[Given] = field(default_factory=list)
     """Every answer of bytes, or that there are none now."""
     host: str = "127.0.0.1"
+    mirror: str = ""
+    """Another repository with the same files."""
+    before: str = ""
+    """What ``org/toy`` was called before it got another name: its listing is sent on."""
 
     def __enter__(self) -> Self:
         standin = self
@@ -150,13 +154,15 @@ class HubStandin:
             else:
                 headers = {"X-Error-Code": "GatedRepo"} if mischief.gated else {}
                 _plain(request, 401, b"who are you", headers)
-        elif path.startswith("/api/models/org/toy/revision/"):
+        elif self.before and path.startswith(f"/api/models/{self.before}/"):
+            _plain(request, 307, b"", {"Location": request.path.replace(self.before, "org/toy")})
+        elif repository := self._meant(path, "/api/models/{}/revision/"):
             self.asked["api"] += 1
-            listing = json.dumps(self._listing()).encode()
+            listing = json.dumps(self._listing(repository)).encode()
             is_cut = mischief.cut_listings > 0
             mischief.cut_listings -= is_cut
             _plain(request, 200, listing, is_cut=is_cut)
-        elif path.startswith(f"/org/toy/resolve/{self.commit}/"):
+        elif self._meant(path, f"/{{}}/resolve/{self.commit}/"):
             self.asked["resolve"] += 1
             _plain(request, 302, b"", {"Location": f"{self.url}/bytes/{name}"})
         elif path.startswith("/bytes/"):
@@ -164,7 +170,12 @@ class HubStandin:
         else:
             _plain(request, 404, b"no such thing", {"X-Error-Code": "RepoNotFound"})
 
-    def _listing(self) -> dict[str, Any]:
+    def _meant(self, path: str, beginning: str) -> str:
+        """The repository in a path that begins so; '' for others."""
+        names = filter(None, ("org/toy", self.mirror))
+        return next((name for name in names if path.startswith(beginning.format(name))), "")
+
+    def _listing(self, repository: str) -> dict[str, Any]:
         siblings = []
         for file in sorted(self.directory.iterdir()):
             content = file.read_bytes()
@@ -176,7 +187,7 @@ class HubStandin:
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 135}
             siblings.append(entry)
-        return {"id": "org/toy", "sha": self.commit, "siblings": siblings, "private": False}
+        return {"id": repository, "sha": self.commit, "siblings": siblings, "private": False}
 
     def _give(self, request: BaseHTTPRequestHandler, name: str) -> None:
         self.asked["bytes"] += 1
