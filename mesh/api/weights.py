@@ -39,10 +39,11 @@ def view_routes(pulls: Pulls) -> list[Route]:
     """Reading."""
 
     async def view(_request: Request) -> Response:
-        """What of models is on disks here and at neighbours, and what is being fetched. Answers as
-        `Pulls.view`.
+        """What of models is on disks here and at neighbours, what is being fetched, and what is
+        `staged`, ``[{"model_id", "bytes"}]``: it came from the hub, and the rest is still to come.
+        Answers as `Pulls.view`.
         """
-        return JSONResponse(pulls.view())
+        return JSONResponse({**pulls.view(), "staged": await pulls.staged()})
 
     async def outcome(request: Request) -> Response:
         """What became of a pull, after `?wait=SECONDS` at most. Answers as `Pulls.outcome`."""

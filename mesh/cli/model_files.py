@@ -36,9 +36,11 @@ def rm(
     yes: Yes = False,
 ) -> None:
     """Delete a model that was fetched from this machine's disk. One in use is not deleted."""
-    here = _of(daemon.ask(lambda client: client.weights()), model)["here"]
+    found = _of(daemon.ask(lambda client: client.weights()), model)
+    here = [f"{data_size(each['here_bytes'])} in {each['directory']}" for each in found["here"]]
+    here += [f"{data_size(each['bytes'])} that came of it" for each in found["staged"]]
     if here and not yes:
-        held = ", ".join(f"{data_size(each['here_bytes'])} in {each['directory']}" for each in here)
+        held = ", ".join(here)
         require_yes(f"Delete {model} ({held})?")
     removed = daemon.ask(lambda client: client.remove_model(model))
     daemon.show(
@@ -54,9 +56,10 @@ def _of(picture: dict[str, Any], model: str) -> dict[str, Any]:
 
     here = [row for row in picture["models"] if is_meant(row)]
     nearby = [row for row in picture["neighbours"] if is_meant(row)]
-    if not here and not nearby:
+    staged = [row for row in picture.get("staged", ()) if row["model_id"] == model]
+    if not here and not nearby and not staged:
         raise ModelNotFound(f"{model!r} is neither here nor nearby.", fix="See `hearthnet list`.")
-    return {"model": model, "here": here, "neighbours": nearby}
+    return {"model": model, "here": here, "neighbours": nearby, "staged": staged}
 
 
 def _listed(picture: dict[str, Any]) -> None:
@@ -78,6 +81,10 @@ def _listed(picture: dict[str, Any]) -> None:
     for pull in picture["pulls"]:
         if pull["transfer"] not in told:
             say(f"fetching {pull['model']}: looking for it")
+    fetched = {row["model_id"] for row in picture["transfers"]}
+    for row in picture.get("staged", ()):  # a daemon of another version says none
+        if row["model_id"] not in fetched:
+            say(f"not all here: {_begun(row)}")
     here = {row["weights_sha256"] for row in picture["models"]}
     for row in picture["neighbours"]:
         names = ", ".join(name for _, name in _called(row["nodes"]))
@@ -95,13 +102,23 @@ def _shown(found: dict[str, Any]) -> None:
         say(f"in {row['directory']}{' (in use)' if row['in_use'] else ''}")
         if row["origin"]:
             say(f"from {row['origin']}")
-    if not found["here"]:
+    for row in found["staged"]:
+        say(f"not all here: {_begun(row)}")
+    if not (found["here"] or found["staged"]):
         note("nothing of it is here")
     for row in found["neighbours"]:
         for node, name in _called(row["nodes"]):
             ends = " and ends" if node["ends"] else ""
             spans = ", ".join(node["layers"]) or "no whole layer"
             say(f"{name} has {spans}{ends} of {row['weights_sha256'][:12]}")
+
+
+def _begun(row: dict[str, Any]) -> str:
+    name = row["model_id"]
+    return (
+        f"{name}, {data_size(row['bytes'])} came; `hearthnet pull {name}` goes on with it,"
+        f" `hearthnet rm {name}` deletes it"
+    )
 
 
 def _called(nodes: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:

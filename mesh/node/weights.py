@@ -22,10 +22,11 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.node import wiring
 from mesh.node.holdings import Holdings
-from mesh.paths import StatePaths, cache_dir
+from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import PeerHolding, Transfer
-from mesh.transfers.pulls import PullContext, Pulls, meant
+from mesh.transfers.names import meant
+from mesh.transfers.pulls import PullContext, Pulls
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import Endpoint, ModelId, ShardId, host_port
@@ -71,8 +72,10 @@ class Weights:
             None, self._changed, self._notify, is_used=lambda: held.is_used
         )
         self.fetcher.repairs.on_repaired = held.distrust
-        begun = StatePaths(config.state_dir).begun_pulls
-        around = PullContext(lambda: self._peers, self._in_use, self._notify, cache_dir(), begun)
+        around = PullContext(
+            lambda: self._peers, self._in_use, self._notify, cache_dir(),
+            config.models_dir or models_dir(), StatePaths(config.state_dir).begun_pulls,
+        )  # fmt: skip
         self.pulls = Pulls(self.fetcher, around)
 
     async def start(self, tls: TlsMaterial) -> None:

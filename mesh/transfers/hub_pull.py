@@ -34,8 +34,7 @@ from mesh.transfers.hub_files import (
 from mesh.transfers.hub_passing import HubPassing
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-
-_STAGING = ".hub"
+from mesh.transfers.staged import staging_of
 
 
 class HubPull:
@@ -54,8 +53,7 @@ class HubPull:
         self._models_dir = models_dir
         self._download = HubDownload(hub, model.repository, pace, meter)
         self._passing = HubPassing(hub, model, models_dir, self._download, meter)
-        name = f"{model.model_id.replace('/', '--')}@{model.repository.sha[:12]}"
-        self.staging = models_dir / _STAGING / name
+        self.staging = staging_of(models_dir, model.model_id, model.repository.sha)
 
     async def run(self, wanted: WantedLayers, *, drop: bool) -> Path:
         """The directory of the checkpoint, once all of it is there; or what is `wanted`, where that

@@ -18,7 +18,6 @@ from msgspec import to_builtins
 
 from mesh.clock import backoff_s, set_within
 from mesh.errors import (
-    BadRequest,
     Busy,
     MeshError,
     ModelInUse,
@@ -26,17 +25,18 @@ from mesh.errors import (
     TransferFailed,
     as_mesh_error,
 )
-from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
 from mesh.paths import absolute
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.begun import MAIN, BegunPull, BegunPulls, PullWish
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
-from mesh.transfers.hub import REPOSITORY, parse_origin
+from mesh.transfers.hub import REPOSITORY
+from mesh.transfers.names import is_of, means, meant, only, only_node
 from mesh.transfers.shelf import Holding
+from mesh.transfers.staged import remove_staged, staged_bytes
 from mesh.transfers.supervisor import FetcherSupervisor
-from mesh.types import ModelId, NodeId
+from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class PullContext:
     in_use: Callable[[], Collection[Path]]
     notify: Notify
     cache_dir: Path
+    models_dir: Path
     begun: Path
     """The file with what has not ended."""
 
@@ -186,18 +187,27 @@ class Pulls:
         return await self.outcome(name, 0.0)
 
     async def remove(self, model: str) -> dict[str, Any]:
-        """Delete a model that was fetched. Raises ModelInUse, ModelNotFound."""
+        """Delete a model that was fetched, and what came of it from the hub before the rest.
+        Raises ModelInUse, ModelNotFound, Busy."""
         held = self._held(model)
-        if not held:
-            raise ModelNotFound(f"{model!r} is not here.", fix="See `hearthnet list`.")
-        holding = _only(model, held)
-        if holding.directory in self._around.in_use():
+        holding = only(model, held) if held else None
+        if holding is not None and holding.directory in self._around.in_use():
             raise ModelInUse(
                 f"{model} is what this node serves.", fix="Stop serving it, then remove it."
             )
-        await self._fetcher.remove(holding.directory)
+        size = await asyncio.to_thread(remove_staged, self._around.models_dir, model)
+        if holding is not None:
+            await self._fetcher.remove(holding.directory)
+            size += holding.here_bytes
+        elif not size:
+            raise ModelNotFound(f"{model!r} is not here.", fix="See `hearthnet list`.")
         self._around.notify("model_removed", {"model": model})
-        return {"removed": holding.model_id, "bytes": holding.here_bytes}
+        return {"removed": model if holding is None else holding.model_id, "bytes": size}
+
+    async def staged(self) -> list[dict[str, Any]]:
+        """What came from the hub of models that are not all here, by what it takes on the disk."""
+        found = await asyncio.to_thread(staged_bytes, self._around.models_dir)
+        return [{"model_id": model_id, "bytes": size} for model_id, size in found.items()]
 
     async def close(self) -> None:
         """End what runs; the next start goes on with it."""
@@ -210,12 +220,12 @@ class Pulls:
             return BegunPull(wish)
         peers = self._around.peers()
         if wish.source not in ("", "hub"):
-            wish = replace(wish, source=_only_node(wish.source, peers))
+            wish = replace(wish, source=only_node(wish.source, peers))
             peers = [peer for peer in peers if peer.node == wish.source]
         holdings = [] if wish.source else [*self._fetcher.holdings]
         if wish.revision != MAIN:  # which of them a branch or a tag is, the hub alone knows
-            peers = [peer for peer in peers if _is_of(peer.held.origin, wish.revision)]
-            holdings = [held for held in holdings if _is_of(held.origin, wish.revision)]
+            peers = [peer for peer in peers if is_of(peer.held.origin, wish.revision)]
+            holdings = [held for held in holdings if is_of(held.origin, wish.revision)]
         known = meant(wish.model, peers, holdings)
         if known is not None and wish.source != "hub":
             return BegunPull(wish, known)
@@ -309,7 +319,7 @@ class Pulls:
         return [
             holding
             for holding in self._fetcher.holdings
-            if holding.weights_sha256 and _means(model, holding.model_id, holding.weights_sha256)
+            if holding.weights_sha256 and means(model, holding.model_id, holding.weights_sha256)
         ]
 
     def _require(self, name: str) -> _Pull:
@@ -327,67 +337,8 @@ class Pulls:
             del self._pulls[ended.pop(0)]
 
 
-def meant(
-    model: str, peers: Sequence[PeerHolding], holdings: Sequence[Holding]
-) -> tuple[ModelId, str] | None:
-    """The name and hash of the checkpoint of which these have something, if any does.
-
-    Raises BadRequest when it could be several.
-    """
-    said = [*((p.held.model_id, p.held.weights_sha256) for p in peers)]
-    said += [(held.model_id, held.weights_sha256) for held in holdings]
-    known = {sha256: name for name, sha256 in said if _means(model, name, sha256)}
-    if len(known) > 1:
-        names = " or ".join(f"{name}@{sha256[:12]}" for sha256, name in known.items())
-        raise BadRequest(
-            f"{model!r} is {len(known)} different checkpoints here.",
-            fix=f"Say which: {names}.",
-            param="model",
-        )
-    return next(((name, sha256) for sha256, name in known.items()), None)
-
-
-def _means(text: str, model_id: str, sha256: str) -> bool:
-    """Whether a name, perhaps with the beginning of the hash behind ``@``, is this checkpoint's."""
-    name, _, digits = text.partition("@")
-    return bool(sha256) and name == model_id and sha256.startswith(digits)
-
-
-def _is_of(origin: str, revision: str) -> bool:
-    """Whether it came from the hub at this commit."""
-    place = parse_origin(origin)
-    return place is not None and place[1] == revision
-
-
 def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~"))
-
-
-def _only_node(who: str, peers: Sequence[PeerHolding]) -> NodeId:
-    known = [(peer.node, peer.node_name) for peer in peers]
-    found = nodes_meant(who, known)
-    if len(found) > 1:
-        raise BadRequest(
-            f"{len(found)} nodes are called {who!r}.",
-            fix=f"Name one of: {told_apart(known)}.",
-            param="source",
-        )
-    if not found:
-        raise ModelNotFound(
-            f"No node that is up and has models is called {who!r}.",
-            fix="See `hearthnet peers`.",
-            param="source",
-        )
-    return found[0]
-
-
-def _only(model: str, held: list[Holding]) -> Holding:
-    if len(held) > 1:
-        names = " or ".join(f"{each.model_id}@{each.weights_sha256[:12]}" for each in held)
-        raise BadRequest(
-            f"{model!r} is {len(held)} different checkpoints here.", fix=f"Say which: {names}."
-        )
-    return held[0]
 
 
 def _row(transfer: Transfer) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, Busy, ModelNotFound
 from mesh.identity.keys import short_id
 from mesh.models.manifest import read_manifest
 from mesh.transfers.begun import PullWish
@@ -27,7 +27,7 @@ def pulls_of(taker: Fetcher, peers: Callable[[], Sequence[PeerHolding]], root: P
     def ignore(kind: str, fields: dict[str, Any]) -> None:
         pass
 
-    files = root / "cache", root / "pulls.json"
+    files = root / "cache", root / taker.name / "models", root / "pulls.json"
     return Pulls(taker.supervisor, PullContext(peers, tuple, ignore, *files))
 
 
@@ -228,3 +228,32 @@ async def test_a_revision_is_that_of_the_hub_also_where_the_model_is_here(tmp_pa
             asked = hub.asked["api"]
             assert (await pulled(at))["directory"] == first["directory"]
             assert hub.asked["api"] == asked
+
+
+async def test_what_came_of_the_hub_before_it_was_cancelled_is_said_and_removed(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "toy"
+    await asyncio.to_thread(make_checkpoint, directory, "llama", layers=4, hidden=128, vocab=300)
+    size = (directory / "model.safetensors").stat().st_size
+    with HubStandin(directory) as hub:
+        hub.mischief.suffix, hub.mischief.bytes_per_s = ".safetensors", size / 4
+        async with hub_house(tmp_path, hub.url, "one") as (_, (one,)):
+            pulls = pulls_of(one, tuple, tmp_path)
+            name = pulls.start(PullWish("org/toy"))["pull"]
+            async with asyncio.timeout(20):
+                while not sum(row["done_bytes"] for row in pulls.view()["transfers"]):  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            with pytest.raises(Busy):
+                await pulls.remove("org/toy")
+            await pulls.cancel(name)
+            async with asyncio.timeout(20):
+                while pulls.view()["transfers"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            (begun,) = await pulls.staged()
+            assert (begun["model_id"], pulls.view()["models"]) == ("org/toy", [])
+            gone = await pulls.remove("org/toy")
+            assert gone == {"removed": "org/toy", "bytes": begun["bytes"]}
+            assert await pulls.staged() == []
+            with pytest.raises(ModelNotFound):
+                await pulls.remove("org/toy")
