@@ -43,6 +43,7 @@ def view_routes(pulls: Pulls) -> list[Route]:
         `staged`, ``[{"model_id", "bytes"}]``: it came from the hub, and the rest is still to come.
         Answers as `Pulls.view`.
         """
+        await pulls.has_looked()
         return JSONResponse({**pulls.view(), "staged": await pulls.staged()})
 
     async def outcome(request: Request) -> Response:
@@ -63,6 +64,7 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
         body = await read_body(request, PullWeightsBody, settings)
         layers = None if body.layers is None else tuple(map(_layers, body.layers))
         wish = PullWish(body.model, layers, body.ends, body.source, body.revision, body.drop)
+        await pulls.has_looked()
         return JSONResponse(pulls.start(wish))
 
     async def cancel(request: Request) -> Response:
@@ -72,6 +74,7 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
     async def remove(request: Request) -> Response:
         """Remove a model from this machine's disk. Answers as `Pulls.remove`."""
         body = await read_body(request, RemoveWeightsBody, settings)
+        await pulls.has_looked()
         return JSONResponse(await pulls.remove(body.model))
 
     return [

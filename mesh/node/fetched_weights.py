@@ -54,8 +54,9 @@ class FetchedWeights:
         try:
             return await self._local.manifest(model)
         except ModelNotFound:
-            known = self._weights.known(model)
             fetcher = self._weights.fetcher
+            await fetcher.has_looked()
+            known = self._weights.known(model)
             repository, file = split_name(model)
             if known is None and "/" in model and REPOSITORY.fullmatch(repository) is not None:
                 headers = await fetcher.headers(model)

@@ -162,6 +162,10 @@ class Pulls:
         for name, each in begun.items():
             self._begin(name, each, self._goes_on(name, each))
 
+    async def has_looked(self) -> None:
+        """Once this node knows what is here: a model would be looked for elsewhere before that."""
+        await self._fetcher.has_looked()
+
     async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
         """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
         pull = self._require(name)

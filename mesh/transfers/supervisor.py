@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs, to_builtins
 
+from mesh.clock import set_within
 from mesh.discovery.interfaces import Reach
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadValue, MeshError, ProcessLost
@@ -49,6 +50,9 @@ from mesh.wire.websocket import ANY_ADDRESS, BACKLOG
 
 logger = logging.getLogger(__name__)
 
+LOOK_PATIENCE_S = 10.0
+"""So long those wait at most who want to know what is here; hashing a new checkpoint takes
+longer."""
 MAX_LIARS = 1024
 """That are remembered; those found first are forgotten first."""
 
@@ -101,6 +105,7 @@ class FetcherSupervisor(RestingSupervisor):
             self.reread,
         )
         self._numbers = itertools.count(1)
+        self._has_looked = asyncio.Event()
         self._orders = 0
         """How many wait for what they have ordered."""
 
@@ -170,6 +175,12 @@ class FetcherSupervisor(RestingSupervisor):
         time, or this checkpoint, at once. How many tensors have changed: they are said, and fetched
         again where that is possible. Raises MeshError."""
         return await self._order(Reread(weights_sha256))
+
+    async def has_looked(self) -> None:
+        """Once it is known what is here, which the first process finds out as it starts, or after
+        `LOOK_PATIENCE_S`."""
+        if self.is_to_run:
+            await set_within(self._has_looked, LOOK_PATIENCE_S)
 
     def offer(self, model: LocalCheckpoint) -> None:
         """Give this to others as well."""
@@ -245,8 +256,9 @@ class FetcherSupervisor(RestingSupervisor):
         self.tell(self._peers)
 
     def on_ready(self, answer: int) -> None:
-        """It listens at this port."""
+        """It listens at this port, and has said what is here."""
         self.port = answer
+        self._has_looked.set()
         self._on_change()
 
     def on_ended(self, ending: ChildEnding) -> None:

@@ -138,10 +138,16 @@ def test_the_same_weights_come_up_under_each_name_that_the_hub_has_for_them(
             ran = hearthnet("run", model, "The kettle", "--max-tokens", "2", node=node)
             assert ran.returncode == 0, ran.stderr
     assert [each["model_id"] for each in rows(node)] == ["org/mirror", "org/toy"]
+    assert hearthnet("evict", "org/mirror", node=node).returncode == 0
+    node.stop()
+    node.start()
+    node.wait_up()  # with no hub any more: what is on the disk is known at once
     found = node.get("/mesh/v1/weights")["models"]
     held = {each["id"]: each["directory"] for each in found if each["id"] != BUILTIN}
     assert held.keys() == {"org/toy", "org/mirror"}
     assert len({*held.values()}) == 2
+    ran = hearthnet("run", "org/mirror", "The kettle", "--max-tokens", "2", node=node)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_run_brings_up_a_repository_that_has_only_gguf_files(
