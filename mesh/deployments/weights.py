@@ -177,10 +177,10 @@ class LocalWeights:
             yield named
         plain = str(model_id).replace("/", "--")
         repository, file = split_name(model_id)
-        snapshot = f"{cache_folder(repository)}/snapshots/*/{file}".rstrip("/")
         for folder in self._folders:
-            snapshots = folder.glob(snapshot)
-            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
+            snapshots = _snapshots(folder / cache_folder(repository))
+            beside = (each / file if file else each for each in snapshots)
+            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *beside):
                 if looks_like_checkpoint(path):
                     yield path
 
@@ -218,6 +218,15 @@ class LocalWeights:
             fix="Put the checkpoint into one of these folders, or name its directory.",
             param="model",
         )
+
+
+def _snapshots(repository: Path) -> list[Path]:
+    """What the hub's cache has of one, its main revision first: other programs take that."""
+    try:
+        main = (repository / "refs" / "main").read_text(errors="replace").strip()
+    except OSError:
+        main = ""
+    return sorted((repository / "snapshots").glob("*"), key=lambda each: each.name != main)
 
 
 def checkpoint(manifest: Manifest) -> Checkpoint:

@@ -43,6 +43,22 @@ async def test_a_snapshot_that_has_only_a_file_is_found(tmp_path: Path) -> None:
     assert (await weights.find("house/small")).model_id == "house/small"
 
 
+async def test_of_several_snapshots_the_one_is_found_that_is_the_main_revision(
+    tmp_path: Path,
+) -> None:
+    repository, names = tmp_path / "models--house--small", ("0" * 40, "1" * 40)
+    kinds = dict(zip(names, ("Q8_0", "Q4_0"), strict=True))
+    (repository / "refs").mkdir(parents=True)
+    for name, kind in kinds.items():
+        (repository / "snapshots" / name).mkdir(parents=True)
+        write_gguf(checkpoint_dir(), repository / "snapshots" / name / "small.gguf", kind)
+    weights = LocalWeights({}, [tmp_path], None)
+    for name in names:
+        (repository / "refs" / "main").write_text(name)
+        found = await weights.manifest("house/small")
+        assert (found.directory.name, found.dtype) == (name, kinds[name].lower())
+
+
 async def test_what_was_named_by_its_path_is_found_by_its_name_after_a_restart(
     tmp_path: Path,
 ) -> None:
