@@ -28,7 +28,8 @@ _IGNORED = frozenset(
     {
         "dropout", "sliding_window", "position_ids", "use_cache", "output_attentions", "is_causal",
         "output_hidden_states", "output_router_logits", "cache_position", "return_dict",
-        "position_embeddings", "past_key_values", "past_key_value", "layer_idx", "head_mask",
+        "position_embeddings", "past_key_values", "past_key_value", "cache", "layer_idx",
+        "head_mask",
     }
 )  # fmt: skip
 """Keywords models pass to every attention that cannot change what this one computes."""

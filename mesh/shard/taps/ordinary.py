@@ -23,10 +23,10 @@ from mesh.shard.taps.tree import SpanTree
 _PASSED = frozenset(
     {
         "attention_mask", "position_ids", "position_embeddings", "cache_position",
-        "past_key_values", "use_cache", "output_attentions",
+        "past_key_values", "cache", "use_cache", "output_attentions",
     }
 )  # fmt: skip
-"""What transformers' models pass to their layers."""
+"""What transformers' models pass to their layers; since 5.23 the cache by its shorter name."""
 _FLOATING = frozenset({"fp32", "fp16", "bf16"})
 _MOST_ROWS = 512
 """Beyond, computing takes longer than looking."""
