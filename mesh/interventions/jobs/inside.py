@@ -7,6 +7,7 @@ opens.
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import io
 import json
@@ -214,10 +215,8 @@ class _Portable(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """How an object is pickled that not every client can read as it is."""
-        if isinstance(obj, type) and obj in _DYNAMIC_CLASS_TRACKER_BY_CLASS:
-            return _where_it_was_defined(obj)
-        if type(obj) is _AtTheClient:
-            return obj.reduced
+        if (own := _of_the_author_s(obj)) is not None:
+            return own
         if type(obj) is Namespace:
             return obj.__reduce__()
         if isinstance(obj, nn.Module) and isinstance(obj._parameters, RemoteTensors):
@@ -234,6 +233,20 @@ class _Portable(pickle.Pickler):
         if str(module).partition(".")[0] == "mesh":
             raise pickle.PicklingError("a part of the model is on another machine")
         return NotImplemented
+
+
+def _of_the_author_s(obj: Any) -> tuple[Any, ...] | None:
+    """How a class that came by value is written, and an object of one that has slots there: here it
+    came without, and the client's has no room for a dict."""
+    if type(obj) is _AtTheClient:
+        return obj.reduced
+    if isinstance(obj, type):
+        return _where_it_was_defined(obj) if obj in _DYNAMIC_CLASS_TRACKER_BY_CLASS else None
+    kind = type(obj)
+    has_slots = kind in _DYNAMIC_CLASS_TRACKER_BY_CLASS and "__slots__" in vars(kind)
+    if not has_slots or not getattr(obj, "__dict__", None) or hasattr(kind, "__setstate__"):
+        return None
+    return copyreg.__newobj__, (kind,), (None, vars(obj))  # type: ignore[attr-defined]
 
 
 def _where_it_was_defined(kind: type) -> tuple[Any, ...]:

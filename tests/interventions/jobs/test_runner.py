@@ -289,16 +289,20 @@ async def test_objects_of_classes_that_a_function_defined_come_back(
     class Finding:
         layer: int
 
+    @dataclasses.dataclass(slots=True)
+    class Slotted:
+        layer: int
+
     Pair = namedtuple("Pair", "left right")
 
     def saving(model: TransformersModel) -> None:
         with model.trace(PROMPT):
-            found = nnsight.save([Finding(2), Pair(1, model.output.logits.ndim)])
+            found = nnsight.save([Finding(2), Slotted(3), Pair(1, model.output.logits.ndim)])
 
     here.trusted = trusted
     saved = await run(here, saving)
-    assert saved["found"] == [Finding(2), Pair(1, 3)]
-    assert list(map(type, saved["found"])) == [Finding, Pair]
+    assert saved["found"] == [Finding(2), Slotted(3), Pair(1, 3)]
+    assert list(map(type, saved["found"])) == [Finding, Slotted, Pair]
 
 
 @pytest.mark.parametrize("trusted", [True, False])
