@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import glob
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import read_cached
-from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
+from mesh.models.hub_cache import cache_folder, checkpoint_name, plain_name, split_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.paths import expanded
@@ -146,8 +147,9 @@ class LocalWeights:
             manifest = self._read(directory, model_id)
             self._remember(model_id, directory.absolute())
             return manifest
-        for found in self._candidates(ModelId(model)):
-            return self._read(found, ModelId(model))
+        model_id = ModelId(plain_name(model))
+        for found in self._candidates(model_id):
+            return self._read(found, model_id)
         if path.startswith(_PATHS):
             if not directory.exists():
                 raise ModelNotFound(f"{path} is not there.", fix="Check the path.", param="model")
@@ -179,7 +181,7 @@ class LocalWeights:
         repository, file = split_name(model_id)
         for folder in self._folders:
             snapshots = _snapshots(folder / cache_folder(repository))
-            beside = (each / file if file else each for each in snapshots)
+            beside = (path for each in snapshots for path in _files(each, file))
             for path in (folder / plain, folder / f"{plain}{SUFFIX}", *beside):
                 if looks_like_checkpoint(path):
                     yield path
@@ -227,6 +229,11 @@ def _snapshots(repository: Path) -> list[Path]:
     except OSError:
         main = ""
     return sorted((repository / "snapshots").glob("*"), key=lambda each: each.name != main)
+
+
+def _files(snapshot: Path, file: str) -> list[Path]:
+    """Where this file of a snapshot may lie, or the snapshot."""
+    return [snapshot / file, *snapshot.glob(f"*/{glob.escape(file)}")] if file else [snapshot]
 
 
 def checkpoint(manifest: Manifest) -> Checkpoint:

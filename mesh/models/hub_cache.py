@@ -18,13 +18,19 @@ from mesh.types import ModelId
 _FOLDER = re.compile(r"models--(?:(?P<org>(?:(?!--).)+)--)?(?P<name>(?:(?!--).)+)")
 
 
-_FILE_OF = re.compile(rf"(?P<repository>[^/]+/[^/]+)/(?P<file>[^/]+{re.escape(SUFFIX)})")
+_FILE_OF = re.compile(rf"(?P<repository>[^/]+/[^/]+)/(?:[^/]+/)*(?P<file>[^/]+{re.escape(SUFFIX)})")
 
 
 def split_name(model: str) -> tuple[str, str]:
-    """Repository and file of ``ORG/NAME/FILE.gguf``; the file is '' where none is named."""
+    """Repository and file of ``ORG/NAME/FILE.gguf``, in whatever folder of it that is said to lie;
+    the file is '' where none is named."""
     named = _FILE_OF.fullmatch(model)
     return (named["repository"], named["file"]) if named else (model, "")
+
+
+def plain_name(model: str) -> str:
+    """The name without folders of the repository."""
+    return "/".join(filter(None, split_name(model)))
 
 
 def cache_folder(repository: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
 from mesh.errors import ModelNotFound
 from mesh.models.gguf.container import SUFFIX
-from mesh.models.hub_cache import checkpoint_name, split_name
+from mesh.models.hub_cache import checkpoint_name, plain_name, split_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
@@ -56,6 +56,7 @@ class FetchedWeights:
         except ModelNotFound:
             fetcher = self._weights.fetcher
             await fetcher.has_looked()
+            model = plain_name(model)
             known = self._weights.known(model)
             repository, file = split_name(model)
             if known is None and "/" in model and REPOSITORY.fullmatch(repository) is not None:
@@ -75,6 +76,7 @@ class FetchedWeights:
         found = await self.find(model)
         if found.weights_sha256:
             return found
+        model = plain_name(model)
         telling = spawn(self._tell(model, "", on_progress), f"progress of {model}")
         try:
             ends = bool(layers) or not self._thin

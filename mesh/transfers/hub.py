@@ -72,6 +72,11 @@ class HubFile:
     lfs: _Lfs | None = None
 
     @property
+    def name(self) -> str:
+        """What it is called here, where a GGUF file lies in no folder of its repository's."""
+        return self.rfilename.rpartition("/")[2]
+
+    @property
     def length(self) -> int:
         """How long it is. Raises HubRefused where the hub does not say."""
         size = self.lfs.size if self.lfs is not None else self.size
@@ -109,6 +114,11 @@ class Repository:
     def files(self) -> dict[str, HubFile]:
         """By name."""
         return {file.rfilename: file for file in self.siblings}
+
+    def named(self, name: str) -> HubFile | None:
+        """What is called so here."""
+        inside = (file for file in self.siblings if file.name == name)
+        return self.files.get(name) or next(inside, None)
 
 
 class Hub:

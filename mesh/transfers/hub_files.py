@@ -17,7 +17,6 @@ from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
 from mesh.models.coded.scheme import scheme_of
-from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import write_json_atomically
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
@@ -54,7 +53,7 @@ class HubModel:
     @property
     def origin(self) -> str:
         """See `origin_of`."""
-        first = self.gguf[0].rfilename if self.gguf else ""
+        first = self.gguf[0].name if self.gguf else ""
         return origin_of(self.repository.id, self.repository.sha, first)
 
 
@@ -69,7 +68,7 @@ async def read_small(
     """
     files = repository.files
     if _CONFIG not in files:
-        raise _other_files(repository) or BadCheckpoint(
+        raise _adapter(repository) or BadCheckpoint(
             f"{repository.id} has no {_CONFIG}, and so no model that transformers reads.",
             fix="Use another repository.",
         )
@@ -102,28 +101,20 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
             fix="Try again later, as it may still be uploaded; or use another revision.",
         )
     if lacking:
-        raise _other_files(repository) or BadCheckpoint(
+        raise _adapter(repository) or BadCheckpoint(
             f"{repository.id} has no {lacking[0]}: its weights are not safetensors.",
             fix="Use a repository that has them; pickles run code when they are loaded.",
         )
     return [files[name] for name in names]
 
 
-def _other_files(repository: Repository) -> BadCheckpoint | None:
-    """The error for one that has a model's weights in another form, None where nobody can tell."""
-    if _ADAPTER in repository.files:
-        return BadCheckpoint(
-            f"{repository.id} is an adapter, which changes another model: adapters are not served.",
-            fix="Use a repository with the model that it was merged into.",
-        )
-    deep = sorted(name for name in repository.files if name.endswith(SUFFIX) and "/" in name)
-    if not deep:
+def _adapter(repository: Repository) -> BadCheckpoint | None:
+    """The error for one that has no model, but what changes one."""
+    if _ADAPTER not in repository.files:
         return None
-    folder = deep[0].rpartition("/")[0]
     return BadCheckpoint(
-        f"{repository.id} has its GGUF files in folders, as {deep[0]}, and none comes from there.",
-        fix=f"`hf download {repository.id} --include '{folder}/*' --local-dir DIR`, then name the"
-        f" file: DIR/{deep[0]}.",
+        f"{repository.id} is an adapter, which changes another model: adapters are not served.",
+        fix="Use a repository with the model that it was merged into.",
     )
 
 

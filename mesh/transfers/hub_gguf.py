@@ -18,23 +18,20 @@ _FIRST_BYTES = 1 << 20
 
 
 def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
-    """The files of the GGUF model that is meant: that of which `wanted` is a file, or the only one
-    of a repository without safetensors; none where it has those, or no GGUF file.
+    """The files of the GGUF model that is meant: that of which `wanted` is a file, in whatever
+    folder, or the only one of a repository without safetensors; none where it has those, or no GGUF
+    file.
 
     Raises ModelNotFound for a file that is not there, BadRequest where there are several models,
     BadCheckpoint for one of which a part is missing.
     """
-    models: dict[str, list[HubFile]] = {}
+    models: dict[Path, list[HubFile]] = {}
     for name, file in sorted(repository.files.items()):
-        if name.endswith(SUFFIX) and "/" not in name and not is_projector(name) and file.lfs:
-            models.setdefault(model_name(Path(name)), []).append(file)
+        if name.endswith(SUFFIX) and not is_projector(file.name) and file.lfs:
+            path = Path(name)
+            models.setdefault(path.with_name(model_name(path)), []).append(file)
     if wanted:
-        found = models.get(model_name(Path(wanted)), [])
-        if wanted not in {file.rfilename for file in found}:
-            raise ModelNotFound(
-                f"{repository.id} has no {wanted}.", fix=f"It has {_listed(models)}.", param="model"
-            )
-        return _all_of(repository, found)
+        return _all_of(repository, _called(repository, models, wanted))
     if has_safetensors(repository) or not models:
         return []
     if len(models) > 1:
@@ -46,6 +43,25 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
             param="model",
         )
     return _all_of(repository, next(iter(models.values())))
+
+
+def _called(
+    repository: Repository, models: dict[Path, list[HubFile]], wanted: str
+) -> Sequence[HubFile]:
+    found = [files for files in models.values() if wanted in {file.name for file in files}]
+    if not found:
+        raise ModelNotFound(
+            f"{repository.id} has no {wanted}.", fix=f"It has {_listed(models)}.", param="model"
+        )
+    if len(found) > 1:
+        folders = [Path(files[0].rfilename).parent.as_posix() for files in found]
+        raise BadRequest(
+            f"{repository.id} has a {wanted} in several folders: {', '.join(folders[:24])}.",
+            fix=f"`hf download {repository.id} --include '{folders[-1]}/*' --local-dir DIR`, then"
+            " name the path of its first file.",
+            param="model",
+        )
+    return found[0]
 
 
 def _all_of(repository: Repository, found: Sequence[HubFile]) -> Sequence[HubFile]:
@@ -67,7 +83,7 @@ async def fetch_gguf_headers(
 
     Raises as that.
     """
-    names = [file.rfilename for file in files]
+    names = [file.name for file in files]
     directory = headers_directory(repository, cache_dir) / model_name(Path(names[0]))
     if not (directory / names[0]).exists():
         sparse = await gguf_headers(hub, repository, files)
@@ -80,7 +96,7 @@ async def gguf_headers(
 ) -> dict[str, SparseFile]:
     """Each of these files without its tensors, but for those that are settings. Raises
     BadCheckpoint, and what the hub raises."""
-    return {file.rfilename: await _header(hub, repository, file) for file in files}
+    return {file.name: await _header(hub, repository, file) for file in files}
 
 
 async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:
@@ -97,6 +113,6 @@ async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile
     return SparseFile(beginning, size, pieces)
 
 
-def _listed(models: dict[str, list[HubFile]]) -> str:
+def _listed(models: dict[Path, list[HubFile]]) -> str:
     names = [files[0].rfilename for files in models.values()]
     return ", ".join(names[:24]) or "no GGUF file"

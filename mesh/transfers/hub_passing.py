@@ -69,7 +69,7 @@ class HubPassing:
         staging = whole.with_name(f"{whole.name}.passing")
         headers = gguf_headers if model.gguf else safetensors_headers
         sparse = await headers(self._hub, model.repository, weights)
-        first = weights[0].rfilename
+        first = weights[0].name
         await asyncio.to_thread(create_sparse, staging, sparse, small, first)
         lock = await asyncio.to_thread(lock_directory, staging)
         try:
@@ -81,7 +81,7 @@ class HubPassing:
             await asyncio.to_thread(_make_room, whole, need)
             self._meter.total = sum(file.length for file in weights)
             for file in weights:
-                name = file.rfilename
+                name = file.name
                 if name in passed:
                     self._meter.done += file.length
                     continue

@@ -68,7 +68,7 @@ class HubPull:
             small = await read_small(self._hub, self._model.repository)
             weights = weights_files(self._model.repository, small)
         await asyncio.to_thread(make_directory, self.staging)
-        files = {self.staging / each.rfilename: each for each in weights}
+        files = {self.staging / each.name: each for each in weights}
         is_part = wanted.layers is not None
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:

@@ -196,7 +196,12 @@ class Outside:
     async def _give(self, fetch: Fetch, hub: Hub, repository: Repository) -> None:
         """Be a source until no more is lacking; raises what the hub raised."""
         tensors = await asyncio.to_thread(read_tensors, fetch.directory)
-        places = {name: (entry.file.name, entry.offset) for name, entry in tensors.items()}
+        names = {entry.file.name for entry in tensors.values()}
+        files = {name: file.rfilename for name in names if (file := repository.named(name))}
+        places = {
+            name: (files.get(entry.file.name, entry.file.name), entry.offset)
+            for name, entry in tensors.items()
+        }
         failed: list[MeshError] = []
         source = HubSource(hub, repository, places)
         fetch.join("hub", source, frozenset(places), failed.append, is_spared=True)
@@ -275,7 +280,7 @@ def _require_the_hubs(model: HubModel, directory: Path) -> None:
     ]
     partly = {entry.file for entry in manifest.tensors.values() if not entry.present}
     for file in weights_files(manifest):
-        said = files.get(file.name)
+        said = model.repository.named(file.name)
         lfs = said.lfs if said is not None else None
         if lfs is None or (file not in partly and _sha256(file) != lfs.sha256):
             wrong.append(file.name)

@@ -25,7 +25,7 @@ from mesh.errors import (
     TransferFailed,
     as_mesh_error,
 )
-from mesh.models.hub_cache import split_name
+from mesh.models.hub_cache import plain_name, split_name
 from mesh.models.manifest import read_manifest
 from mesh.paths import absolute
 from mesh.processes.tasks import end, spawn
@@ -222,6 +222,7 @@ class Pulls:
     def _meant(self, wish: PullWish) -> BegunPull:
         if _is_path(wish.model):
             return BegunPull(wish)
+        wish = replace(wish, model=plain_name(wish.model))
         peers = self._around.peers()
         if wish.source not in ("", "hub"):
             wish = replace(wish, source=only_node(wish.source, peers))

@@ -41,6 +41,10 @@ async def test_a_snapshot_that_has_only_a_file_is_found(tmp_path: Path) -> None:
     write_gguf(checkpoint_dir(), snapshot / "small-f16.gguf", "F16")
     weights = LocalWeights({}, [tmp_path], None)
     assert (await weights.find("house/small")).model_id == "house/small"
+    (snapshot / "Q8_0").mkdir()
+    write_gguf(checkpoint_dir(), snapshot / "Q8_0" / "large.gguf", "Q8_0")
+    for named in ("house/small/large.gguf", "house/small/Q8_0/large.gguf"):
+        assert (await weights.find(named)).model_id == "house/small/large.gguf"
 
 
 async def test_of_several_snapshots_the_one_is_found_that_is_the_main_revision(

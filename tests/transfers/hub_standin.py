@@ -134,9 +134,16 @@ class HubStandin:
     @property
     def commit(self) -> str:
         """Another one whenever a file is."""
-        files = [(each.name, each.stat()) for each in sorted(self.directory.iterdir())]
+        files = [(self._name(each), each.stat()) for each in self._files]
         said = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
         return hashlib.sha1(repr(said).encode()).hexdigest()  # noqa: S324 - as long as git's
+
+    @property
+    def _files(self) -> list[Path]:
+        return sorted(each for each in self.directory.rglob("*") if each.is_file())
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.directory).as_posix()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """One request, as the hub would or as its mischief has it."""
@@ -164,7 +171,8 @@ class HubStandin:
             _plain(request, 200, listing, is_cut=is_cut)
         elif self._meant(path, f"/{{}}/resolve/{self.commit}/"):
             self.asked["resolve"] += 1
-            _plain(request, 302, b"", {"Location": f"{self.url}/bytes/{name}"})
+            file = path.partition(f"/resolve/{self.commit}/")[2]
+            _plain(request, 302, b"", {"Location": f"{self.url}/bytes/{file}"})
         elif path.startswith("/bytes/"):
             self._give(request, path.removeprefix("/bytes/"))
         else:
@@ -177,11 +185,11 @@ class HubStandin:
 
     def _listing(self, repository: str) -> dict[str, Any]:
         siblings = []
-        for file in sorted(self.directory.iterdir()):
+        for file in self._files:
             content = file.read_bytes()
             blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # noqa: S324 - git's
             entry: dict[str, Any] = {
-                "rfilename": file.name, "size": len(content), "blobId": blob,
+                "rfilename": self._name(file), "size": len(content), "blobId": blob,
             }  # fmt: skip
             if file.suffix in WEIGHTS:
                 sha256 = hashlib.sha256(content).hexdigest()

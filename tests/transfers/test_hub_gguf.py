@@ -15,6 +15,7 @@ from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound, TransferFailed
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.transfers.hub import HubSettings
+from mesh.types import LayerRange
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.transfers.house import Fetcher, house, up
@@ -132,3 +133,38 @@ async def test_a_model_of_which_a_part_is_missing_is_refused_before_it_comes(
             with pytest.raises(BadCheckpoint, match=r"no cut-00002-of-00002.gguf, which belongs"):
                 await one.supervisor.pull("org/toy/cut-00001-of-00002.gguf")
             assert sent(hub) == 0
+
+
+async def test_large_ones_come_out_of_the_folders_that_they_lie_in(
+    tmp_path: Path, folder: Path
+) -> None:
+    """All of it from the hub, and by ranges what no neighbour has."""
+    deep = folder / "Q8_0"
+    await asyncio.to_thread(deep.mkdir)
+    await asyncio.to_thread(write_gguf, checkpoint_dir(), deep / "big.gguf", "Q8_0", parts=3)
+    await asyncio.to_thread((folder / "toy-Q8_0.gguf").rename, deep / "toy.gguf")
+    first = "big-00001-of-00003.gguf"
+    whole = await asyncio.to_thread(read_manifest, deep / first)
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(BadRequest, match=f"2 GGUF models: Q8_0/{first}, Q8_0/toy.gguf"):
+                await one.supervisor.pull("org/toy")
+            for named in (f"org/toy/{first}", f"org/toy/Q8_0/{first}"):
+                head = await one.supervisor.headers(named)
+                assert head.name == first
+            directory = await one.supervisor.pull(
+                f"org/toy/Q8_0/{first}", (LayerRange(0, 2),), drop=True
+            )
+            (held,) = one.supervisor.holdings
+            assert (held.model_id, held.weights_sha256) == (
+                f"org/toy/{first}", whole.weights_sha256,
+            )  # fmt: skip
+            assert held.here_bytes < held.total_bytes
+            assert await one.supervisor.pull(f"org/toy/{first}") == directory
+            (held,) = one.supervisor.holdings
+            assert held.here_bytes == held.total_bytes
+            again = await asyncio.to_thread(read_manifest, directory)
+            assert again.weights_sha256 == whole.weights_sha256
+            await asyncio.to_thread((folder / "toy.gguf").write_bytes, b"GGUF")
+            with pytest.raises(BadRequest, match=r"a toy.gguf in several folders: Q8_0, \."):
+                await one.supervisor.pull("org/toy/toy.gguf")
