@@ -312,6 +312,12 @@ class Pulls:
     def view(self) -> dict[str, Any]:
         return {"models": [], "transfers": [], "neighbours": [], "pulls": self.running}
 
+    async def has_looked(self) -> None:
+        pass
+
+    async def staged(self) -> list[dict[str, Any]]:
+        return []
+
     async def cancel(self, name: str) -> dict[str, Any]:
         self.running = [each for each in self.running if each["pull"] != name]
         return {"pull": name, "state": "failed"}

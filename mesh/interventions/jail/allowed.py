@@ -118,7 +118,6 @@ ENVOY = frozenset((
     "session", "scan", "edit", "clear_edits", "iter", "all", "path", "parent", "root", "modules",
     "named_modules", "children", "device", "devices", "dtype", "config", "tokenizer", "generator",
     "streamer", "result", "export_edits", "import_edits", "get", "weight", "bias",
-    "parameters", "named_parameters", "state_dict",
 ))
 ENVOY_WRITABLE = frozenset(("output", "input", "inputs"))
 TRACER = frozenset((
