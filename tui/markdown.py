@@ -5,19 +5,18 @@ Knows nothing of how they are drawn.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from mesh.terminal_text import printable
+
 if TYPE_CHECKING:
     from markdown_it.rules_core import StateCore
 
 
-# C0 but for newline and tab, DEL, C1, and the controls that reorder text.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _PIECE_CHARS = 4000
 _PIECE_ITEMS = 12
 """A piece of a text that is longer, or whose last list has more, is cut where it can be."""
@@ -113,7 +112,7 @@ def _targets(state: StateCore) -> None:
 def _printable(state: StateCore) -> None:
     for token in state.tokens:
         for each in (token, *(token.children or ())):
-            each.content = _CONTROLS.sub("", each.content)
+            each.content = printable(each.content)
 
 
 def _line_ends(state: StateCore) -> None:

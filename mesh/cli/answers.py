@@ -9,7 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
-from mesh.cli.output import note, printable, say, summary_line
+from mesh.cli.output import note, say, summary_line
+from mesh.terminal_text import printable
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mesh.cli.answers import Display, Thinking
-from mesh.cli.output import note, printable
+from mesh.cli.output import note
+from mesh.terminal_text import printable
 from tui.markdown import parser
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from mesh.errors import ConfigError, FileRefused, MeshError
+from mesh.terminal_text import printable
 
 FAILURE = 1
 INTERRUPTED = 130
@@ -43,14 +44,7 @@ _EXIT_CODES = {
 _REFUSALS = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR,
 }  # fmt: skip
-# C0 but for newline and tab, DEL, C1, and the controls that reorder text.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BREAKS = re.compile(r"[\n\t\u2028\u2029]")
-
-
-def printable(text: str) -> str:
-    """`text` without what could move the cursor, change colours or reorder the line."""
-    return _CONTROLS.sub("", text)
 
 
 def one_line(value: object) -> str:

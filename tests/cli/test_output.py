@@ -17,7 +17,7 @@ import pytest
 
 from mesh import errors
 from mesh.cli.options import running_daemon
-from mesh.cli.output import one_line, print_table, printable, report
+from mesh.cli.output import one_line, print_table, report
 from mesh.cli.status import print_accounts, print_models, print_peers, print_ready
 from mesh.cli.up import make_first_key
 from mesh.client import locate
@@ -26,6 +26,7 @@ from mesh.identity.api_keys import ApiKeys, Scope
 from mesh.identity.recovery import recovery_key
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon, sole_use
+from mesh.terminal_text import printable
 from tests.cli.conftest import COMMAND
 from tests.discovery.test_peering import free_ports
 from tests.other_users import ANNA, as_user
