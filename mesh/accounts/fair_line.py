@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 
 class FairLine:
@@ -12,6 +12,8 @@ class FairLine:
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[str]] = {}
         self._owner_of: dict[str, Hashable] = {}
+        self._positions: dict[str, int] | None = None
+        """None since the line has changed."""
 
     def __len__(self) -> int:
         return len(self._owner_of)
@@ -26,6 +28,7 @@ class FairLine:
         """Add an id at the end of its owner's; an owner who had none is last in turn."""
         self._waiting.setdefault(owner, deque()).append(id_)
         self._owner_of[id_] = owner
+        self._positions = None
 
     def put_back(self, owner: Hashable, id_: str) -> None:
         """Return what was taken: it is next again."""
@@ -33,6 +36,7 @@ class FairLine:
         waiting.appendleft(id_)
         self._waiting = {owner: waiting, **self._waiting}
         self._owner_of[id_] = owner
+        self._positions = None
 
     def take(self) -> str | None:
         """The next id; its owner goes to the end of the turn."""
@@ -44,6 +48,7 @@ class FairLine:
         if waiting:
             self._waiting[owner] = waiting
         del self._owner_of[id_]
+        self._positions = None
         return id_
 
     def remove(self, id_: str) -> bool:
@@ -54,6 +59,7 @@ class FairLine:
         self._waiting[owner].remove(id_)
         if not self._waiting[owner]:
             del self._waiting[owner]
+        self._positions = None
         return True
 
     def order(self) -> list[str]:
@@ -61,3 +67,9 @@ class FairLine:
         turns = [list(waiting) for waiting in self._waiting.values()]
         longest = max(map(len, turns), default=0)
         return [turn[place] for place in range(longest) for turn in turns if place < len(turn)]
+
+    def positions(self) -> Mapping[str, int]:
+        """Where each waiting id stands, from 1; found once for all who ask until the line moves."""
+        if self._positions is None:
+            self._positions = {id_: place for place, id_ in enumerate(self.order(), start=1)}
+        return self._positions

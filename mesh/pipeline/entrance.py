@@ -37,7 +37,7 @@ class Entrance:
         until, told = loop.time() + self._wait_s, self._places + 1
         try:
             while request_id not in self._inside:
-                position = self._line.order().index(request_id) + 1
+                position = self._line.positions()[request_id]
                 if position < told:
                     told = position
                     yield Queued(position)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -82,9 +82,9 @@ class RoomLine:
         if first := next(iter(self._line.order()), None):
             self._waiting[first].ask_now()
 
-    def positions(self) -> dict[str, int]:
+    def positions(self) -> Mapping[str, int]:
         """Where each request that waits stands, from 1."""
-        return {request_id: place for place, request_id in enumerate(self._line.order(), start=1)}
+        return self._line.positions()
 
     async def _asked(self, ask: Ask[T], place: _Place) -> T | None:
         """What asking gave; None where all are still full, and `place` pauses then."""

@@ -34,6 +34,23 @@ def test_the_order_told_is_the_order_taken(owners: list[str]) -> None:
 
 
 @given(OWNERS)
+def test_positions_are_those_of_now(owners: list[str]) -> None:
+    line = filled([])
+    for number, owner in enumerate(owners):
+        line.put(owner, f"{owner}{number}")
+        assert list(line.positions()) == line.order()
+    for move in (line.take, lambda: line.remove(line.order()[-1])):
+        for _ in owners[::2]:
+            if len(line):
+                move()
+            assert list(line.positions().items()) == [
+                (each, place) for place, each in enumerate(line.order(), start=1)
+            ]
+    line.put_back("z", "z0")
+    assert line.positions()["z0"] == 1
+
+
+@given(OWNERS)
 def test_everybody_gets_a_turn_before_anybody_gets_two(owners: list[str]) -> None:
     taken = drained(filled(owners))
     assert sorted(taken) == sorted(f"{owner}{n}" for n, owner in enumerate(owners))
