@@ -16,6 +16,9 @@ from mesh.transfers.hub_files import has_safetensors, headers_directory
 _FIRST_BYTES = 1 << 20
 """Of a file's beginning at first: it has a vocabulary in it, of a few MB for most."""
 
+_Models = dict[tuple[Path, str], list[HubFile]]
+"""The files of each, by the folder that it lies in and its name."""
+
 
 def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
     """The files of the GGUF model that is meant: that of which `wanted` is a file, in whatever
@@ -25,11 +28,11 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
     Raises ModelNotFound for a file that is not there, BadRequest where there are several models,
     BadCheckpoint for one of which a part is missing.
     """
-    models: dict[Path, list[HubFile]] = {}
+    models: _Models = {}
     for name, file in sorted(repository.files.items()):
         if name.endswith(SUFFIX) and not is_projector(file.name) and file.lfs:
             path = Path(name)
-            models.setdefault(path.with_name(model_name(path)), []).append(file)
+            models.setdefault((path.parent, model_name(path)), []).append(file)
     if wanted:
         return _all_of(repository, _called(repository, models, wanted))
     if has_safetensors(repository) or not models:
@@ -45,9 +48,7 @@ def gguf_files(repository: Repository, wanted: str) -> Sequence[HubFile]:
     return _all_of(repository, next(iter(models.values())))
 
 
-def _called(
-    repository: Repository, models: dict[Path, list[HubFile]], wanted: str
-) -> Sequence[HubFile]:
+def _called(repository: Repository, models: _Models, wanted: str) -> Sequence[HubFile]:
     found = [files for files in models.values() if wanted in {file.name for file in files}]
     if not found:
         raise ModelNotFound(
@@ -57,7 +58,7 @@ def _called(
         folders = [Path(files[0].rfilename).parent.as_posix() for files in found]
         raise BadRequest(
             f"{repository.id} has a {wanted} in several folders: {', '.join(folders[:24])}.",
-            fix=f"`hf download {repository.id} --include '{folders[-1]}/*' --local-dir DIR`, then"
+            fix=f"`hf download {repository.id} --include '{max(folders)}/*' --local-dir DIR`, then"
             " name the path of its first file.",
             param="model",
         )
@@ -113,6 +114,6 @@ async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile
     return SparseFile(beginning, size, pieces)
 
 
-def _listed(models: dict[Path, list[HubFile]]) -> str:
+def _listed(models: _Models) -> str:
     names = [files[0].rfilename for files in models.values()]
     return ", ".join(names[:24]) or "no GGUF file"

@@ -191,7 +191,7 @@ class HubStandin:
             entry: dict[str, Any] = {
                 "rfilename": self._name(file), "size": len(content), "blobId": blob,
             }  # fmt: skip
-            if file.suffix in WEIGHTS:
+            if file.name.endswith(tuple(WEIGHTS)):
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 135}
             siblings.append(entry)

@@ -168,3 +168,6 @@ async def test_large_ones_come_out_of_the_folders_that_they_lie_in(
             await asyncio.to_thread((folder / "toy.gguf").write_bytes, b"GGUF")
             with pytest.raises(BadRequest, match=r"a toy.gguf in several folders: Q8_0, \."):
                 await one.supervisor.pull("org/toy/toy.gguf")
+            await asyncio.to_thread((folder / ".gguf").write_bytes, b"GGUF")  # has no name
+            with pytest.raises(ModelNotFound, match=r"no none.gguf. It has .gguf, Q8_0/big"):
+                await one.supervisor.pull("org/toy/none.gguf")
