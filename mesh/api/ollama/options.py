@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from mesh.api.bodies import only
-from mesh.api.openai.sampling import INT32, Hint, Penalty, TokenChoice
+from mesh.api.openai.sampling import INT32, Hint, RepetitionPenalty, TokenChoice
 from mesh.types import SamplingParams
 
 _TEMPERATURE, _TOP_K, _TOP_P = 0.8, 40, 0.9
@@ -39,7 +39,7 @@ class Options(TokenChoice):
     """
 
     num_predict: NumPredict | None = None
-    repeat_penalty: Penalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     # Ollama's, not here
     repeat_last_n: int | None = None
     typical_p: Annotated[None, only(1, 1.0)] = None

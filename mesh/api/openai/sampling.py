@@ -63,10 +63,10 @@ class Extension(Strict):
     draft: bool = True
 
 
-Penalty = Annotated[float, Field(ge=0.01, le=10)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 """A logit divided by far less than the least allowed is infinite, and no chance is left to draw."""
 
-RepeatPenalty = Annotated[float, Field(ge=-2, le=2)]
+AnswerPenalty = Annotated[float, Field(ge=-2, le=2)]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=_MAX_BIASED),
@@ -88,8 +88,8 @@ class TokenChoice(Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     # of the tokens that the answer has already
-    presence_penalty: RepeatPenalty | None = None
-    frequency_penalty: RepeatPenalty | None = None
+    presence_penalty: AnswerPenalty | None = None
+    frequency_penalty: AnswerPenalty | None = None
 
     @field_validator("stop")
     @classmethod
@@ -112,7 +112,7 @@ class SamplingBody(TokenChoice):
     stream: bool | None = None
     logit_bias: LogitBias | None = None
     # hearthnet's own, as are `top_k` and `min_p`
-    repetition_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     resumable: bool | None = None
     wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
