@@ -16,10 +16,10 @@ _MADV_COLLAPSE = 25
 
 
 class HugePages:
-    """Collapses the ordinary memory that this process has by now, a piece at a time."""
+    """Collapses the ordinary memory that this process has when it is made, a piece at a time."""
 
     def __init__(self) -> None:
-        self._left = _pieces()
+        self._left = _pieces(_mappings())
         self._libc = ctypes.CDLL(None)
 
     def step(self) -> bool:
@@ -35,9 +35,9 @@ class HugePages:
         return False
 
 
-def _pieces() -> Iterator[int]:
+def _pieces(mappings: list[str]) -> Iterator[int]:
     """The addresses of whole huge pages in private writable memory that is no file's."""
-    for line in _mappings():
+    for line in mappings:
         span, rights, _, _, inode, *name = line.split(maxsplit=5)
         is_ordinary = rights[1] == "w" and rights[3] == "p" and inode == "0"
         if is_ordinary and not (name and name[0].startswith(("[stack", "[v"))):

@@ -1,7 +1,7 @@
 """The warmed parent of all jobs: imports once, then forks one child per job on command.
 
 Started by `job.Jail` with a clean environment, null input and output and one inherited socket; it
-holds no secret, opens no file after warming up, stays single-threaded, and ends with its socket.
+holds no secret, keeps no file open, stays single-threaded, and ends with its socket.
 Commands and reports are JSON, one per datagram, descriptors alongside.
 """
 
@@ -54,8 +54,9 @@ def main(control_fd: int) -> NoReturn:
     except BaseException as raised:  # noqa: BLE001 - sent to the daemon, and the process ends
         report(control, {"failed": "".join(traceback.format_exception(raised))[-4000:]})
         os._exit(1)
+    nursery = _Nursery(control, sweep=not namespaces)
     report(control, {"ready": True, "namespaces": namespaces, "pid": os.getpid()})
-    _Nursery(control, sweep=not namespaces).serve()
+    nursery.serve()
     os._exit(0)
 
 
@@ -146,6 +147,7 @@ class _Nursery:
         # Inside a pid namespace /proc counts by the numbers outside; its end ends all in it.
         self._sweep = sweep
         self._readable = lockdown.readable_paths()
+        self._pages = HugePages()
         self._jobs: dict[int, int] = {}  # pid -> the daemon's number for the job
         if sys.platform == "linux":
             kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -161,12 +163,12 @@ class _Nursery:
         poller.register(self._control, select.POLLIN)
         poller.register(woken, select.POLLIN)
         parent = os.getppid()
-        pages, is_idle_work_left = HugePages(), True
+        is_idle_work_left = True
         # The time-out only matters where a closed datagram socket does not wake its peer.
         while os.getppid() == parent:
             ready = [fd for fd, _ in poller.poll(0 if is_idle_work_left else 5000)]
             if not ready and is_idle_work_left:
-                is_idle_work_left = pages.step()
+                is_idle_work_left = self._pages.step()
                 continue
             if woken in ready:
                 os.read(woken, 4096)
@@ -217,7 +219,7 @@ class _Nursery:
             os.close(handle)
 
     def _reap(self) -> None:
-        reaped = False
+        ended: list[dict[str, Any]] = []
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -227,12 +229,12 @@ class _Nursery:
                 break
             number = self._jobs.pop(pid, None)
             if number is not None:
-                reaped = True
-                cpu_s = usage.ru_utime + usage.ru_stime
-                ended = {"ended": number, "status": status, "cpu_s": cpu_s, "peak": usage.ru_maxrss}
-                report(self._control, ended)
-        if reaped and self._sweep:
+                cpu_s, peak = usage.ru_utime + usage.ru_stime, usage.ru_maxrss
+                ended.append({"ended": number, "status": status, "cpu_s": cpu_s, "peak": peak})
+        if ended and self._sweep:
             self._kill_orphans()
+        for message in ended:
+            report(self._control, message)
 
     def _kill_orphans(self) -> None:
         """End what a job without a system call filter has left behind; it has become our child."""
