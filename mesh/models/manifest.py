@@ -285,11 +285,12 @@ def read_tensors(directory: Path) -> Mapping[str, TensorEntry]:
     """The tensors of all weights files by name, without their hashes. Raises as `read_manifest`."""
     if (gguf := _gguf_of(directory)) is not None:
         return read_gguf(gguf).tensors
+    # As transformers does: an index beside the whole file is left from a time of several.
+    if (directory / _SINGLE).is_file():
+        return read_header(directory / _SINGLE)
     index = directory / _INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))
-    if (directory / _SINGLE).is_file():
-        return read_header(directory / _SINGLE)
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise BadCheckpoint(

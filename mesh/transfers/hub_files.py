@@ -85,7 +85,8 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
     """The files that hold the weights. Raises BadCheckpoint for those that are not safetensors, or
     not all there."""
     files = repository.files
-    if _INDEX in small:
+    is_sharded = _INDEX in small and _SINGLE not in files
+    if is_sharded:
         index = _parsed(_INDEX, small[_INDEX], _Index)
         names = sorted(set(index.weight_map.values()))
     else:
@@ -95,7 +96,7 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
         for name in names
         if name not in files or files[name].lfs is None or Path(name).name != name
     ]
-    if lacking and _INDEX in small:
+    if lacking and is_sharded:
         raise BadCheckpoint(
             f"{repository.id} has no {lacking[0]}, which its {_INDEX} names.",
             fix="Try again later, as it may still be uploaded; or use another revision.",

@@ -261,6 +261,12 @@ def test_index_that_disagrees_with_the_files(
         read_manifest(sharded)
 
 
+def test_index_beside_the_whole_file_does_not_count(copied: Path) -> None:
+    left = {"weight_map": {"model.norm.weight": "model-00001-of-00004.safetensors"}}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(left))
+    assert read_manifest(copied).total_layers == 3
+
+
 def test_missing_layers_are_named(copied: Path) -> None:
     weights = load_file(copied / "model.safetensors")
     kept = {name: value for name, value in weights.items() if ".layers.1." not in name}
