@@ -418,7 +418,8 @@ class GenerationRequest:
     `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
     `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
     template, as one that has no switch for it does anyway. `effort`: how hard it is to, for a
-    template that asks; empty leaves it to that.
+    template that asks; empty leaves it to that. `truncates`: the oldest of `messages` may be left
+    out where the context has no room for all.
     """
 
     request_id: str
@@ -441,6 +442,7 @@ class GenerationRequest:
     trace_id: str = ""
     think: bool | None = None
     effort: str = ""
+    truncates: bool = False
 
     @property
     def scores_prompt(self) -> bool:
@@ -567,7 +569,8 @@ class Done:
 
     `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
     an answer ended where neither the model nor the request wanted it to. Of `drafted_tokens`, which
-    were guessed and computed with the token before, `accepted_tokens` were right.
+    were guessed and computed with the token before, `accepted_tokens` were right. `left_out` counts
+    the oldest messages that the context had no room for.
     """
 
     finish_reason: str
@@ -587,6 +590,7 @@ class Done:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     stopped_by: str = ""
+    left_out: int = 0
     type: str = "done"
 
     @property

@@ -184,6 +184,13 @@ def cut_off(finish_reason: str | None, extension: Mapping[str, Any]) -> str | No
     return f"cut off: {extension.get('note') or _FULL}"
 
 
+def left_out(extension: Mapping[str, Any]) -> str | None:
+    """How much of a chat an answer did not know, from its ``hearthnet`` object; None where it knew
+    all."""
+    count = extension.get("left_out_messages", 0)
+    return f"without the first {count} messages: the context has no room for all" if count else None
+
+
 def _left(node: str, layers: str, event: Mapping[str, Any]) -> str:
     """Why an answer goes on without what a node has."""
     if event["status"] == "full":

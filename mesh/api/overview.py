@@ -23,6 +23,7 @@ from mesh.models.local import LocalModel
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
+from mesh.routing.cover import positions_held
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
@@ -367,12 +368,8 @@ def _model(
 def _context(model: LocalModel, shards: Sequence[Advertisement]) -> int | None:
     """How many positions a prompt and its answer may take: the model's, and no more than those
     have caches for who have the most for a layer, as far as they say."""
-    held = [shard.descriptor for shard in shards]
-    most = [
-        [each.kv_tokens for each in held if n in each.layers] for n in range(model.total_layers)
-    ]
-    limits = [max(each) for each in most if each and all(each)]
-    return min([*limits, *([model.context] if model.context else [])], default=None)
+    held = positions_held([shard.descriptor for shard in shards], model.total_layers)
+    return min((each for each in (held, model.context) if each), default=None)
 
 
 def _memory(host: ShardSupervisor) -> dict[str, Any] | None:

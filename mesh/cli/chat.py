@@ -96,6 +96,7 @@ class _Loop:
     conversation: Conversation
     commands: SlashCommands
     shown: ShownAnswers
+    _left_out: str | None = None
 
     def run(self, reader: _Reader) -> None:
         is_interactive = sys.stdin.isatty()
@@ -130,6 +131,8 @@ class _Loop:
         return True
 
     async def _turn(self, text: str) -> None:
+        from tui.words import left_out
+
         shown = Hidden() if self.shown.as_json else display(markdown=self.shown.markdown)
         try:
             answer = await self.conversation.turn(self.daemon, text, shown)
@@ -138,6 +141,10 @@ class _Loop:
                 raise
             fix = "`/clear` forgets the conversation, which goes with each question."
             raise ContextTooLong(error.message, fix=fix, param=error.param) from error
+        said = left_out(answer.extension)
+        if said != self._left_out and said is not None:
+            note(f"[{said}]")
+        self._left_out = said
         if self.shown.as_json:
             print_json_line(answer.to_dict())
         if self.shown.verbose:

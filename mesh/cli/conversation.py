@@ -43,7 +43,8 @@ class Conversation:
         """Ask and show. A stopped answer stays in the conversation as far as it came."""
         self.turns.append({"role": "user", "content": text})
         answer, asked = ReceivedAnswer(), self.messages()
-        options = {**self.options, "logprobs": True, "top_logprobs": ALTERNATIVES}
+        told = {"logprobs": True, "top_logprobs": ALTERNATIVES}
+        options = {**self.options, **told, "truncation": "auto"}
         try:
             await receive(_said(daemon, self.model, asked, options), answer, shown)
         finally:
@@ -53,8 +54,14 @@ class Conversation:
             else:
                 self.turns.pop()
             if answer.text or answer.tokens:
-                self.last, self.asked = answer, asked
+                self.last, self.asked = answer, self._known(asked, answer)
         return answer
+
+    def _known(self, asked: list[dict[str, str]], answer: ReceivedAnswer) -> list[dict[str, str]]:
+        """The messages that the context had room for."""
+        opening = 1 if self.system else 0
+        left_out = answer.extension.get("left_out_messages", 0)
+        return asked[:opening] + asked[opening + left_out :]
 
     def undo(self) -> str | None:
         """Take the last question and its answer back; the question, or None without one."""

@@ -32,11 +32,12 @@ from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.refusal import RouteRefused
 from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.truncation import Prompt
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.pipeline.watch.sanity import Envelope, corrupt
 from mesh.pipeline.watch.spot_checks import Judge, SpotChecks, SpotCheckSettings
 from mesh.pipeline.watch.stalls import StallWatch
-from mesh.routing.cover import key_of
+from mesh.routing.cover import key_of, positions_held
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import (
     GenerationRequest,
@@ -195,12 +196,21 @@ class Engine:
     @asynccontextmanager
     async def _prepared(self, request: GenerationRequest) -> AsyncIterator[Asked]:
         """The request in token ids; what activations look like is known before, and kept behind."""
-        ids = await self._prompts.ids(request, self.model.max_positions)
+        ids, left_out = await self._read(request)
         constraint = await self._prompts.constraint(request)
         async with self._probing:
             wire_dtype = await self._probed()
-        yield Asked(ids, constraint, wire_dtype)
+        yield Asked(ids, constraint, wire_dtype, left_out)
         await self._keep_envelope()
+
+    async def _read(self, request: GenerationRequest) -> Prompt:
+        model = self.model
+        if request.messages is None or not request.truncates:
+            return Prompt(await self._prompts.ids(request, model.max_positions))
+        shards = [each.descriptor for each in self.shards.candidates(model.model_id)]
+        held = positions_held(shards, model.total_layers)
+        most = model.max_positions if held is None else min(held, model.max_positions)
+        return await self._prompts.truncated(request, most)
 
     async def _probed(self) -> WireDtype:
         oversight, wire = self.oversight, self._wire_dtype

@@ -56,11 +56,12 @@ logger = logging.getLogger(__name__)
 
 class Asked(NamedTuple):
     """What a request comes to here: its token ids, what its answer is bound to, if to anything, and
-    how activations travel where it does not say."""
+    how activations travel where it does not say; see `Done` for what was `left_out`."""
 
     ids: list[int]
     constraint: Constraint | None
     wire_dtype: WireDtype
+    left_out: int = 0
 
 
 Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[Asked]]
@@ -116,7 +117,7 @@ class PipelineOrchestrator:
                 ends there, with a `note` that says so.
         """
         started = time.monotonic()
-        async with self._prepared(request) as (prompt, constraint, wire_dtype):
+        async with self._prepared(request) as (prompt, constraint, wire_dtype, left_out):
             terms = self._terms(request, prompt, wire_dtype)
             home = self._local_model if request.fallback_to_local is not False else None
             async with aclosing(self._in_turn(request, prompt, terms, home)) as places:
@@ -148,7 +149,7 @@ class PipelineOrchestrator:
             finally:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, steps)
-            yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
+            yield replace(done, construct_ms=(opened.at_s - started) * 1e3, left_out=left_out)
 
     async def _said_before(
         self, notices: Sequence[StreamFrame], steps: DecodeSteps, request: GenerationRequest

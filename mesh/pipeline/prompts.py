@@ -18,6 +18,7 @@ from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.models.constraint import Constraint
 from mesh.models.grammar import is_bound
 from mesh.pipeline.model import Text
+from mesh.pipeline.truncation import Prompt, truncated
 from mesh.types import GenerationRequest
 
 T = TypeVar("T")
@@ -44,8 +45,12 @@ class Prompts:
         """
         if request.prompt_ids is not None:
             return self._text.prompt_ids(request, most)
-        threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
-        return await self._charged(request, threads, lambda: self._text.prompt_ids(request, most))
+        return await self._read(request, lambda: self._text.prompt_ids(request, most))
+
+    async def truncated(self, request: GenerationRequest, most: int) -> Prompt:
+        """The token ids of a chat without those of its oldest messages that `most` tokens have no
+        room for. Raises as `ids`."""
+        return await self._read(request, lambda: truncated(request, most, self._text.prompt_ids))
 
     async def constraint(self, request: GenerationRequest) -> Constraint | None:
         """What the answer to a request is bound to; None where it may say anything.
@@ -60,6 +65,10 @@ class Prompts:
         """What waits is not done any more."""
         for threads in (self._short, self._long, self._grammars):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, request: GenerationRequest, work: Callable[[], T]) -> T:
+        threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
+        return await self._charged(request, threads, work)
 
     async def _charged(
         self, request: GenerationRequest, threads: ThreadPoolExecutor, work: Callable[[], T]

@@ -93,6 +93,15 @@ def key_of(descriptor: ShardDescriptor) -> ShardKey:
     return (descriptor.host, descriptor.shard_id)
 
 
+def positions_held(shards: Collection[ShardDescriptor], total_layers: int) -> int | None:
+    """How many positions a prompt and its answer may take by the caches of who serve a model, with
+    those that have the most for each layer; None where nobody says."""
+    held = [
+        [each.kv_tokens for each in shards if layer in each.layers] for layer in range(total_layers)
+    ]
+    return min((max(each) for each in held if each and all(each)), default=None)
+
+
 def greedy_cover(
     candidates: Sequence[Candidate],
     span: LayerRange,

@@ -212,7 +212,7 @@ def _told(**fields: Any) -> dict[str, Any]:
         ),
         ("chat", {"think": "max"}, "think"),
         ("chat", {"format": "xml"}, "format"),
-        ("chat", {"truncate": True}, "truncate"),
+        ("generate", {"prompt": "a", "truncate": True}, "truncate"),
         ("chat", _told(images=["aGk="]), "messages.0.images"),
         ("chat", _told(content=None), "content is missing"),
         ("chat", _told(tool_name="look"), "role tool"),

@@ -241,7 +241,7 @@ async def test_fields_and_items_reach_the_generation(http: httpx.AsyncClient, ap
         ),
         ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort", "'none', 'low'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "none"}, "truncation", "'auto' or 'disabled'"),
         ({"include": ["x"]}, "include.0", "reasoning.encrypted_content"),
         ({"top_logprobs": 2}, None, "message.output_text.logprobs"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),

@@ -344,6 +344,28 @@ class TestBadInput:
         assert "5000" in error["message"]
         assert "4096" in error["message"]
 
+    def test_a_chat_that_outgrew_the_context_is_refused_or_goes_on_as_asked(
+        self, sofa: LocalNode
+    ) -> None:
+        book = {"role": "user", "content": "The kettle sings on the hearth. " * 200}
+        said = {"role": "assistant", "content": "It does."}
+        turns = [*[book, said] * 3, {"role": "user", "content": "Does it?"}]
+        chat = {"model": "builtin", "messages": turns, "max_tokens": 2}
+        error = refused(sofa, "/v1/chat/completions", chat)
+        assert (error["status"], error["code"]) == (400, "context_length_exceeded")
+        asked = {"model": "builtin", "input": turns, "max_output_tokens": 2}
+        for path, body in (("chat/completions", chat), ("responses", asked)):
+            answer = sofa.post(f"/v1/{path}", {**body, "truncation": "auto"}).json()
+            assert answer["hearthnet"]["left_out_messages"] == 2
+        ollamas = {"model": "builtin", "messages": turns, "options": {"num_predict": 2}}
+        for truncate, status in ((None, 200), (False, 400)):
+            response = sofa.post("/api/chat", {**ollamas, "stream": False, "truncate": truncate})
+            assert response.status_code == status
+        typed = "".join(f"{turn['content'].strip()}\n" for turn in turns if turn is not said)
+        told = hearthnet("chat", "builtin", node=sofa, stdin=f"/set max_tokens 2\n{typed}/bye\n")
+        assert "without the first 2 messages: the context has no room for all" in told.stderr
+        assert told.returncode == 0
+
     def test_a_token_outside_the_vocabulary(self, sofa: LocalNode) -> None:
         error = refused(sofa, "/v1/completions", {"model": "builtin", "prompt": [1, 10**6]})
         assert (error["code"], error["param"]) == ("bad_request", "prompt")

@@ -21,7 +21,7 @@ from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.beside import Beside
 from tui.widgets.streamed import Streamed
-from tui.words import clean, cut_off, happened, printable
+from tui.words import clean, cut_off, happened, left_out, printable
 
 
 class ChatScreen(TopScreen):
@@ -123,7 +123,7 @@ class ChatScreen(TopScreen):
         beside.happened, beside.shown, beside.ended = (), "", {}
         told = _Told()
         try:
-            chunks = self.daemon().chat(self.model, list(turns))
+            chunks = self.daemon().chat(self.model, list(turns), truncation="auto")
             async with aclosing(chunks):
                 async for chunk in chunks:
                     _show_route(chunk, beside)
@@ -132,8 +132,9 @@ class ChatScreen(TopScreen):
                         thought.update(told.thinking.strip())
                         thought.display = True
                     answer.write(printable(piece))
-            if cut := cut_off(told.finish_reason, beside.ended):
-                await said.mount(Static(f"⚠ {cut}", classes="cut", markup=False))
+            for line in (left_out(beside.ended), cut_off(told.finish_reason, beside.ended)):
+                if line is not None:
+                    await said.mount(Static(f"⚠ {line}", classes="cut", markup=False))
         except MeshError as error:
             words = clean(f"✖ {error.message} {error.fix or ''}")
             await said.mount(Static(words, classes="failed", markup=False))

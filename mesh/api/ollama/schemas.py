@@ -32,7 +32,6 @@ class _AnswerBody(Strict):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Ollama's, not here
-    truncate: Annotated[None, only(False)] = None
     shift: Annotated[None, only(False)] = None
     keep_alive: Hint = None
 
@@ -81,12 +80,15 @@ class OllamaChatBody(_AnswerBody):
     whose template asks how hard to. What a model thinks is in `thinking`, apart from the answer.
     `system` stands before messages without one of that role, `num_predict` for that of the options.
     What the assistant said last is the beginning of the answer, which does not repeat it.
+    The oldest messages are left out where the context has no room for all, as in Ollama, unless
+    `truncate` is false.
     `keep_alive` has no effect: how long a model stays is its deployment's.
     """
 
     messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     system: str | None = None
+    truncate: bool | None = None
 
     @model_validator(mode="after")
     def _tools_differ(self) -> Self:
@@ -112,6 +114,7 @@ class OllamaChatBody(_AnswerBody):
             messages=(*_first(None if has_own else self.system), *said),
             begun=begun,
             tools=ToolUse(tools, in_pieces=False) if tools else None,
+            truncates=self.truncate is not False,
         )
 
 
@@ -123,6 +126,7 @@ class OllamaGenerateBody(_AnswerBody):
     system: str | None = None
     raw: bool | None = None
     # Ollama's, not here
+    truncate: Annotated[None, only(False)] = None
     suffix: Annotated[None, only("")] = None
     template: Annotated[None, only("")] = None
     context: Annotated[None, only([])] = None

@@ -102,6 +102,7 @@ def _ran(done: Done) -> dict[str, Any]:
         "failovers": done.failovers,
         "fallback": done.fallback,
         **({"note": done.note} if done.note else {}),
+        **({"left_out_messages": done.left_out} if done.left_out else {}),
         "timings": {
             "first_token_ms": _finite(done.first_token_ms),
             "tokens_per_second": _finite(done.tokens_per_second),

@@ -12,7 +12,15 @@ from pydantic import BeforeValidator, Field, model_validator
 from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import FlatFormat, schema_of
 from mesh.api.openai.response_items import NOT_STORED, InputItems, to_messages
-from mesh.api.openai.sampling import INT32, Effort, Hint, Refused, SamplingBody, thinking
+from mesh.api.openai.sampling import (
+    INT32,
+    Effort,
+    Hint,
+    Refused,
+    SamplingBody,
+    Truncation,
+    thinking,
+)
 from mesh.api.openai.tools import (
     MAX_TOOLS,
     FunctionName,
@@ -100,8 +108,9 @@ Metadata = Annotated[
 
 class ResponseBody(SamplingBody):
     """The body of `POST /v1/responses`. As OpenAI has it, `temperature` and `top_p` are 1 where
-    they are left out. Without a limit an answer may fill the context. `store` is taken, and nothing
-    is stored."""
+    they are left out. Without a limit an answer may fill the context. With `truncation` `auto` the
+    oldest items are left out where the context has no room for all, and `hearthnet` says how many
+    messages they were, in `left_out_messages`. `store` is taken, and nothing is stored."""
 
     input: str | InputItems
     instructions: str | None = None
@@ -120,6 +129,7 @@ class ResponseBody(SamplingBody):
     include: Annotated[list[Includable], Field(max_length=64, fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream_options: EventOptions | None = None
+    truncation: Truncation | None = None
     store: bool | None = None
     metadata: Metadata | None = None
     # OpenAI's, not here
@@ -128,7 +138,6 @@ class ResponseBody(SamplingBody):
     prompt: Annotated[None, only(otherwise=NOT_STORED)] = None
     background: Annotated[None, only(False, otherwise=NOT_STORED)] = None
     background_options: Refused = None
-    truncation: Annotated[None, only("disabled")] = None
     context_management: Annotated[None, only([])] = None
     moderation: Refused = None
     access_programs: Refused = None
@@ -177,6 +186,7 @@ class ResponseBody(SamplingBody):
                 in_pieces=bool(self.stream),
             ),
             schema=schema_of(self.text.format if self.text is not None else None),
+            truncates=self.truncation == "auto",
             **thinking(self._effort),
         )
 
@@ -202,7 +212,7 @@ class ResponseBody(SamplingBody):
             "store": False,
             "background": False,
             "previous_response_id": None,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "service_tier": "default",
         }
 

@@ -22,6 +22,7 @@ _MAX_STOPS = 16
 _MAX_BIASED = 1024
 
 Effort = Literal["none", "low", "medium", "high"]
+Truncation = Literal["auto", "disabled"]
 """How hard a model is to think, `none` being not at all."""
 Refused = Annotated[None, only()]
 Hint = Any

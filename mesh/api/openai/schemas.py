@@ -23,6 +23,7 @@ from mesh.api.openai.sampling import (
     Refused,
     SamplingBody,
     TemplateKwargs,
+    Truncation,
     thinking,
 )
 from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
@@ -213,7 +214,9 @@ class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
     where they are left out. Without a limit an answer may fill the context. `reasoning_effort` is
     for models whose chat template asks for it; `none` has those not think that can be told so, as
-    `enable_thinking` of `chat_template_kwargs` does, which vLLM's clients know.
+    `enable_thinking` of `chat_template_kwargs` does, which vLLM's clients know. With `truncation`
+    `auto` the oldest messages are left out where the context has no room for all, and the answer's
+    `hearthnet` says how many, in `left_out_messages`.
     With `n` there are so many answers, each a choice; a `seed` is that of the first."""
 
     messages: Annotated[
@@ -225,6 +228,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    truncation: Truncation | None = None
     # OpenAI's, not here
     functions: Annotated[None, only([])] = None
     function_call: Annotated[None, only("none", "auto")] = None
@@ -266,6 +270,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
             messages=to_template(self.messages),
             tools=self.tool_use(),
             schema=schema_of(self.response_format),
+            truncates=self.truncation == "auto",
             **template.asked() | thinking(self.reasoning_effort),
         )
         return self._answers(asked)

@@ -99,7 +99,8 @@ at("chat").addEventListener("submit", async (event) => {
 async function receive(signal, messages, take) {
   const response = await listen("v1/chat/completions", { method: "POST", signal,
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model: at("model").value, messages, stream: true, temperature: 0 }) });
+    body: JSON.stringify({ model: at("model").value, messages, stream: true, temperature: 0,
+      truncation: "auto" }) });
   if (!response.ok) throw new Error(await refusal(response));
   let ending = "";
   let note = "";
@@ -119,8 +120,10 @@ function happening(extension) {
   if (!extension?.route) return "";
   const route = extension.route.map((hop) => `${hop.node} ${hop.layers}`).join(" ▸ ") || "here";
   const speed = extension.timings?.tokens_per_second;
+  const left = extension.left_out_messages;
   return route + (speed ? ` · ${speed.toFixed(1)} tok/s` : "")
-    + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "");
+    + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "")
+    + (left ? ` · without the first ${left} messages: the context has no room for all` : "");
 }
 
 // One button in the place of another, with the focus where that had it.
