@@ -77,7 +77,7 @@ def create_app(
     app = Starlette(
         routes=[
             *require(Scope.CHAT, _answers(ByAnyName(generations, catalogue), settings, kept)),
-            *require(Scope.CHAT, _lists(view, deployed)),
+            *require(Scope.CHAT, _lists(view, deployed, catalogue)),
             *require(Scope.CHAT, _as_ollama(generations, catalogue, settings)),
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
@@ -115,9 +115,12 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
     ]
 
 
-def _lists(view: MeshView, deployed: DeploymentControl | None) -> list[Route]:
+def _lists(view: MeshView, deployed: DeploymentControl | None, catalogue: Catalogue) -> list[Route]:
     # In this order: the first are for Anthropic's clients alone.
-    return [*anthropic_models.routes(view, deployed), *models.routes(view, deployed)]
+    return [
+        *anthropic_models.routes(view, deployed),
+        *models.routes(view, deployed, catalogue.named),
+    ]
 
 
 def _as_ollama(

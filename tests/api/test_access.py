@@ -180,7 +180,8 @@ async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api:
     assert [m["id"] for m in models["data"]] == ["echo"]
     facts = {"state": "HOT", "total_layers": 12, "nodes": ["attic", "here"], "context": 2048}
     assert models["data"][0]["hearthnet"] == facts
-    assert (await http.get("/v1/models/echo")).json() == models["data"][0]
+    for name in ("echo", "echo:latest"):
+        assert (await http.get(f"/v1/models/{name}")).json() == models["data"][0]
     assert (await http.get("/mesh/v1/status")).json() == api.view.status()
     assert (await http.get("/mesh/v1/peers")).json() == {"peers": api.view.peers()}
     assert (await http.get("/mesh/v1/models")).json() == {"models": api.view.models()}

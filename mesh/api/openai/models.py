@@ -7,6 +7,7 @@ what rests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -16,14 +17,17 @@ from starlette.routing import Route
 from mesh.api.auth import Caller, caller_of
 from mesh.api.services import DeploymentControl, MeshView
 from mesh.errors import nobody_asks
+from mesh.types import ModelId
 
 _COLD = "COLD"
 _COMING = frozenset({"QUEUED", "PROVISIONING", "DEPLOYING"})
 """The states of deployments that are on their way up."""
 
 
-def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list[Route]:
-    """The endpoints' routes."""
+def routes(
+    view: MeshView, deployments: DeploymentControl | None, named: Callable[[str], ModelId]
+) -> list[Route]:
+    """The endpoints' routes; `named` gives the id that a client means by a name."""
 
     def known(request: Request) -> list[dict[str, Any]]:
         return listed(view, deployments, caller_of(request))
@@ -38,7 +42,7 @@ def routes(view: MeshView, deployments: DeploymentControl | None = None) -> list
 
     async def one(request: Request) -> Response:
         """One of them."""
-        wanted = request.path_params["model_id"]
+        wanted = named(request.path_params["model_id"])
         models = {model["id"]: model for model in known(request)}
         if wanted not in models:
             raise nobody_asks(wanted, models)
