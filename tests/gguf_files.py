@@ -33,11 +33,14 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4, "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "mixtral": gguf.MODEL_ARCH.LLAMA, "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5, "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "lfm2": gguf.MODEL_ARCH.LFM2, "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }  # fmt: skip
-_TURNED = ("llama", "mistral", "ministral3", "smollm3", "granite")
+_TURNED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
 """Whose rows of queries and keys are written in pairs."""
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 _K_BLOCK = 256
 
 Edit = Callable[[GGUFWriter], object]
@@ -149,7 +152,7 @@ def _add(
     writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str, *, decoded: bool = False
 ) -> None:
     numbers = tensor.float().contiguous().numpy()
-    if numbers.ndim < 2 or "conv1d" in name or "ffn_gate_inp" in name:
+    if numbers.ndim < 2 or ("conv" in name and "proj" not in name) or "ffn_gate_inp" in name:
         kind = "F32"
     stored = GGMLQuantizationType[kind]
     if decoded:
@@ -196,7 +199,7 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         return
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -244,6 +247,11 @@ def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
     )
 
 
+def _of_mixtral(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
 _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
     "granite": _of_granite,
     "ministral3": _of_ministral3,
@@ -251,6 +259,7 @@ _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
     "gemma2": _of_gemma2,
     "qwen3_moe": _of_experts,
     "gpt_oss": _of_experts,
+    "mixtral": _of_mixtral,
 }
 """What is written of one family alone."""
 

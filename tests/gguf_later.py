@@ -111,6 +111,21 @@ def _gemma4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _stacks(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Of Mixtral and LFM 2: what is stacked has another name than what is apart; convolutions have
+    two dimensions."""
+    made = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            layer, part = name.split(".")[2], name.split(".")[-2]
+            made[f"layers.{layer}.feed_forward.experts.{part}.weight"] = tensor
+        elif name.endswith("conv.conv.weight"):
+            made[name] = tensor.squeeze(1)
+        else:
+            made[name.replace(".expert_bias", ".expert_bias.bias")] = tensor
+    return made
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
@@ -121,6 +136,10 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "deepseek_v3": _deepseek2,
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
+    "ernie4_5_moe": _glm4_moe,
+    "mixtral": _stacks,
+    "lfm2": _stacks,
+    "lfm2_moe": _stacks,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -237,6 +256,46 @@ def _of_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
+def _of_exaone4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    if config["sliding_window"] is not None:
+        writer.add_sliding_window(config["sliding_window"])
+        windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+        writer.add_sliding_window_pattern(windows)
+
+
+def _of_ernie_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["moe_num_experts"])
+    writer.add_expert_used_count(config["moe_k"])
+    writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["moe_num_shared_experts"])
+    shared = config["intermediate_size"] // config["num_key_value_heads"]
+    writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _of_lfm2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    kinds, groups = config["layer_types"], config["num_key_value_heads"]
+    del writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
+    writer.add_head_count_kv([0 if kind == "conv" else groups for kind in kinds])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config.get("block_auto_adjust_ff_dim"):
+        wide, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+        del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
+        writer.add_feed_forward_length(-(-wide // multiple) * multiple)
+
+
+def _of_lfm2_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_lfm2(writer, config)
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
 def divisors(config: dict[str, Any]) -> list[float]:
     """What Gemma 4's frequencies of layers that look at everything are divided by."""
     far = next(iter(config["per_layer_config"].values()))["head_dim"]
@@ -254,5 +313,9 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "deepseek_v3": _of_deepseek2,
     "gemma4_text": _of_gemma4,
     "gemma4_unified_text": _of_gemma4,
+    "exaone4": _of_exaone4,
+    "ernie4_5_moe": _of_ernie_moe,
+    "lfm2": _of_lfm2,
+    "lfm2_moe": _of_lfm2_moe,
 }
 """By model type, what its file says beside what all do."""

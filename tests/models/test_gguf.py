@@ -32,7 +32,8 @@ READ_BY_BOTH = (
 """What transformers reads from GGUF as well."""
 FAMILIES = (
     *READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3", "qwen3_5",
-    "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4",
+    "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4", "mixtral", "exaone4", "ernie4_5",
+    "ernie4_5_moe", "lfm2", "lfm2_moe",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -334,7 +335,7 @@ _Edit = Callable[[Any], object]
 _REFUSED: dict[str, tuple[str, _Edit]] = {
     "a setting": ("llama.brand_new", lambda w: w.add_float32("llama.brand_new", 2.0)),
     "a window": ("sliding_window", lambda w: w.add_sliding_window(64)),
-    "experts": ("mixture of experts", lambda w: w.add_expert_count(8)),
+    "experts": ("its experts are apart", lambda w: w.add_expert_count(8)),
     "another scaling": ("scaled twice", lambda w: w.add_rope_scaling_type(_Su)),
     "a layer of its own": (
         "head_count_kv",

@@ -53,6 +53,13 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4 without experts": ("gemma4_dense", {}),
     "Gemma 4 of 12 billion": ("gemma4_unified_text", {}),
+    "EXAONE 4 that looks at everything": (
+        "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6},
+    ),
+    "ERNIE 4.5 of which each second layer is a mixture": (
+        "ernie4_5_moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 2, "use_bias": True},
+    ),
+    "LFM 2 with biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "GLM 4.7 Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
     "DeepSeek 3 in groups, of a scaled rotary embedding": (
         "deepseek_v3",
@@ -83,7 +90,9 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
     _require_same(read_manifest(write_gguf(directory, tmp_path / "model.gguf")), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite", "mixtral", "lfm2_moe"]
+)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(
     family: str, kind: str, checkpoint: Checkpoint, tmp_path: Path

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mesh.models.gguf import deepseeks, gemmas, hybrids, llamas, others, qwens
+from mesh.models.gguf import deepseeks, ernies, gemmas, hybrids, lfm2, llamas, others, qwens
 from mesh.models.gguf.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -33,6 +33,11 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "phi3": others.PHI3,
         "glm4moe": deepseeks.GLM4_MOE,
         "deepseek2": deepseeks.DEEPSEEK2,
+        "ernie4_5": ernies.ERNIE4_5,
+        "ernie4_5-moe": ernies.ERNIE4_5_MOE,
+        "exaone4": others.EXAONE4,
+        "lfm2": lfm2.LFM2,
+        "lfm2moe": lfm2.LFM2_MOE,
         "olmo2": others.OLMO2,
         "gpt-oss": others.GPT_OSS,
         "gpt2": others.GPT2,

@@ -21,14 +21,16 @@ from mesh.models.gguf.settings import GgufSettings, unreadable
 from mesh.models.header import CheckpointContents, Difference, TensorEntry
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)(\.(?P<kind>weight|bias|scale))?")
+_OF_LAYER = re.compile(
+    r"blk\.(?P<layer>\d{1,5})\.(?P<part>(shortconv\.)?\w+)(\.(?P<kind>weight|bias|scale))?"
+)
 _OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 _NUMBERED = re.compile(r"blk\.(\d{1,5})\.")
 _PROJECTOR = "mmproj"
 """What the names of files have in them that hold the part of a model that looks at pictures."""
 
 _MAX_EXPERTS = 4096
-_COUNTS = ("num_experts", "n_routed_experts")
+_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _MAX_SETTING_BYTES = 1 << 20
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."

@@ -10,11 +10,34 @@ from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
+_MIXTURE = {"ffn_gate_inp": "block_sparse_moe.gate"}
+_EXPERTS = {
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+
 
 def _llama(said: GgufSettings) -> dict[str, Any]:
-    if said.whole("expert_count", 0, least=0):
-        said.refuse("it is a mixture of experts under the name llama")
     said.pass_over("expert_used_count", "tensor_data_layout")
+    experts = said.whole("expert_count", 0, least=0)
+    config = _dense(said)
+    return config | _mixtral(said, experts) if experts else config
+
+
+def _mixtral(said: GgufSettings, experts: int) -> dict[str, Any]:
+    if not said.has("blk.0.ffn_gate_exps.weight"):
+        said.refuse("its experts are apart, as in files of before April 2024")
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": experts,
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _dense(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "llama", "LlamaForCausalLM")
     # Files of before the key was written leave the width of a head to this one.
     width = said.whole("rope.dimension_count", head_width(said, config))
@@ -73,7 +96,7 @@ def _mistral3(said: GgufSettings) -> dict[str, Any]:
     return config | {"head_dim": width, "sliding_window": None, "rope_parameters": turned}
 
 
-LLAMA = Architecture(_llama, DECODER, unlike=_unlike_llama)
+LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=_EXPERTS, unlike=_unlike_llama)
 SMOLLM3 = Architecture(_smollm3, DECODER, unlike=_unlike_llama)
 GRANITE = Architecture(_granite, DECODER, unlike=_unlike_llama)
 MISTRAL3 = Architecture(_mistral3, DECODER, unlike=_unlike_llama)

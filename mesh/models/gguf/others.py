@@ -111,6 +111,21 @@ def _olmo2(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _exaone4(said: GgufSettings) -> dict[str, Any]:
+    """Where some of its layers look at a window, those alone turn their heads."""
+    config = decoder(said, "exaone4", "Exaone4ForCausalLM")
+    width = head_width(said, config)
+    window = said.whole("attention.sliding_window", 0, least=0)
+    kinds_said = said.windows() if window else ["full_attention"] * config["num_hidden_layers"]
+    return config | {
+        "head_dim": width,
+        "sliding_window": window or None,
+        "sliding_window_pattern": None,
+        "layer_types": kinds_said,
+        "rope_parameters": full_rotary(said, width, theta=1_000_000.0),
+    }
+
+
 def _gpt_oss(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "gpt_oss", "GptOssForCausalLM")
     width = head_width(said, config)
@@ -135,6 +150,7 @@ def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
 
 PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
+EXAONE4 = Architecture(_exaone4, _OLMO2)
 GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
 GPT2 = Architecture(
     _gpt2,

@@ -45,12 +45,13 @@ class GgufSettings:
             raise self._damaged(f"{name} is {_shown(value)}, and no count")
         return value
 
-    def counts(self, name: str) -> list[int]:
-        """A count for each layer, which may be said once for all. Raises BadCheckpoint."""
+    def counts(self, name: str, *, least: int = 1) -> list[int]:
+        """A count for each layer, which may be said once for all. Raises BadCheckpoint as `whole`
+        does."""
         said, layers = self._value(name, None), self.layers()
         counts = said[:layers] if isinstance(said, list) else [said] * layers
         if len(counts) != layers or not all(
-            type(each) is int and 1 <= each < _MOST for each in counts
+            type(each) is int and least <= each < _MOST for each in counts
         ):
             raise self._damaged(f"{name} is {_shown(said)}, and no count for each layer")
         return counts

@@ -29,7 +29,7 @@ _VERSION = 1
 """Counts up when the same file would give another tokenizer."""
 
 _SPACE = "▁"
-_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mellum"})
+_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mellum", "exaone4"})
 _DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 _COMPOSED = frozenset({"qwen2", "qwen35"})
 _WORDS_FIRST = frozenset(

@@ -79,6 +79,18 @@ def _memory(node: LocalNode) -> dict[int, int]:
     return {p.pid: p.memory_info().rss for p in [daemon, *daemon.children(recursive=True)]}
 
 
+def _settled(node: LocalNode) -> dict[int, int]:
+    """The same, once no process comes or goes for a second: one stands by a while after each
+    job."""
+    found = _memory(node)
+    for _ in range(30):
+        time.sleep(1)
+        last, found = found, _memory(node)
+        if last.keys() == found.keys():
+            break
+    return found
+
+
 def _start_client(node: LocalNode, first: int, count: int, file: Path) -> subprocess.Popen[bytes]:
     directory = str(checkpoint("llama").directory)
     module = "tests.interventions.jobs.storm_client"
@@ -99,7 +111,7 @@ def test_two_hundred_jobs_of_eight_clients_of_a_daemon_do_not_mix(tmp_path: Path
         with remotely(node):  # what the first jobs start is there before it is weighed
             for number in range(2):
                 equal(work(client("llama"), number), expected(number), 0.0)
-        before = _memory(node)
+        before = _settled(node)
         files = [tmp_path / f"client-{n}" for n in range(CLIENTS)]
         running = [
             clients.enter_context(_start_client(node, n * JOBS_EACH, JOBS_EACH, file))
