@@ -33,6 +33,7 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4, "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE, "glm4": gguf.MODEL_ARCH.GLM4,
     "mixtral": gguf.MODEL_ARCH.LLAMA, "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5, "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2, "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,

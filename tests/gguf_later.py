@@ -171,6 +171,11 @@ def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
+def _of_glm4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    turned = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * turned))
+
+
 def _of_qwen35_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_qwen35(writer, config)
     _of_experts(writer, config)
@@ -313,6 +318,8 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "deepseek_v3": _of_deepseek2,
     "gemma4_text": _of_gemma4,
     "gemma4_unified_text": _of_gemma4,
+    "qwen2_moe": _of_experts,
+    "glm4": _of_glm4,
     "exaone4": _of_exaone4,
     "ernie4_5_moe": _of_ernie_moe,
     "lfm2": _of_lfm2,

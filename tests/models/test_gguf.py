@@ -33,7 +33,7 @@ READ_BY_BOTH = (
 FAMILIES = (
     *READ_BY_BOTH, "smollm3", "granite", "olmo2", "olmo3", "gpt_oss", "ministral3", "qwen3_5",
     "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4", "mixtral", "exaone4", "ernie4_5",
-    "ernie4_5_moe", "lfm2", "lfm2_moe",
+    "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -50,6 +50,7 @@ def _settings(family: str) -> dict[str, Any]:
     mixed = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
+        "qwen2_moe": mixed | {"norm_topk_prob": False},
     }.get(family, {})  # fmt: skip
 
 

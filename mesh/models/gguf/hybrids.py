@@ -17,7 +17,7 @@ from mesh.models.gguf.architecture import (
     decoder,
     head_width,
 )
-from mesh.models.gguf.qwens import EXPERTS
+from mesh.models.gguf.qwens import EXPERTS, SHARED_EXPERT
 from mesh.models.gguf.rotary import partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference, Kind
@@ -41,14 +41,7 @@ _NEXT = _LAYER | {
     "ssm_in": "linear_attn.in_proj_qkvz",
     "ssm_ba": "linear_attn.in_proj_ba",
 }
-_MIXTURE = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-}
+_MIXTURE = SHARED_EXPERT | {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj"}
 _DIMENSIONS = {"ssm_conv1d": 3, "ffn_gate_inp_shexp": 2}
 _LESS_ONE = Difference("less_one")
 

@@ -14,7 +14,7 @@ from mesh.models.gguf.architecture import (
     head_width,
     kinds,
 )
-from mesh.models.gguf.rotary import full_rotary, longrope, plain_rotary
+from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
@@ -41,6 +41,13 @@ _GPT_OSS = {name: BY_PLACE[name] for name in BY_PLACE if not name.startswith("ff
     "ffn_up_exps.bias": "mlp.experts.up_proj_bias",
     "ffn_down_exps.weight": "mlp.experts.down_proj",
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
+_GLM4 = {name: DECODER[name] for name in DECODER if not name.startswith("ffn")} | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_mlp_layernorm",
 }
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
@@ -126,6 +133,16 @@ def _exaone4(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _glm4(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "glm4", "Glm4ForCausalLM")
+    width = head_width(said, config)
+    return config | {
+        "head_dim": width,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": partial_rotary(said, width),
+    }
+
+
 def _gpt_oss(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "gpt_oss", "GptOssForCausalLM")
     width = head_width(said, config)
@@ -150,6 +167,7 @@ def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
 
 PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
+GLM4 = Architecture(_glm4, _GLM4)
 EXAONE4 = Architecture(_exaone4, _OLMO2)
 GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
 GPT2 = Architecture(

@@ -14,6 +14,15 @@ EXPERTS = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 
+SHARED_EXPERT = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+"""What a mixture has that has an expert for every token."""
+
 
 def _qwen2(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "qwen2", "Qwen2ForCausalLM")
@@ -21,6 +30,21 @@ def _qwen2(said: GgufSettings) -> dict[str, Any]:
     if width * config["num_attention_heads"] != config["hidden_size"]:
         said.refuse("its heads together are not as wide as the model")
     return config | {"rope_parameters": full_rotary(said, width)}
+
+
+def _qwen2_moe(said: GgufSettings) -> dict[str, Any]:
+    return _qwen2(said) | {
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": said.whole("expert_shared_feed_forward_length"),
+        # No file says these; llama.cpp computes so.
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _qwen3(said: GgufSettings) -> dict[str, Any]:
@@ -44,6 +68,9 @@ def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
 
 
 QWEN2 = Architecture(_qwen2, DECODER)
+QWEN2_MOE = Architecture(
+    _qwen2_moe, DECODER | SHARED_EXPERT, experts=EXPERTS, dimensions={"ffn_gate_inp_shexp": 2}
+)
 QWEN3 = Architecture(_qwen3, DECODER | HEAD_NORMS)
 QWEN3_MOE = Architecture(
     _qwen3_moe, DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, experts=EXPERTS
