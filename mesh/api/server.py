@@ -20,6 +20,7 @@ from mesh.api.auth import MAX_HEADER_BYTES
 from mesh.api.connection import BoundedConnection
 from mesh.api.listener import TlsListener
 from mesh.api.services import ApiSettings
+from mesh.api.sockets import MAX_BYTES, BoundedSocket
 from mesh.api.tls import ApiTls
 from mesh.clock import next_tick, set_by
 from mesh.config import is_loopback
@@ -29,7 +30,6 @@ from mesh.types import host_port
 _GRACE_S = 5
 _TELLING_S = 2.0
 """How long clients have to read that their answers end."""
-_MAX_MESSAGE_BYTES = 64 << 10
 _BACKLOG = 128
 _DATE_S = 1.0
 """Answers carry the time in seconds."""
@@ -153,10 +153,9 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         # h11 because it limits headers, and so that every platform runs the same parser.
         http=partial(BoundedConnection, app.state.settings),  # type: ignore[arg-type]
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        # Only a few short texts come in; results go out, and those are compressed already.
-        ws="websockets-sansio",
-        ws_max_size=_MAX_MESSAGE_BYTES,
-        ws_per_message_deflate=False,
+        ws=partial(BoundedSocket, app.state.settings),  # type: ignore[arg-type]
+        ws_max_size=MAX_BYTES,
+        ws_per_message_deflate=False,  # results go out, and those are compressed already
         ws_ping_timeout=None,  # clients answer pings only while they wait, and may be uploading
         lifespan="off",
         log_config=None,

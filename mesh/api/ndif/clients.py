@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from mesh.api.sockets import MAX_BYTES
 from mesh.errors import UnsupportedClient
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(\D|$)")
@@ -23,7 +24,7 @@ _SERVED = ("0", "8")
 _INSTALL = "Install one that works: pip install 'nnsight>=0.8.1,<0.9'."
 _SOCKET_IO = "/ws/socket.io"
 _PATIENCE_S = 30.0
-_ENGINE = {"upgrades": [], "pingInterval": 25_000, "pingTimeout": 20_000, "maxPayload": 65_536}
+_ENGINE = {"upgrades": [], "pingInterval": 25_000, "pingTimeout": 20_000, "maxPayload": MAX_BYTES}
 
 
 def require_served(version: str | None) -> None:
