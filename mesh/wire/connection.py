@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 PATH = "/mesh/v1/link"
 _CLOSE_GRACE_S = 1.0
+_BITE_BYTES, _MAX_CRUMBS = 4096, 1024
+"""Frames below 125 bytes, which no peer of ours has websockets parse: 40,000 take it a second."""
 _RECONNECT = "Connect again, or use another hop."
 
 
@@ -57,6 +59,7 @@ class WebSocketLink(PlainProtocol):
         self._unparsed = 1  # bytes websockets has of an incomplete frame; not 0 until the upgrade
         self._reader = FrameReader(session.limits.message_bytes, masked=self._is_server)
         self._fragments: bytearray | None = None
+        self._crumbs = 0
         self._corked = False
         self._write_paused = False
         self._read_paused = False
@@ -166,8 +169,11 @@ class WebSocketLink(PlainProtocol):
         payloads, rest = self._reader.take(data) if not self._unparsed else ((), bytes(data))
         for payload in payloads:
             self._receive(payload)
-        if rest:
-            self._parse(rest)
+        for at in range(0, len(rest), _BITE_BYTES):
+            self._parse(rest[at : at + _BITE_BYTES])
+            if self._crumbs > _MAX_CRUMBS:
+                self.abort(BadFrame("It sends pings or crumbs without end.", fix=SAME_VERSION))
+                return
         self._flush()
 
     def eof_received(self) -> None:
@@ -206,6 +212,7 @@ class WebSocketLink(PlainProtocol):
                 self._upgrade(event)
                 continue
             self._unparsed -= frame_size(len(event.data), masked=self._is_server)
+            self._crumbs += len(event.data) < 125
             if event.opcode is Opcode.BINARY and event.fin:
                 self._receive(event.data)
             else:
@@ -340,7 +347,7 @@ class WebSocketLink(PlainProtocol):
         backlog = self.queued_bytes
         if self._read_paused and backlog < self._backlog:
             self._heard_at = now  # we do not listen, but it takes what we send
-        self._backlog = backlog
+        self._backlog, self._crumbs = backlog, 0
         if now - self._heard_at > limits.silence_s:
             why = f"The peer was silent for {limits.silence_s} s."
             self.abort(LinkLost(why, fix=_RECONNECT))

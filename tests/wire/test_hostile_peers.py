@@ -66,6 +66,18 @@ async def test_a_peer_that_breaks_the_rules_is_closed(
         await websocket.wait_closed()
 
 
+@pytest.mark.parametrize("crumb", [b"\x00", b"\x8a"], ids=["empty parts", "pongs"])
+async def test_a_peer_that_sends_crumbs_without_end_is_cut_off(crumb: bytes) -> None:
+    async with listening() as house, foreign_client(house) as websocket:
+        socket = websocket.transport
+        socket.write(b"\x02\x80" + bytes(4))
+        for _ in range(5):
+            socket.write((crumb + b"\x80" + bytes(4)) * 9000)
+            await asyncio.sleep(0)
+        assert isinstance(await house.handlers[0].end(), BadFrame)
+        await websocket.wait_closed()
+
+
 async def test_a_websocket_close_without_bye_is_a_lost_link() -> None:
     async with listening() as house, foreign_client(house) as websocket:
         await websocket.close(1001, "elsewhere")
