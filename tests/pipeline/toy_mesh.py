@@ -90,30 +90,30 @@ def toy_layer(layer: int, row: Sequence[int], past: Sequence[int]) -> list[int]:
 
 
 class ToySession:
-    """The cache of one session: the inputs of every layer, per position."""
+    """The cache of one session: the sums of every layer's inputs, per position."""
 
     def __init__(self, layers: LayerRange) -> None:
         self.layers = layers
-        self.inputs: list[list[list[int]]] = []  # position, layer, value
+        self.sums: list[list[list[int]]] = []  # position, layer, value
         self.parked = False
         self.last: Result | None = None
 
     def begin_as(self, other: ToySession, positions: int) -> int:
-        self.inputs = other.inputs[:positions]
-        return len(self.inputs)
+        self.sums = other.sums[:positions]
+        return len(self.sums)
 
     def run(self, position: int, rows: list[list[int]]) -> list[list[int]]:
-        assert position <= len(self.inputs), "a hole in the positions"
-        del self.inputs[position:]
+        assert position <= len(self.sums), "a hole in the positions"
+        del self.sums[position:]
         outputs = []
-        for first in rows:
-            row, per_layer = first, []
-            for index, layer in enumerate(range(self.layers.start, self.layers.stop)):
-                past = [sum(step[index][i] for step in self.inputs) for i in range(HIDDEN)]
-                per_layer.append(row)
-                row = toy_layer(layer, row, past)
-            self.inputs.append(per_layer)
-            outputs.append(row)
+        for row in rows:
+            before = self.sums[-1] if self.sums else [[0] * HIDDEN] * len(self.layers)
+            sums, value = [], row
+            for layer, past in zip(range(self.layers.start, self.layers.stop), before, strict=True):
+                sums.append([a + b for a, b in zip(past, value, strict=True)])
+                value = toy_layer(layer, value, past)
+            self.sums.append(sums)
+            outputs.append(value)
         return outputs
 
 

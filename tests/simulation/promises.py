@@ -25,10 +25,9 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
-from tests.pipeline.toy_mesh import TOTAL_LAYERS
+from tests.pipeline.toy_mesh import TOTAL_LAYERS, expected_tokens
 from tests.simulation.ledger import Ledger
 from tests.simulation.schedule import Ask, Schedule
-from tests.simulation.toy import whole_model
 from tests.simulation.world import World
 
 _ALL = LayerRange(0, TOTAL_LAYERS)
@@ -51,7 +50,7 @@ class Outcome:
 
     def begin(self, prompt: list[int]) -> None:
         """It is asked now."""
-        self.prompt, self.expected = prompt, whole_model(prompt, self.ask.count)
+        self.prompt, self.expected = prompt, expected_tokens(prompt, self.ask.count)
 
 
 class Promises:
@@ -168,7 +167,7 @@ class Promises:
         said = outcome.tokens
         if said == outcome.expected[: len(said)]:
             return
-        if whole_model([*outcome.prompt, *said[:-count]], count) == said[-count:]:
+        if expected_tokens([*outcome.prompt, *said[:-count]], count) == said[-count:]:
             return
         liar = self._liar
         if liar is not None and liar.has_lied:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 
 import pytest
 
-from tests.pipeline.toy_mesh import PRIME, expected_tokens
 from tests.simulation.repeating import repeats, same_in_other_processes, unbroken
 from tests.simulation.run import run
 from tests.simulation.schedule import FAULTS
-from tests.simulation.toy import whole_model
 from tests.simulation.virtual_loop import Deadlock, run_virtually
 
 MODULE = "tests.simulation"
@@ -54,13 +51,6 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 
 def test_the_trace_does_not_depend_on_the_process() -> None:
     same_in_other_processes(MODULE, run, (7, 11, 42))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_quick_toy_model_equals_the_plain_one(seed: int) -> None:
-    rng = random.Random(seed)
-    prompt = [rng.randrange(PRIME) for _ in range(rng.randint(1, 30))]
-    assert whole_model(prompt, 9) == expected_tokens(prompt, 9)
 
 
 def test_virtual_time_jumps_to_the_next_timer() -> None:

@@ -29,10 +29,9 @@ from mesh.wire.messages import (
     Resume,
     Step,
 )
-from tests.pipeline.toy_mesh import MODEL, PRIME, TOTAL_LAYERS, WEIGHTS, decode, encode
+from tests.pipeline.toy_mesh import MODEL, PRIME, TOTAL_LAYERS, WEIGHTS, ToySession, decode, encode
 from tests.simulation.ledger import Ledger
 from tests.simulation.schedule import Lie, Node
-from tests.simulation.toy import SummedSession
 from tests.wire.memory import MemoryLink
 
 KEEPALIVE_S = 30.0
@@ -98,7 +97,7 @@ class Wire:
         asyncio.get_running_loop().call_later(KEEPALIVE_S, self.cut)
 
 
-class SimSession(SummedSession):
+class SimSession(ToySession):
     """A toy session that knows which request it belongs to and what it may be sent next."""
 
     def __init__(self, opened: Open) -> None:
@@ -300,7 +299,7 @@ class Door:
         host = self._host
         if host.sessions.get(key) is not session:
             return  # closed while the step waited
-        held, name = len(session.inputs), host.node.name
+        held, name = len(session.sums), host.node.name
         if step.step != session.last_step + 1:
             host.ledger.broke(f"{name}: step {step.step} after step {session.last_step}")
         if step.position > held:

@@ -24,7 +24,7 @@ from mesh.identity.roster import TrustLevel
 from mesh.pipeline.engine import Engine
 from mesh.types import Done, TokenDelta
 from tests.identity.deciding import NOTHING, party
-from tests.pipeline.toy_mesh import toy_request
+from tests.pipeline.toy_mesh import expected_tokens, toy_request
 from tests.simulation.ledger import Ledger
 from tests.simulation.members import bounds
 from tests.simulation.members.casting import ANCHORS, HONEST, VILLAIN, Cast, cast, scratch
@@ -33,7 +33,6 @@ from tests.simulation.members.house import House, Node
 from tests.simulation.members.machine import run_metered
 from tests.simulation.members.meter import Meter
 from tests.simulation.members.plan import LASTS_S, Ask, Attack, Plan, draw
-from tests.simulation.toy import whole_model
 
 SAMPLED_S = 0.2
 DISK_S = 5.0
@@ -140,7 +139,7 @@ class _Run:
         except (MeshError, TimeoutError) as error:
             self._ledger.broke(f"{ask.by}'s request {ask.name} failed: {error!r}")
             return
-        expected = whole_model(list(ask.prompt), ask.count)
+        expected = expected_tokens(list(ask.prompt), ask.count)
         self._ledger.note(f"{ask.name} {tokens}")
         if not done or tokens != expected:
             self._ledger.broke(f"{ask.name}: {tokens} instead of {expected}")

@@ -16,10 +16,9 @@ from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, NodeId, ShardDescriptor, shard_id
-from tests.pipeline.toy_mesh import HIDDEN, MODEL, TOTAL_LAYERS, WEIGHTS
+from tests.pipeline.toy_mesh import HIDDEN, MODEL, TOTAL_LAYERS, WEIGHTS, ToySession
 from tests.simulation.members.bounds import SESSIONS, SHARDS
 from tests.simulation.members.machine import LoopTime
-from tests.simulation.toy import SummedSession
 
 LAYERS = LayerRange(0, TOTAL_LAYERS)
 LEASE_S = 20.0
@@ -32,15 +31,15 @@ class ToyCache:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.session = SummedSession(LAYERS)
+        self.session = ToySession(LAYERS)
         self.allocated_bytes = 0
 
     @property
     def length(self) -> int:
-        return len(self.session.inputs)
+        return len(self.session.sums)
 
     def cut(self, position: int) -> None:
-        del self.session.inputs[position:]
+        del self.session.sums[position:]
 
 
 class ToySpan:
