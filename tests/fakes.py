@@ -335,6 +335,7 @@ class ScriptedView:
 
     def __init__(self) -> None:
         self.missing: list[str] = []
+        self.is_loading = False
         self.happened: list[dict[str, Any]] = []
         self.news = asyncio.Event()
         self.unwatched = asyncio.Event()
@@ -456,8 +457,16 @@ class ScriptedView:
                 "bytes": 700_000_000, "modified_at": MOMENT.isoformat(),
             },
         }  # fmt: skip
+        coming = "loading" if self.is_loading else None
         return [
-            {"id": "echo", "runnable": True, "missing": [], "reason": None, **whole, **known},
+            {
+                "id": "echo",
+                "runnable": not coming,
+                "missing": [],
+                "reason": coming,
+                **whole,
+                **known,
+            },
             {"id": "org/half", "runnable": False, "missing": ["8-11"], "reason": half, **whole},
         ]
 

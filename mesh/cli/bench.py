@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mesh.cli.bringing_up import loading
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, route_line, say
 from mesh.errors import NoRoute
@@ -134,11 +135,12 @@ class _Timer:
 
 
 async def _first(client: Client) -> str:
-    """The first model that can be asked. Raises NoRoute."""
-    for row in await client.models():
-        if row["runnable"]:
-            return str(row["id"])
-    raise NoRoute("No model can answer now.", fix="See `hearthnet models` for what keeps each.")
+    """The first model that can be asked, at once or after a wait. Raises NoRoute."""
+    models = await client.models()
+    names: list[str] = [row["id"] for row in models if row["runnable"]] + loading(models)
+    if not names:
+        raise NoRoute("No model can answer now.", fix="See `hearthnet models` for what keeps each.")
+    return names[0]
 
 
 def _show(told: dict[str, Any]) -> None:

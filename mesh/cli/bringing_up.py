@@ -5,7 +5,7 @@ Says on stderr how far that is. Knows nothing of what is asked then.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli.deploying import follow
@@ -64,6 +64,11 @@ async def deployed_and_up(client: Client) -> list[str]:
     """The deployed models of which every layer is served by somebody."""
     rows = await _deployments(client)
     return [row["model_id"] for row in rows if not row["resting"] and not row["missing"]]
+
+
+def loading(models: Sequence[dict[str, Any]]) -> list[str]:
+    """The models that this node is loading: whoever asks them waits."""
+    return [model["id"] for model in models if model["reason"] == "loading"]
 
 
 async def _deployments(client: Client) -> list[dict[str, Any]]:

@@ -70,5 +70,5 @@ def _silent(models: list[dict[str, Any]]) -> tuple[str, str]:
         said = f"Nobody that it sees holds layers {missing} of {name}."
         return said, f"on another machine, hearthnet up --layers {model['missing'][0]}"
     if model["reason"] == "loading":
-        return f"{name} is loading.", "hearthnet chat, in a moment"
+        return f"{name} is loading.", "hearthnet chat; it waits"
     return f"{name} does not answer: {model['reason'].removesuffix('.')}.", _DOCTOR

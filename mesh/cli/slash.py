@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli import lens, why
-from mesh.cli.bringing_up import deployed_and_up, is_deployed
+from mesh.cli.bringing_up import deployed_and_up, is_deployed, loading
 from mesh.cli.conversation import SETTINGS, Conversation
 from mesh.cli.output import one_line, route_line
 from mesh.errors import ModelNotFound
@@ -88,8 +88,8 @@ class SlashCommands:
         return [] if " " in argument else [(word, "") for word in choices()]
 
     async def choose(self, wanted: str | None) -> str:
-        """Take this model, else the first that can answer here, or that is up on others; what to
-        say of it.
+        """Take this model, else the first that can answer here, that is up on others, or that is
+        loading; what to say of it.
 
         Raises ModelNotFound.
         """
@@ -99,14 +99,15 @@ class SlashCommands:
         if chosen is None:
             can_answer = [model["id"] for model in models if model["runnable"]]
             async with self._daemon.client() as client:
-                chosen = next(iter(can_answer or await deployed_and_up(client)), None)
+                coming = [] if can_answer else await deployed_and_up(client) + loading(models)
+                chosen = next(iter(can_answer + coming), None)
         for model in models:
             if model["id"] == chosen:
                 self._chat.model = str(chosen)
                 if model["runnable"]:
                     return ""
                 async with self._daemon.client() as client:
-                    is_coming = await is_deployed(client, model["id"])
+                    is_coming = chosen in loading(models) or await is_deployed(client, model["id"])
                 if is_coming:
                     return f"{chosen} is not all up here yet: an answer waits while it comes up"
                 return f"warning: {chosen} cannot answer now: {model['reason']}"

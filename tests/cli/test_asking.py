@@ -205,6 +205,15 @@ async def test_chat_with_an_unknown_model_names_the_known(hearthnet: Run, daemon
     assert "echo, org/half" in finished.err
 
 
+async def test_who_chats_right_after_up_has_the_model_that_is_loading(
+    hearthnet: Run, daemon: Served
+) -> None:
+    daemon.view.is_loading = True
+    finished = await hearthnet("chat", stdin="hi\n")
+    assert (finished.code, finished.out) == (0, "hi\n")
+    assert "echo is not all up here yet: an answer waits" in finished.err
+
+
 async def test_piped_chat_stops_at_an_error(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet("chat", "org/half", stdin="hi\nhi\n")
     assert finished.code == 4

@@ -54,7 +54,7 @@ def lacking(**more: Any) -> dict[str, Any]:
             "Nobody that it sees holds layers 4-7 of m.",
             "next: on another machine, hearthnet up --layers 4-7",
         ),
-        (lacking(reason="loading"), "m is loading.", "next: hearthnet chat, in a moment"),
+        (lacking(reason="loading"), "m is loading.", "next: hearthnet chat; it waits"),
         (
             lacking(reason="failed: no memory"),
             "m does not answer: failed: no memory.",
