@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 RECENT = 50
 """Events that a picture carries."""
 
+_WIDTHS = [(0, "-narrow"), (60, "-wide")]
+_HEIGHTS = [(0, "-low"), (18, "-high")]
+"""What the style sheet asks for: below these columns and lines, panels beside others give way."""
+
 
 def _nodes() -> Screen[Any]:
     from tui.screens.nodes import NodesScreen
@@ -61,6 +65,8 @@ class TopApp(App[None]):
     COMMANDS = App.COMMANDS | {Verbs}
     ENABLE_COMMAND_PALETTE = True
     DEFAULT_MODE = "overview"
+    HORIZONTAL_BREAKPOINTS = _WIDTHS
+    VERTICAL_BREAKPOINTS = _HEIGHTS
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1,f1", "switch_mode('overview')", "Home", key_display="1"),
         Binding("2,f2", "switch_mode('nodes')", "Nodes", key_display="2"),

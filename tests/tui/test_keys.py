@@ -644,6 +644,18 @@ async def test_another_size_is_drawn_anew(daemon: Daemon) -> None:
         assert max(map(len, text.splitlines())) <= 60
 
 
+async def test_on_a_small_screen_what_stands_beside_gives_way(daemon: Daemon) -> None:
+    async with running(daemon.connect, (40, 12)) as top:
+        await top.until("working")
+        await top.pilot.press("2")
+        await top.until("attic")
+        await top.pilot.press("4")
+        await top.until("Ask llama")
+        assert "ask something" not in top.text()
+        await top.pilot.resize_terminal(80, 24)
+        await top.until("ask something")
+
+
 async def test_names_cannot_act_on_the_terminal(daemon: Daemon) -> None:
     peers = [{**whole()["peers"][0], "name": "\x1b[2Jat\u202etic\n"}]
     daemon.house.change(peers=peers)
