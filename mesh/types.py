@@ -175,6 +175,8 @@ class LayerRange:
         match = _INCLUSIVE.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a layer range; expected LO-HI, for example 0-7")
+        if int(match[1]) > int(match[2]):
+            raise ValueError(f"{text!r} ends before it begins; expected LO-HI, for example 0-7")
         return cls(int(match[1]), int(match[2]) + 1)
 
     def __str__(self) -> str:

@@ -131,7 +131,7 @@ def test_lists_from_variables_are_comma_separated(monkeypatch: pytest.MonkeyPatc
         ("port", 65536, "less than or equal to 65535"),
         ("model", ["=x"], "PATH=ID"),
         ("model", ["/x="], "PATH=ID"),
-        ("layers", ["7-3"], "empty or negative"),
+        ("layers", ["7-3"], "ends before it begins"),
         ("layers", ["all"], "LO-HI"),
         ("peer", ["host"], "HOST:PORT"),
         ("peer", ["host:0"], "HOST:PORT"),

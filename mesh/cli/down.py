@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 ENDING_S = 30.0
 """For the processes and the network, beside what running answers get."""
-NOTHING_TO_STOP = "There is nothing to stop"
 _KILLING_S = 10.0
 _POLL_S = 0.05
 
@@ -36,7 +35,7 @@ def down(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
     from mesh.cli.service_managers import manager_of
 
-    record = running_daemon(state_paths(state_dir), NOTHING_TO_STOP)
+    record = running_daemon(state_paths(state_dir), "There is nothing to stop")
     manager = manager_of(record.pid)
     end_daemon(record, timeout)
     if manager is None:

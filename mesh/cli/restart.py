@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mesh.cli.down import NOTHING_TO_STOP, StopTimeout, end_daemon
+from mesh.cli.down import StopTimeout, end_daemon
 from mesh.cli.options import StateDir, running_daemon, state_paths
 from mesh.cli.output import note
 
@@ -28,7 +28,7 @@ def restart(state_dir: StateDir = None, timeout: StopTimeout = None) -> None:
     from mesh.cli.service_managers import manager_of
 
     paths = state_paths(state_dir)
-    record = running_daemon(paths, NOTHING_TO_STOP)
+    record = running_daemon(paths, "Start one with `hearthnet up`")
     manager = manager_of(record.pid)
     if manager is None:
         _restart_detached(record, paths, timeout)

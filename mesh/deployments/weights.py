@@ -217,7 +217,8 @@ class LocalWeights:
         seen = f" ({'; '.join(others)})" if others else ""
         return ModelNotFound(
             f"the files of {model[:200]!r} are not on this machine{seen}; looked in {looked}.",
-            fix="Put the checkpoint into one of these folders, or name its directory.",
+            fix="Name one that `hearthnet list` shows, one of the hub as ORG/NAME, or a directory "
+            "with a checkpoint.",
             param="model",
         )
 

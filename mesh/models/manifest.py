@@ -241,7 +241,8 @@ def _read(path: Path) -> tuple[Path, CheckpointContents]:
         kind = BadCheckpoint if path.exists() else ModelNotFound
         raise kind(
             f"{path} is not a directory.",
-            fix="Give the directory that holds config.json, or a file whose name ends in .gguf.",
+            fix="Give the directory that holds config.json, or a file whose name ends in .gguf; "
+            "`hearthnet run ORG/NAME` takes a model of the hub.",
         )
     if (gguf := _gguf_of(path)) is not None:
         return gguf.parent, read_gguf(gguf)

@@ -161,6 +161,7 @@ async def test_interfaces_that_are_left_out_are_counted_where_there_are_many(
     [
         ("status", "hearthnet up"), ("chat", "hearthnet up"), ("run", "hearthnet up"),
         ("down", "nothing to stop"), ("pause", "nothing to pause"), ("resume", "hearthnet up"),
+        ("restart", "hearthnet up"),
     ],
 )  # fmt: skip
 async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str, remedy: str) -> None:
