@@ -497,10 +497,10 @@ class ScriptedView:
     def metrics(self) -> bytes:
         return b"# HELP hearthnet_test A test.\nhearthnet_test 1\n"
 
-    def happen(self, type_: str) -> None:
+    def happen(self, type_: str, **said: str) -> None:
         """Add an event."""
         number = len(self.happened) + 1
-        self.happened.append({"id": number, "type": type_, "at": MOMENT.isoformat()})
+        self.happened.append({"id": number, "type": type_, "at": MOMENT.isoformat(), **said})
         self.news.set()
 
 

@@ -83,6 +83,7 @@ async def _measured(client: Client, model: str | None, order: _Order) -> dict[st
     }
     last = spoken[-1]
     return {
+        "node": (await client.status())["node"]["name"],
         "model": name,
         "route": list(last.route),
         "rounds": order.rounds,
@@ -160,6 +161,7 @@ def _show(told: dict[str, Any]) -> None:
             f"  {hop['node']} {hop['layers']}: {hop['p50_ms']:.1f} ms a token,"
             f" {hop['compute_p50_ms']:.1f} of them computing, {way:.1f} on the way"
         )
-    slowest = bottleneck({"route": told["hops"], "tokens_per_second": told["tokens_per_second"]})
+    timed = {"route": told["hops"], "tokens_per_second": told["tokens_per_second"]}
+    slowest = bottleneck(timed, told["node"])
     if slowest is not None:
         say(f"most of the time: {slowest.words}")

@@ -529,6 +529,7 @@ def test_a_model_is_measured_over_its_route(sofa: LocalNode) -> None:
     told = json.loads(measured.stdout)
     assert (told["prompt_tokens"], told["tokens"], set(told["together"])) == (40, 4, {"3"})
     assert [hop["layers"] for hop in told["route"]] == [hop["layers"] for hop in told["hops"]]
+    assert told["node"] == "sofa", "whose own layers no cable brings nearer"
     assert min(told["prompt_tokens_per_second"], told["tokens_per_second"]) > 0
     in_words = hearthnet("bench", "builtin", *few, *state).stdout
     assert "3 answers at once" in in_words

@@ -211,7 +211,7 @@ async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
         peers, models = [stranger, attic, doubted], [echo]
         api.view.peers = lambda: peers  # type: ignore[method-assign]
         api.view.models = lambda: list(models)  # type: ignore[method-assign]
-        api.view.happen("peer_up")
+        api.view.happen("peer_up", name="attic")
 
         def look(page: Page) -> None:
             page.do("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
@@ -223,7 +223,7 @@ async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
             assert letters == ("A", "B", "C", "D")
             assert names == ("here", "attic\x1b[2J", "shed", "next door")
             assert states == ("● here", "● up", "◌ suspect", "○ other hearth")
-            page.says("#events", "09:00:00 peer_up")
+            page.says("#events", "09:00:00 peer_up attic")
             for reason, said in (
                 ("loading", "◌ starting"), (RESTING, "○ at rest"), ("missing 0-5", "✖ not working"),
             ):  # fmt: skip

@@ -184,7 +184,7 @@ function draw() {
   drawDownloads(status.weights);
   drawChoice(status.models);
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
-    made("li", "dim", `${clock(event.at, true)} ${event.type}`)) : [dim("none yet")]));
+    made("li", "dim", [clock(event.at, true), event.type, event.name].filter(Boolean).join(" "))) : [dim("none yet")]));
 }
 
 function unready(model) {
