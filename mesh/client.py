@@ -68,7 +68,7 @@ class Client:
         `pid` is the daemon's process, where it is known to run on this machine.
 
         Without, its certificate is checked as any website's, or by the file that SSL_CERT_FILE
-        names. Raises BadValue for what is no URL.
+        names. Raises BadValue for what is no URL, and for such a file without certificates.
         """
         self.url = url.rstrip("/")
         self._pid = pid
@@ -80,13 +80,21 @@ class Client:
             checked = trusting_nobody()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Proxies of the environment must not see what stays on this machine.
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-            trust_env=certificate is None and not is_loopback(parsed.host),
-            verify=checked,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+                trust_env=certificate is None and not is_loopback(parsed.host),
+                verify=checked,
+            )
+        except OSError as error:  # of TLS as well
+            raise BadValue(
+                f"SSL_CERT_FILE names no file with certificates: {error.strerror or error}.",
+                fix="Save the node's certificate there once more (its `hearthnet status` says where"
+                " it is), or unset SSL_CERT_FILE.",
+                param="SSL_CERT_FILE",
+            ) from error
 
     async def __aenter__(self) -> Self:
         return self

@@ -173,6 +173,20 @@ async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str, re
     assert remedy in fix
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_a_file_without_certificates_is_named(
+    hearthnet: Run, tmp_path: Path, is_there: bool
+) -> None:
+    file = tmp_path / "attic.pem"  # as `get_server_certificate` leaves it where nobody answers
+    if is_there:
+        file.touch()
+    finished = await hearthnet(
+        "models", "--host", "https://192.0.2.1:8420", SSL_CERT_FILE=str(file)
+    )
+    assert finished.code == 2
+    assert "SSL_CERT_FILE names no file with certificates" in finished.err
+
+
 async def test_daemon_is_found_by_port_host_and_environment(hearthnet: Run, daemon: Served) -> None:
     port = str(daemon.server.port)
     elsewhere = {"HEARTHNET_STATE_DIR": "/nonexistent"}
