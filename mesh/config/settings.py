@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import tomllib
 from collections.abc import Callable, Mapping
@@ -224,8 +225,8 @@ class Config(BaseSettings):
     @field_validator("api_key")
     @classmethod
     def _header_safe(cls, value: str | None) -> str | None:
-        if value is not None and not (len(value) >= 16 and value.isascii() and value.isalnum()):
-            raise ValueError("must be at least 16 ASCII letters and digits")
+        if value is not None and re.fullmatch("[A-Za-z0-9_-]{16,}", value) is None:
+            raise ValueError("must be at least 16 ASCII letters, digits, - and _")
         return value
 
     @model_validator(mode="after")

@@ -165,7 +165,8 @@ class ApiKeys:
         if match is None or key is None or not _same(key, match[2]):
             raise Unauthorized(
                 "The API key is missing or wrong.",
-                fix="Send `Authorization: Bearer KEY`; make one with `hearthnet keys create`.",
+                fix="Send `Authorization: Bearer KEY`, or give `hearthnet` HEARTHNET_API_KEY;"
+                " make one with `hearthnet keys create`.",
             )
         return key
 

@@ -252,6 +252,12 @@ async def test_wrong_key_is_exit_code_6(hearthnet: Run) -> None:
         refused = await hearthnet("peers", "--host", api.url)
         assert (refused.code, "[unauthorized]" in refused.err) == (6, True)
         assert (await hearthnet("peers", "--host", api.url, HEARTHNET_API_KEY=key)).code == 0
+        made = await hearthnet(
+            "keys", "create", "--name", "phone", "--scope", "admin", "--host", api.url,
+            HEARTHNET_API_KEY=key,
+        )  # fmt: skip
+        phone = made.out.strip()
+        assert (await hearthnet("peers", "--host", api.url, HEARTHNET_API_KEY=phone)).code == 0
 
 
 async def test_config_show_names_origins(hearthnet: Run) -> None:
