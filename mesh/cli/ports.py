@@ -23,19 +23,31 @@ def require_free(config: Config) -> None:
     Raises PortInUse, and BadValue for an address or a port that this process may not use. Whoever
     takes one in the moment until the node listens makes its start fail all the same.
     """
-    api_host = "127.0.0.1" if config.api_host == "localhost" else config.api_host
-    places = {"port": (_node_host(config), config.port), "api-port": (api_host, config.api_port)}
     with ExitStack() as taken:
-        for flag, (host, port) in places.items():
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = taken.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            if os.name == "posix":  # as the node's own
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, port))
-                listener.listen(1)
-            except OSError as error:
-                raise _refusal(error, flag, host, port) from None
+        _take(taken, "port", _node_host(config), config.port)
+        _take(taken, "api-port", _api_host(config), config.api_port)
+
+
+def require_api_address(config: Config) -> None:
+    """As `require_free`, while another daemon may have the ports."""
+    with ExitStack() as taken:
+        _take(taken, "api-host", _api_host(config), 0)
+
+
+def _take(taken: ExitStack, flag: str, host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = taken.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    if os.name == "posix":  # as the node's own
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1)
+    except OSError as error:
+        raise _refusal(error, flag, host, port) from None
+
+
+def _api_host(config: Config) -> str:
+    return "127.0.0.1" if config.api_host == "localhost" else config.api_host
 
 
 def _node_host(config: Config) -> str:

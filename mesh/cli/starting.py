@@ -25,15 +25,17 @@ def require_startable(config: Config) -> None:
 
 
 def require_there(config: Config) -> None:
-    """Look at device, interfaces and models as the node will, without reading all of the weights.
+    """Look at device, addresses and models as the node will, without reading all of the weights.
 
     Raises what its start would: BadValue, ModelNotFound, BadCheckpoint and kin.
     """
+    from mesh.cli.ports import require_api_address
     from mesh.discovery.interfaces import choose
     from mesh.models.local import find_local_models
     from mesh.paths import cache_dir
 
     require_device(config.device)
+    require_api_address(config)
     choose(config.interface)
     find_local_models(config, cache_dir(), is_hashed=False)
 

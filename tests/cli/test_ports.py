@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.ports import require_free
-from mesh.cli.starting import require_device
+from mesh.cli.starting import require_device, require_there
 from mesh.cli.up import prepare
 from mesh.config import Config
 from mesh.errors import AlreadyRunning, BadValue, MeshError, ModelNotFound, PortInUse
@@ -55,6 +55,8 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
         require_free(config(tmp_path, interface=("192.0.2.1",)))
     with pytest.raises(BadValue, match=r"has no address 2001:db8::1 now"):
         require_free(config(tmp_path, api_host="2001:db8::1"))
+    with pytest.raises(BadValue, match=r"has no address 2001:db8::1 now"):  # `hearthnet restart`
+        require_there(config(tmp_path, api_host="2001:db8::1"))
 
 
 @pytest.mark.parametrize("api_host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - is refused
