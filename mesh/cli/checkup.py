@@ -166,8 +166,6 @@ async def _said(client: Client, findings: list[Finding]) -> _Told | None:
     except TimeoutError:
         said = f"The daemon takes connections and does not answer within {_ANSWERS_WITHIN_S:g} s."
         findings.append(wrong("daemon", said, _SILENT))
-    except NotRunning as error:
-        findings.append(wrong("daemon", error.message, _SILENT))
     except MeshError as error:
         findings.append(failed("daemon", error))
     return None

@@ -72,6 +72,7 @@ async def test_a_daemon_that_is_named_is_asked_and_this_machine_left_alone(
     assert "The daemon is too old to say who reaches whom." in str(found["peers"])
     gone = await hearthnet("doctor", "--api-port", "1", "--json", **HERE)
     assert (gone.code, "Nothing answers at" in gone.out) == (1, True)
+    assert "name another with --host" in gone.out, "the error's own fix"
 
 
 async def test_what_cannot_be_read_is_a_finding_among_others(
