@@ -90,9 +90,11 @@ class DraftModel:
         """The token that it would say."""
         return int(logits[: self._vocab_size].argmax())
 
-    def can_hold(self, positions: int) -> bool:
-        """Whether a text may have so many."""
-        return positions <= self._model.max_positions
+    def can_read(self, text: Sequence[int], more: int = 0) -> bool:
+        """Whether `text` may have `more` tokens behind it, and none that this model does not know:
+        larger ones of a family may have a few."""
+        fits = len(text) + more <= self._model.max_positions
+        return fits and max(text) < self._model.vocab_size
 
 
 class DraftReader:
@@ -107,7 +109,7 @@ class DraftReader:
 
     def prepare(self, text: Sequence[int]) -> None:
         """Read `text` while something else is waited for; until that is done there is no guess."""
-        if self._model is not None and self._model.can_hold(len(text)):
+        if self._model is not None and self._model.can_read(text):
             reading = self._thread.submit(self._guess, self._model, list(text), 0)
             self._model.readings.add(reading)
             reading.add_done_callback(self._model.readings.discard)
@@ -120,7 +122,7 @@ class DraftReader:
         """
         model, reading = self._model, self._reading
         is_ready = reading is not None and reading.done()
-        if model is None or not is_ready or not model.can_hold(len(text) + count):
+        if model is None or not is_ready or not model.can_read(text, count):
             return []
         if model.readings - {reading}:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mesh.errors import NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
@@ -200,7 +202,7 @@ class Gated(DraftModel):
     def new_cache(self) -> KeyValueCache:
         return cast("KeyValueCache", Counted())
 
-    def can_hold(self, positions: int) -> bool:
+    def can_read(self, text: Sequence[int], more: int = 0) -> bool:
         return True
 
     def read(self, cache: KeyValueCache, ids: Sequence[int]) -> torch.Tensor:
@@ -233,6 +235,45 @@ async def test_texts_that_nobody_waits_for_any_more_hold_no_answer_up(model: Ask
     running.close()
     assert gated.texts == 0
     gated.close()
+
+
+@pytest.fixture
+def larger(tmp_path: Path) -> Iterator[tuple[AskerModel, int]]:
+    """The built-in model with one token more, which the built-in model itself drafts for."""
+    own = shutil.copytree(checkpoint_dir(), tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    extra = config["vocab_size"]
+    (own / "config.json").write_text(json.dumps({**config, "vocab_size": extra + 1}))
+    tokenizer = json.loads((own / "tokenizer.json").read_text())
+    added = {**tokenizer["added_tokens"][-1], "id": extra, "content": "<|extra|>"}
+    tokenizer["added_tokens"].append(added)
+    (own / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(own / "model.safetensors")
+    name = next(name for name in weights if "embed_tokens" in name)
+    weights[name] = torch.cat([weights[name], weights[name][:1]])
+    save_file(weights, own / "model.safetensors", {"format": "pt"})
+    options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache", draft_model=checkpoint_dir())
+    model, _ = load_asker_and_draft(own, ModelId("own"), options)
+    yield model, extra
+    if model.draft is not None:
+        model.draft.close()
+
+
+async def test_it_guesses_nothing_behind_a_token_that_it_does_not_have(
+    larger: tuple[AskerModel, int],
+) -> None:
+    model, extra = larger
+    assert isinstance(model.draft, DraftModel)
+    reader, other = model.draft.read_along(), model.draft.read_along()
+    assert reader is not None
+    assert other is not None
+    reader.prepare(PROMPT)
+    other.prepare([*PROMPT, extra])
+    assert await guessed(reader, PROMPT, 3)
+    assert await reader.guess([*PROMPT, extra], 3) == []
+    assert await other.guess([*PROMPT, extra, 5], 3) == []
+    reader.close()
+    other.close()
 
 
 def test_one_with_other_tokens_is_refused_and_the_model_answers_without(tmp_path: Path) -> None:
