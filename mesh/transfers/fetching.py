@@ -169,7 +169,7 @@ class Fetch:
             self.leave(name)
         await end(self._keeping)
         await asyncio.to_thread(self._writer.close)
-        self._put_on_shelf()
+        self._put_on_shelf(is_over=True)
 
     def count(self) -> None:
         """Bring `meter` up to date."""
@@ -202,10 +202,12 @@ class Fetch:
 
     # Private
 
-    def _put_on_shelf(self) -> None:
+    def _put_on_shelf(self, *, is_over: bool = False) -> None:
+        """Also what was damaged while somebody wrote here, once that `is_over`: what could not be
+        noted is found again, and can be now."""
         record, complete = self._writer.record, frozenset(self._writer.complete)
         before = self._shelf.at(self.directory)
-        if before is None or before.complete != complete:
+        if is_over or before is None or before.complete != complete:
             self._shelf.put(
                 StoredCheckpoint(self._manifest, record.origin, complete, record.is_read)
             )

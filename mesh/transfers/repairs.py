@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from mesh.clock import backoff_s
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import Damaged
@@ -62,7 +63,7 @@ class Repairs:
         await end(self._tasks.values())
 
     async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
-        wait_s, sha256 = self.first_s, wanted[0].weights_sha256
+        wait_s, sha256, rounds = self.first_s, wanted[0].weights_sha256, 0
         while wanted:
             await asyncio.sleep(wait_s)
             first = wanted[0]
@@ -72,6 +73,8 @@ class Repairs:
                 wait_s = 0.0
                 if not wanted:  # what else has changed, or was found meanwhile, becomes wanted
                     await self._reread(sha256)
+                    rounds += 1  # a disk may change all that it is given
+                    wait_s = backoff_s(rounds, self.first_s, self.again_s)
             except MeshError as error:
                 logger.warning("%s is not whole again yet: %s", directory, error)
                 wait_s = self.again_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from mesh.errors import TransferFailed, WeightsDamaged
 from mesh.models.manifest import Manifest
+from mesh.models.partial_writer import lock_directory
 from mesh.paths import quantised_dir
 from mesh.types import LayerRange
 from tests.transfers.house import MODEL, Fetcher, House, house, up
@@ -175,6 +177,22 @@ async def test_what_cannot_be_noted_is_given_to_nobody_either(
         assert await keeper.supervisor.reread(whole.weights_sha256) == 1
         assert keeper.supervisor.holdings[0].layers == (LayerRange(0, 2), LayerRange(3, 8))
         assert [said["code"] for _, said in keeper.events] == [WeightsDamaged.code]
+
+
+async def test_what_changes_while_somebody_else_writes_there_is_fetched_again_afterwards(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "full", "keeper") as made:
+        keeper, directory = await keeper_of(made, whole)
+        repaired: list[str] = []
+        keeper.supervisor.repairs.on_repaired = repaired.append
+        other = await asyncio.to_thread(lock_directory, directory)
+        await find_spoiled(keeper, directory, whole)
+        await until(lambda: keeper.supervisor.transfers)
+        os.close(other)
+        await until(lambda: repaired)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert keeper.supervisor.holdings[0].layers == whole.layers_here()
 
 
 async def test_what_is_removed_is_not_fetched_again(tmp_path: Path, whole: Manifest) -> None:
