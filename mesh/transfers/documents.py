@@ -215,7 +215,20 @@ def decode(text: bytes, wanted_sha256: str) -> Document:
             "The description of a checkpoint names neither safetensors nor GGUF files alone.",
             fix=SAME_VERSION,
         )
+    _require_bounded(document)
     return document
+
+
+def _require_bounded(document: Document) -> None:
+    """Raise BadCheckpoint where more would be read than a checkpoint has, before its tensors."""
+    files = [small.name for small in document.small] + [file.name for file in document.weights]
+    heads = sum(file.header for file in document.weights)
+    if len(set(files)) != len(files) or heads > MAX_SMALL_BYTES:
+        raise BadCheckpoint(
+            f"The description of a checkpoint names {len(files)} files, {len(set(files))} of them"
+            f" different, whose headers have {heads} bytes; the limit is {MAX_SMALL_BYTES}.",
+            fix="Ask another node.",
+        )
 
 
 def wanted_tensors(

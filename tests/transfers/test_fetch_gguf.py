@@ -177,6 +177,12 @@ def test_what_is_said_of_a_gguf_model_has_nothing_from_beside_it(whole: Manifest
     both = documents.encode(replace(said, small=(small,)))
     with pytest.raises(BadCheckpoint, match="neither safetensors nor GGUF files alone"):
         documents.decode(both, whole.weights_sha256)
+    file, _ = said.weights
+    heads = [replace(file, name=f"{n}.gguf", header=documents.MAX_SMALL_BYTES // 2) for n in "abc"]
+    for weights in ((file, file), tuple(heads)):
+        many = documents.encode(replace(said, weights=weights))
+        with pytest.raises(BadCheckpoint, match="whose headers have"):
+            documents.decode(many, whole.weights_sha256)
 
 
 async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
