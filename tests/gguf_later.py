@@ -164,10 +164,14 @@ def _of_qwen35(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
-def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _of_routed(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_routed(writer, config)
     writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
@@ -189,8 +193,7 @@ def _of_qwen3_next(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _of_glm4_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    turned = config["rope_parameters"]["partial_rotary_factor"]
-    writer.add_rope_dimension_count(int(config["head_dim"] * turned))
+    _of_glm4(writer, config)
     writer.add_expert_count(config["n_routed_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -294,9 +297,7 @@ def _of_lfm2(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 def _of_lfm2_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_lfm2(writer, config)
-    writer.add_expert_count(config["num_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    _of_routed(writer, config)
     writer.add_leading_dense_block_count(config["num_dense_layers"])
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 

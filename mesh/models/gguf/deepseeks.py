@@ -25,7 +25,7 @@ from mesh.models.gguf.rotary import full_rotary, partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.latents import KEYS, LAYER, VALUES
 
-_MIXTURE = {
+MIXTURE = {
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
@@ -143,5 +143,5 @@ def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
     }  # fmt: skip
 
 
-DEEPSEEK2 = Architecture(_deepseek2, _LATENT | _MIXTURE, experts=EXPERTS)
-GLM4_MOE = Architecture(_glm4_moe, BY_PLACE | HEAD_NORMS | _MIXTURE, experts=EXPERTS)
+DEEPSEEK2 = Architecture(_deepseek2, _LATENT | MIXTURE, experts=EXPERTS)
+GLM4_MOE = Architecture(_glm4_moe, BY_PLACE | HEAD_NORMS | MIXTURE, experts=EXPERTS)

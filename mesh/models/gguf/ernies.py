@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.models.gguf.architecture import DECODER, Architecture, decoder, head_width
+from mesh.models.gguf.deepseeks import MIXTURE
 from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 
-_MIXTURE = {
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
+_MIXTURE = MIXTURE | {"exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
 
 
 def _ernie(said: GgufSettings) -> dict[str, Any]:

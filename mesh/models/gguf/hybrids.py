@@ -17,7 +17,7 @@ from mesh.models.gguf.architecture import (
     decoder,
     head_width,
 )
-from mesh.models.gguf.qwens import EXPERTS, SHARED_EXPERT
+from mesh.models.gguf.qwens import EACH_LAYER, EXPERTS, SHARED_EXPERT, shared_experts
 from mesh.models.gguf.rotary import partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference, Kind
@@ -85,23 +85,13 @@ def _qwen35(said: GgufSettings) -> dict[str, Any]:
 def _qwen35_moe(said: GgufSettings) -> dict[str, Any]:
     said.pass_over("feed_forward_length")
     config = attentive(said, "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM")
-    return config | _states(said, config) | _experts(said)
+    return config | _states(said, config) | shared_experts(said)
 
 
 def _qwen3_next(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "qwen3_next", "Qwen3NextForCausalLM")
-    # No file says these; llama.cpp computes so.
-    alike = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return config | _states(said, config) | _experts(said) | alike
-
-
-def _experts(said: GgufSettings) -> dict[str, Any]:
-    return {
-        "num_experts": said.whole("expert_count"),
-        "num_experts_per_tok": said.whole("expert_used_count"),
-        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": said.whole("expert_shared_feed_forward_length"),
-    }
+    alike = EACH_LAYER | {"norm_topk_prob": True}  # no file says it; llama.cpp computes so
+    return config | _states(said, config) | shared_experts(said) | alike
 
 
 _OF_VALUES: Mapping[str, Kind] = {

@@ -23,6 +23,23 @@ SHARED_EXPERT = {
 }
 """What a mixture has that has an expert for every token."""
 
+EACH_LAYER: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""That each layer is a mixture: no file says so; llama.cpp computes so."""
+
+
+def shared_experts(said: GgufSettings) -> dict[str, Any]:
+    """The counts and widths of the experts of such a mixture."""
+    wide = said.whole("expert_shared_feed_forward_length")
+    return _experts(said) | {"shared_expert_intermediate_size": wide}
+
+
+def _experts(said: GgufSettings) -> dict[str, Any]:
+    return {
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+    }
+
 
 def _qwen2(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "qwen2", "Qwen2ForCausalLM")
@@ -33,18 +50,16 @@ def _qwen2(said: GgufSettings) -> dict[str, Any]:
 
 
 def _qwen2_moe(said: GgufSettings) -> dict[str, Any]:
-    return _qwen2(said) | {
-        "model_type": "qwen2_moe",
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "num_experts": said.whole("expert_count"),
-        "num_experts_per_tok": said.whole("expert_used_count"),
-        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": said.whole("expert_shared_feed_forward_length"),
-        # No file says these; llama.cpp computes so.
-        "norm_topk_prob": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return (
+        _qwen2(said)
+        | shared_experts(said)
+        | EACH_LAYER
+        | {
+            "model_type": "qwen2_moe",
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "norm_topk_prob": False,  # no file says it; llama.cpp computes so
+        }
+    )
 
 
 def _qwen3(said: GgufSettings) -> dict[str, Any]:
@@ -54,17 +69,16 @@ def _qwen3(said: GgufSettings) -> dict[str, Any]:
 
 
 def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
-    return _qwen3(said) | {
-        "model_type": "qwen3_moe",
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": said.whole("expert_count"),
-        "num_experts_per_tok": said.whole("expert_used_count"),
-        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
-        # No file says these; llama.cpp computes so.
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return (
+        _qwen3(said)
+        | _experts(said)
+        | EACH_LAYER
+        | {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "norm_topk_prob": True,  # no file says it; llama.cpp computes so
+        }
+    )
 
 
 QWEN2 = Architecture(_qwen2, DECODER)
