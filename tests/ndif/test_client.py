@@ -19,7 +19,6 @@ from websockets.asyncio.client import connect
 
 from mesh.api.services import LOADING
 from mesh.errors import Forbidden
-from mesh.interventions.jobs.queue.lane import JobTicket
 from mesh.interventions.jobs.queue.service import QueueSettings
 from mesh.types import BringingUp
 from tests.health.clock import ManualClock
@@ -175,14 +174,17 @@ async def test_a_model_that_cannot_run_says_why(
 async def test_who_waits_hears_his_place(narrow: Node) -> None:
     first = await in_thread(client.submit, narrow.url, "wait 0")
     await narrow.runner.began.get()
-    others = [in_thread(client.ask, narrow.url, f"next {n}") for n in range(2)]
-    await until(lambda: narrow.queue.counts() == (1, 2))
+    others = [client.backend(narrow.url) for _ in range(2)]
+    asking = [in_thread(client.trace, via, f"next {n}") for n, via in enumerate(others)]
+
+    def heard() -> set[int]:
+        said = [each for via in others for each in via.seen if each.status.value == "QUEUED"]
+        return {each.meta["position"] for each in said}
+
+    await until(lambda: heard() == {1, 2})
     narrow.runner.proceed.set()
-    heard = []
-    for task in others:
-        _, via = await task
-        heard += [e.meta["position"] for e in via.seen if e.status.value == "QUEUED"]
-    assert sorted(set(heard)) == [1, 2]
+    await asyncio.gather(*asking)
+    assert heard() == {1, 2}
     await in_thread(client.wait_for, first)
     assert narrow.runner.most_running == 1
 
@@ -240,11 +242,11 @@ async def test_a_node_that_stops_tells_everybody_who_waits(narrow: Node) -> None
 
 async def test_a_model_that_nobody_serves_is_waited_for(node: Node) -> None:
     node.runner.obstacle = "no node serves layers 3-5"
-    asking = in_thread(client.ask, node.url, "patient")
-    await until(lambda: any(t.latest.status == "PROVISIONING" for t in tickets(node)))
+    via = client.backend(node.url)
+    asking = in_thread(client.trace, via, "patient")
+    await until(lambda: any(each.status.value == "PROVISIONING" for each in via.seen))
     node.runner.obstacle = None
-    result, via = await asking
-    assert result["words"] == "patient"
+    assert (await asking)["words"] == "patient"
     waited = [each for each in via.seen if each.status.value == "PROVISIONING"]
     assert waited[0].description == "no node serves layers 3-5."
 
@@ -266,16 +268,13 @@ def coming_up() -> list[BringingUp]:
     ]
 
 
-async def told(node: Node, coming: BringingUp) -> None:
-    """Have the model be so far, and wait until its jobs were told."""
-    node.runner.coming = coming
-    meta = None if coming.percent is None else {"percent": coming.percent}
-    await until(
-        lambda: all(
-            (ticket.latest.status, ticket.latest.meta) == (coming.phase, meta)
-            for ticket in node.queue.unended
-        )
-    )
+def heard_of_it(via: client.Recording) -> list[tuple[str, int | None]]:
+    """How far the client was told that the model is: its phases and their percent."""
+    return [
+        (each.status.value, (each.meta or {}).get("percent"))
+        for each in via.seen
+        if "not up yet" in each.description
+    ]
 
 
 async def test_who_waits_for_a_model_that_is_brought_up_hears_how_far_it_is(
@@ -285,20 +284,17 @@ async def test_who_waits_for_a_model_that_is_brought_up_hears_how_far_it_is(
     clock, settings = ManualClock(), QueueSettings(patience_s=100.0)
     async with serving(tmp_path, settings=settings, clock=clock) as node:
         node.runner.coming = coming_up()[0]
-        asking = in_thread(client.ask, node.url, "at last")
-        await until(lambda: node.queue.unended)
+        via = client.backend(node.url)
+        asking = in_thread(client.trace, via, "at last")
+        told: list[tuple[str, int | None]] = []
         for step in coming_up():
-            await told(node, step)
+            node.runner.coming = step
+            told.append((step.phase, step.percent))
+            # What is said anew before the client has read it takes the place of what was said.
+            await until(lambda: heard_of_it(via) == told)
             clock.time += 60.0
         node.runner.coming = None
-        result, via = await asking
-        assert result["words"] == "at last"
-        heard = [
-            (each.status.value, (each.meta or {}).get("percent"))
-            for each in via.seen
-            if "not up yet" in each.description
-        ]
-        assert heard == [(each.phase, each.percent) for each in coming_up()]
+        assert (await asking)["words"] == "at last"
         assert [each.status.value for each in via.seen[-3:]] == [
             "DISPATCHED",
             "RUNNING",
@@ -395,10 +391,6 @@ async def many(node: Node, clients: int, each: int) -> None:
     assert node.queue.counts() == (0, 0)
     assert not node.queue.unended
     await until(lambda: not any((node.root / "jobs/payloads").iterdir()))
-
-
-def tickets(node: Node) -> list[JobTicket]:
-    return list(node.queue.unended)
 
 
 async def post(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
