@@ -38,8 +38,13 @@ _ARCHITECTURES = {
     "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5, "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2, "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
 }  # fmt: skip
-_TURNED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite")
+_TURNED = (
+    "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
+    "granitemoehybrid",
+)  # fmt: skip
 """Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
 _K_BLOCK = 256
@@ -155,6 +160,8 @@ def _add(
     numbers = tensor.float().contiguous().numpy()
     if numbers.ndim < 2 or ("conv" in name and "proj" not in name) or "ffn_gate_inp" in name:
         kind = "F32"
+    if name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")):
+        kind = "F32"
     stored = GGMLQuantizationType[kind]
     if decoded:
         writer.add_tensor(name, gguf.dequantize(gguf.quantize(numbers, stored), stored))
@@ -216,13 +223,6 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         says_more(writer, config)
 
 
-def _of_granite(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_embedding_scale(config["embedding_multiplier"])
-    writer.add_residual_scale(config["residual_multiplier"])
-    writer.add_logit_scale(config["logits_scaling"])
-
-
 def _of_ministral3(writer: GGUFWriter, config: dict[str, Any]) -> None:
     said = _rotary(config)
     writer.add_rope_scaling_yarn_beta_fast(said["beta_fast"])
@@ -254,7 +254,6 @@ def _of_mixtral(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
-    "granite": _of_granite,
     "ministral3": _of_ministral3,
     "olmo3": _of_olmo3,
     "gemma2": _of_gemma2,

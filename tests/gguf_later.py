@@ -126,6 +126,38 @@ def _stacks(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What is gated apart from its gate; decays as they are used; a dimension more for numbers of
+    a head, and for norms a row for each group. Alone, what experts share is the feed forward."""
+    experts = config.get("num_local_experts")
+    made = {}
+    for name, tensor in tensors.items():
+        stem = name.rpartition(".layers.")[2].partition(".")[0]
+        if name.endswith(("input_linear.weight", "gate_up_proj")):
+            kind = "mlp" if "shared_mlp" in name and not experts else name.split(".")[3]
+            gate, up = tensor.chunk(2, dim=-2)
+            end = {"mlp": "", "shared_mlp": "_shexp", "block_sparse_moe": "_exps"}[kind]
+            made |= {
+                f"blk.{stem}.ffn_{part}{end}.weight": each
+                for part, each in (("gate", gate), ("up", up))
+            }
+        elif name.endswith("shared_mlp.output_linear.weight") and not experts:
+            made[f"blk.{stem}.ffn_down.weight"] = tensor
+        elif name.endswith(".dt_bias"):
+            made[name.removesuffix("dt_bias") + "dt_proj.bias"] = tensor
+        elif name.endswith(".A_log"):
+            made[name] = -torch.exp(tensor).unsqueeze(-1)
+        elif name.endswith(".D"):
+            made[name] = tensor.unsqueeze(-1)
+        elif name.endswith("mamba.norm.weight"):
+            made[name] = tensor.reshape(config["mamba_n_groups"], -1)
+        elif name.endswith("mamba.conv1d.weight"):
+            made[name] = tensor.squeeze(1)
+        else:
+            made[name] = tensor
+    return made
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
@@ -140,6 +172,8 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "mixtral": _stacks,
     "lfm2": _stacks,
     "lfm2_moe": _stacks,
+    "granitemoe": _granite,
+    "granitemoehybrid": _granite,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -302,6 +336,36 @@ def _of_lfm2_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
+def _of_granite(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _of_granite_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_granite(writer, config)
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+
+
+def _of_granite_hybrid(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_granite_moe(writer, config)
+    kinds, groups = config["layer_types"], config["num_key_value_heads"]
+    del writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
+    writer.add_head_count_kv([0 if kind in _KEEP_STATES else groups for kind in kinds])
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+
+
+_KEEP_STATES = ("mamba", "linear_attention")
+
+
 def divisors(config: dict[str, Any]) -> list[float]:
     """What Gemma 4's frequencies of layers that look at everything are divided by."""
     far = next(iter(config["per_layer_config"].values()))["head_dim"]
@@ -323,6 +387,9 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "glm4": _of_glm4,
     "exaone4": _of_exaone4,
     "ernie4_5_moe": _of_ernie_moe,
+    "granite": _of_granite,
+    "granitemoe": _of_granite_moe,
+    "granitemoehybrid": _of_granite_hybrid,
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2_moe,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.manifest import Manifest
@@ -17,7 +18,8 @@ from mesh.shard.footprint import cached_numbers, computing_bytes, state_bytes, w
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 
-_EXPERTS = ".experts."
+_EXPERTS = re.compile(r"\.experts\.|\.block_sparse_moe\.(in|out)put_linear\.")
+"""In names of weights; the second are Granite's, which has those of all experts in one tensor."""
 _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -63,5 +65,5 @@ def _kv_numbers(each: list[int]) -> int:
 def _read(manifest: Manifest, layers: LayerRange, share: float) -> int:
     """How many numbers a row reads of these, which goes through such a share of the experts."""
     tensors = manifest.layer_weights(layers)
-    experts = weight_bytes([entry for entry in tensors if _EXPERTS in entry.name], 1)
+    experts = weight_bytes([entry for entry in tensors if _EXPERTS.search(entry.name)], 1)
     return weight_bytes(tensors, 1) - experts + math.ceil(experts * share)

@@ -116,10 +116,11 @@ def _decode_codes(
     entry: TensorEntry, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> torch.Tensor:
     assert entry.coding is not None  # noqa: S101 - who asks has looked
-    if entry.coding.kind == "latent":
+    if entry.coding.kind in ("latent", "rows"):
         stored = entry.coding.parts
         parts = {what: decode(mapped_file(p.file, [p]), p, dtype) for what, p in stored.items()}
-        numbers = layer_of_latents(**parts)
+        are_rows = entry.coding.kind == "rows"
+        numbers = torch.cat([*parts.values()], -2) if are_rows else layer_of_latents(**parts)
     else:
         numbers = decoded(entry, stored_parts(entry), dtype)
     progress.add(entry.nbytes)

@@ -88,10 +88,11 @@ class Coding:
     which says of each column in which group it is. `rows` and `columns` share a scale, which do
     not lie side by side where it is not `in_order`; codes are integers of `bits`, or fp8 or mxfp4.
     `zero_added` is to be added to stored zero points. Of a layer that makes keys and values of a
-    latent the parts are ``keys`` and ``values``, matrices of any kind.
+    latent the parts are ``keys`` and ``values``, matrices of any kind; of ``rows`` they are its
+    ``first`` and its ``last``, of any kind as well.
     """
 
-    kind: Literal["fp8", "mxfp4", "integers", "awq", "gptq", "packed", "latent"]
+    kind: Literal["fp8", "mxfp4", "integers", "awq", "gptq", "packed", "latent", "rows"]
     parts: Mapping[str, TensorEntry]
     rows: int
     columns: int

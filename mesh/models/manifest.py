@@ -27,6 +27,7 @@ from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
+from mesh.models.joined_rows import with_joined_rows
 from mesh.models.latents import with_latents
 from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
@@ -180,7 +181,7 @@ def read_manifest(
     tensors, bytes_hashed = _hashed(stored, partial, cache_dir) if is_hashed else (stored, 0)
     named = model_id or checkpoint_name(path)
     # A GGUF file says of each tensor how it is stored.
-    weights = with_latents(tensors) if found.heads else gathered(tensors, scheme_of(config, named))
+    weights = _put_together(tensors) if found.heads else gathered(tensors, scheme_of(config, named))
     vocab_size, hidden_size = _widths(directory, text, weights, prefix)
     return Manifest(
         model_id=named,
@@ -337,6 +338,11 @@ def _is_end(name: str, prefix: str) -> bool:
         return False
     inside = name.startswith(_parent(prefix)) and not INDEXED.match(name)
     return inside or is_head(name)
+
+
+def _put_together(stored: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
+    """Of a GGUF file, with those in one that are one in the model."""
+    return with_joined_rows(with_latents(stored))
 
 
 def _widths(

@@ -59,6 +59,7 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     "ERNIE 4.5 of which each second layer is a mixture": (
         "ernie4_5_moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 2, "use_bias": True},
     ),
+    "Granite 4 without experts": ("granitemoehybrid_dense", {"position_embedding_type": "rope"}),
     "LFM 2 with biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "GLM 4.7 Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
     "DeepSeek 3 in groups, of a scaled rotary embedding": (
@@ -91,7 +92,8 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite", "mixtral", "lfm2_moe"]
+    "family",
+    ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite", "mixtral", "lfm2_moe", "granitemoehybrid"],
 )
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(
@@ -267,6 +269,18 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         "deepseek_v2", BadCheckpoint, "layers.1.self_attn.k_b_proj.weight",
         _tensor("blk.1.attn_v_b.weight", torch.ones(3, 16, 16)),
     ),
+    "gates without what is gated": (
+        "granitemoehybrid_dense", BadCheckpoint, "first_rows.weight, .32, 64., does not fit",
+        lambda w: w.tensors[0].pop("blk.1.ffn_up.weight"),
+    ),
+    "experts' gates of another width": (
+        "granitemoehybrid", BadCheckpoint, "gate_up_proj.first_rows, .* does not fit the other",
+        _tensor("blk.1.ffn_up_exps.weight", torch.ones(4, 32, 32)),
+    ),
+    "states that are not as wide as layers": (
+        "granitemoehybrid", UnsupportedFamily, "heads of states are 96 wide",
+        _other("ssm.inner_size", 96),
+    ),
     "Gemma 4 that shares keys": (
         "gemma4", UnsupportedFamily, "share the keys", _other("attention.shared_kv_layers", 1),
     ),
@@ -373,10 +387,23 @@ def _of_glm(model: dict[str, Any]) -> Any:
     return _cut(model, _GLM)
 
 
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _of_seed(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of Seed OSS."""
+    return _cut(model, _SEED)
+
+
 _TOKENIZERS = {
     "qwen35": ("qwen3_5", _of_qwen35),
     "glm4": ("glm4_moe", _of_glm),
     "deepseek-v3": ("deepseek_v2", _of_deepseek),
+    "hunyuan-dense": ("hunyuan_v1_dense", _of_deepseek),
+    "seed-coder": ("seed_oss", _of_seed),
 }
 
 

@@ -495,9 +495,13 @@ def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) 
         assert bench.need(layers).total >> 20 >= said.total_mb
 
 
-@pytest.mark.parametrize("quant", ["int4", "int8"])
-def test_of_a_mixture_all_experts_are_held_and_few_are_read(tmp_path: Path, quant: Any) -> None:
-    stored = make_checkpoint(tmp_path / "mixed", "gpt_oss", layers=2, hidden=256, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("family", "quant"), [("gpt_oss", "int4"), ("gpt_oss", "int8"), ("granitemoe", "int8")]
+)
+def test_of_a_mixture_all_experts_are_held_and_few_are_read(
+    family: str, quant: Any, tmp_path: Path
+) -> None:
+    stored = make_checkpoint(tmp_path / "mixed", family, layers=2, hidden=256, dtype="bfloat16")
     model = shape_of(read_manifest(stored), 512)
     whole = LayerRange(0, 2)
     for read, held in zip(model.layer_read, model.layer_weights, strict=True):

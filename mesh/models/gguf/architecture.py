@@ -45,7 +45,7 @@ class Architecture:
     is at its end. Tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts`
     are stacked in one tensor there and apart here. `config` gives what config.json would say, but
     for ids. `dimensions` says of tensors how many a model's has; where the file's has one less, the
-    model's has a 1 before the last.
+    model's has a 1 before the last, and where the model's has one alone, the file's are that.
     """
 
     config: Callable[[GgufSettings], dict[str, Any]]
@@ -86,6 +86,16 @@ def attentive(
         "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not said.has("output.weight"),
     }
+
+
+def some_attend(said: GgufSettings) -> tuple[list[bool], int]:
+    """Which layers attend, where others keep a running state, and with how many heads for keys.
+    Refuses where those differ in them."""
+    heads = said.counts("attention.head_count_kv", least=0)
+    groups = set(heads) - {0}
+    if len(groups) != 1:
+        said.refuse("its layers differ in their heads for keys")
+    return [each > 0 for each in heads], groups.pop()
 
 
 def head_width(said: GgufSettings, config: Mapping[str, Any]) -> int:

@@ -12,7 +12,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mesh.models.gguf import deepseeks, ernies, gemmas, hybrids, lfm2, llamas, others, qwens
+from mesh.models.gguf import (
+    deepseeks,
+    ernies,
+    gemmas,
+    granites,
+    hybrids,
+    lfm2,
+    llamas,
+    others,
+    qwens,
+)
 from mesh.models.gguf.architecture import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -20,7 +30,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "llama": llamas.LLAMA,
         "mistral3": llamas.MISTRAL3,
         "smollm3": llamas.SMOLLM3,
-        "granite": llamas.GRANITE,
+        "granite": granites.GRANITE,
+        "granitemoe": granites.GRANITE_MOE,
+        "granitehybrid": granites.GRANITE_HYBRID,
         "qwen2": qwens.QWEN2,
         "qwen2moe": qwens.QWEN2_MOE,
         "qwen3": qwens.QWEN3,
@@ -38,6 +50,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "ernie4_5": ernies.ERNIE4_5,
         "ernie4_5-moe": ernies.ERNIE4_5_MOE,
         "exaone4": others.EXAONE4,
+        "hunyuan-dense": others.HUNYUAN,
+        "seed_oss": others.SEED_OSS,
         "lfm2": lfm2.LFM2,
         "lfm2moe": lfm2.LFM2_MOE,
         "olmo2": others.OLMO2,

@@ -6,6 +6,7 @@ transformers: the daemon reads checkpoints, and the daemon computes nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -180,7 +181,10 @@ def _named(
         unlike = None
     _require_fits(entry, unlike)
     shape = unlike.changed(entry.shape) if unlike else entry.shape
-    if len(shape) + 1 == architecture.dimensions.get(part):
+    dimensions = architecture.dimensions.get(part, len(shape))
+    if dimensions == 1:
+        shape = (math.prod(shape),)
+    elif len(shape) + 1 == dimensions:
         shape = (*shape[:-1], 1, shape[-1])
     yield replace(entry, name=before + own, shape=shape, unlike=unlike)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh.models.gguf.architecture import Architecture, attentive
+from mesh.models.gguf.architecture import Architecture, attentive, some_attend
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 
@@ -45,15 +45,12 @@ _SIGMOID = 2
 
 
 def _lfm2(said: GgufSettings) -> dict[str, Any]:
-    heads = said.counts("attention.head_count_kv", least=0)
-    groups = set(heads) - {0}
-    if len(groups) != 1:
-        said.refuse("its layers differ in their heads for keys")
-    config = attentive(said, "lfm2", "Lfm2ForCausalLM", groups.pop())
+    attends, groups = some_attend(said)
+    config = attentive(said, "lfm2", "Lfm2ForCausalLM", groups)
     width = config["hidden_size"] // said.heads(config["hidden_size"])
     return config | {
         "norm_eps": config["rms_norm_eps"],
-        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "layer_types": ["full_attention" if each else "conv" for each in attends],
         "conv_L_cache": said.whole("shortconv.l_cache"),
         "conv_bias": any(name.endswith("shortconv.conv.bias") for name in said.tensors),
         "intermediate_size": said.whole("feed_forward_length"),

@@ -49,7 +49,8 @@ def _dense(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-def _unlike_llama(name: str, config: Mapping[str, Any]) -> Difference | None:
+def unlike_llama(name: str, config: Mapping[str, Any]) -> Difference | None:
+    """See `Architecture`."""
     heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name)
     return None if heads is None else Difference("rotary_rows", config[heads])
 
@@ -62,20 +63,6 @@ def _smollm3(said: GgufSettings) -> dict[str, Any]:
         # No file says it; llama.cpp turns no head of each fourth layer.
         "no_rope_layer_interval": 4,
         "rope_parameters": full_rotary(said, head_width(said, config)),
-    }
-
-
-def _granite(said: GgufSettings) -> dict[str, Any]:
-    config = decoder(said, "granite", "GraniteForCausalLM")
-    width = head_width(said, config)
-    return config | {
-        "attention_bias": said.has("blk.0.attn_q.bias"),
-        "mlp_bias": said.has("blk.0.ffn_up.bias"),
-        "attention_multiplier": said.real("attention.scale", width**-0.5),
-        "embedding_multiplier": said.real("embedding_scale", 1.0),
-        "residual_multiplier": said.real("residual_scale", 1.0),
-        "logits_scaling": said.real("logit_scale"),
-        "rope_parameters": full_rotary(said, width),
     }
 
 
@@ -96,7 +83,6 @@ def _mistral3(said: GgufSettings) -> dict[str, Any]:
     return config | {"head_dim": width, "sliding_window": None, "rope_parameters": turned}
 
 
-LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=_EXPERTS, unlike=_unlike_llama)
-SMOLLM3 = Architecture(_smollm3, DECODER, unlike=_unlike_llama)
-GRANITE = Architecture(_granite, DECODER, unlike=_unlike_llama)
-MISTRAL3 = Architecture(_mistral3, DECODER, unlike=_unlike_llama)
+LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=_EXPERTS, unlike=unlike_llama)
+SMOLLM3 = Architecture(_smollm3, DECODER, unlike=unlike_llama)
+MISTRAL3 = Architecture(_mistral3, DECODER, unlike=unlike_llama)

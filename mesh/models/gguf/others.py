@@ -49,6 +49,10 @@ _GLM4 = {name: DECODER[name] for name in DECODER if not name.startswith("ffn")} 
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_mlp_layernorm",
 }
+_HUNYUAN = DECODER | {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
     | HEAD_NORMS
@@ -133,6 +137,28 @@ def _exaone4(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _hunyuan(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+    width = head_width(said, config)
+    return config | {
+        "head_dim": width,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": full_rotary(said, width),
+    }
+
+
+def _seed_oss(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "seed_oss", "SeedOssForCausalLM")
+    width = head_width(said, config)
+    return config | {
+        "head_dim": width,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "attention_out_bias": said.has("blk.0.attn_output.bias"),
+        "mlp_bias": said.has("blk.0.ffn_up.bias"),
+        "rope_parameters": full_rotary(said, width),
+    }
+
+
 def _glm4(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "glm4", "Glm4ForCausalLM")
     width = head_width(said, config)
@@ -168,6 +194,8 @@ def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
 PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
 GLM4 = Architecture(_glm4, _GLM4)
+HUNYUAN = Architecture(_hunyuan, _HUNYUAN)
+SEED_OSS = Architecture(_seed_oss, BY_PLACE)
 EXAONE4 = Architecture(_exaone4, _OLMO2)
 GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
 GPT2 = Architecture(

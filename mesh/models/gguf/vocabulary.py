@@ -41,18 +41,24 @@ _WORDS_FIRST = frozenset(
 """A word of the vocabulary is taken whole, whatever its merges; texts begin with a token."""
 
 _PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    _PUNCTUATION + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _CUT_BY = {
-    "deepseek-v3": (
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        _PUNCTUATION + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
+    "deepseek-v3": _DEEPSEEK,
+    "hunyuan-dense": _DEEPSEEK,
+    "seed-coder": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
 """Splits that transformers does not know: by each of these, one after the other
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp)."""
 
-_ALIKE = {"glm4": "llama-bpe"} | dict.fromkeys(_CUT_BY, "llama-bpe")
+_ALIKE = {"glm4": "llama-bpe", "hunyuan": "qwen2"} | dict.fromkeys(_CUT_BY, "llama-bpe")
 """Splits that transformers knows by another name, or that are set in the place of that."""
 _BARE = frozenset({"glm4"})
 """Of those with words first, the ones whose texts begin with no token."""

@@ -29,6 +29,8 @@ _UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
 def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
     """The matrix (out, in) of a linear layer, exactly what is stored where the format has room for
     it. Raises BadCheckpoint when the files cannot be read or decoded."""
+    if entry.coding is not None and entry.coding.kind == "rows":
+        return joined([matrix_of_blocks(part, quant) for part in entry.coding.parts.values()])
     return (matrix_of_codes if entry.coding else matrix_of_blocks)(entry, quant)
 
 
@@ -50,15 +52,25 @@ def _in_stacks(
         count, rows, columns = stack.shape
         if [each.shape for each in found] != [(count, rows, columns)] or len(names) != 2:
             return {}
-        (entry,) = found
-        if not is_decoded(entry.dtype) or entry.unlike is not None or entry.coding is not None:
+        parts = _parts(found[0])
+        if not parts or not all(is_decoded(each.dtype) and each.unlike is None for each in parts):
             return {}
-        size = entry.nbytes // count
-        made[id(stack)] = tuple(
-            replace(entry, shape=(rows, columns), offset=entry.offset + i * size, nbytes=size)
-            for i in range(count)
-        )
+        made[id(stack)] = tuple(_of_expert(each, i) for i in range(count) for each in parts)
     return made
+
+
+def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
+    """What lies in blocks of it: itself, or its halves. Nothing where it is coded otherwise."""
+    if entry.coding is None:
+        return (entry,)
+    return tuple(entry.coding.parts.values()) if entry.coding.kind == "rows" else ()
+
+
+def _of_expert(entry: TensorEntry, number: int) -> TensorEntry:
+    count, *shape = entry.shape
+    size = entry.nbytes // count
+    offset = entry.offset + number * size
+    return replace(entry, shape=tuple(shape), offset=offset, nbytes=size)
 
 
 def _one_by_one(

@@ -94,7 +94,7 @@ _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     ("family", "more"),
     [
         ("llama", {}), ("gpt2", {}), ("phi3", {}), ("gemma4_dense", {}), ("qwen3_5", _OF_32),
-        ("qwen3_next", _OF_32 | _MIXED), ("deepseek_v3", _LATENTS),
+        ("qwen3_next", _OF_32 | _MIXED), ("deepseek_v3", _LATENTS), ("granitemoehybrid_dense", {}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
@@ -132,20 +132,21 @@ def test_a_span_of_a_file_is_compiled(
     [
         ("qwen3_moe", "Q8_0", "int8"), ("qwen3_moe", "Q4_0", "int4"), ("qwen3_moe", "Q4_1", "int4"),
         ("glm4_moe", "Q8_0", "int8"), ("gemma4", "Q4_0", "int4"),
+        ("granitemoehybrid", "Q4_0", "int4"),
     ],
 )  # fmt: skip
 def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
     family: str, kind: str, quant: Quant, tmp_path: Path
 ) -> None:
     sparse = {"decoder_sparse_step": 1, "mlp_only_layers": [], "first_k_dense_replace": 1}
-    made = make_checkpoint(tmp_path / "made", family, layers=2, **sparse)
+    made = make_checkpoint(tmp_path / "made", family, layers=3, **sparse)
     manifest = read_manifest(write_gguf(made, tmp_path / "model.gguf", kind))
     every = LayerRange(0, 2)
     plain = load_span(manifest, every, dtype=torch.float32, device=CPU).module.layers[1]
     loaded = load_span(manifest, every, dtype=torch.float32, device=CPU, defer=True)
     found = quantised_span(loaded, quant, "0" * 64, None).loaded.module.layers[1]
-    if family != "gemma4":
-        plain, found = plain.mlp, found.mlp
+    within = {"gemma4": "", "granitemoehybrid": "block_sparse_moe"}.get(family, "mlp")
+    plain, found = plain.get_submodule(within), found.get_submodule(within)
     for stack in ("gate_up_proj", "down_proj"):
         for expert, dense in enumerate(getattr(plain.experts, stack)):
             same = dense if is_exact(kind, quant) else quantise(dense, quant).dense()

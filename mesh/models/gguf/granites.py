@@ -1,0 +1,129 @@
+"""Granite 3 and 4: dense, mixtures of experts, and those of whose layers most keep a running state.
+
+What makes gates and what is gated is one matrix in the models and two in the files:
+https://github.com/ggml-org/llama.cpp/blob/master/conversion/granite.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mesh.models.gguf.architecture import (
+    DECODER,
+    Architecture,
+    attentive,
+    decoder,
+    head_width,
+    some_attend,
+)
+from mesh.models.gguf.llamas import unlike_llama
+from mesh.models.gguf.rotary import full_rotary
+from mesh.models.gguf.settings import GgufSettings
+from mesh.models.header import Difference
+from mesh.models.joined_rows import half
+
+_PARTS = ("gate", "up", "down")
+_ATTENDS = {name: DECODER[name] for name in DECODER if name[4:] not in _PARTS}
+_MIXTURE = {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps.weight": half("block_sparse_moe.experts.gate_up_proj", "first"),
+    "ffn_up_exps.weight": half("block_sparse_moe.experts.gate_up_proj", "last"),
+    "ffn_down_exps.weight": "block_sparse_moe.experts.down_proj",
+}
+_SHARED = {
+    "gate": half("shared_mlp.input_linear", "first"),
+    "up": half("shared_mlp.input_linear", "last"),
+    "down": "shared_mlp.output_linear",
+}
+"""It stands beside the experts, and alone where there are none."""
+_STATES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_a.": "mamba.A_log",
+    "ssm_d.": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_HYBRID = (
+    _ATTENDS
+    | _MIXTURE
+    | _STATES
+    | {f"ffn_{part}": name for part, name in _SHARED.items()}
+    | {f"ffn_{part}_shexp": name for part, name in _SHARED.items()}
+)
+
+
+def _granite(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "granite", "GraniteForCausalLM")
+    return config | _scaled(said, config) | {"mlp_bias": said.has("blk.0.ffn_up.bias")}
+
+
+def _granite_moe(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "granitemoe", "GraniteMoeForCausalLM")
+    return config | _scaled(said, config) | _experts(said)
+
+
+def _granite_hybrid(said: GgufSettings) -> dict[str, Any]:
+    attends, groups = some_attend(said)
+    config = attentive(said, "granitemoehybrid", "GraniteMoeHybridForCausalLM", groups)
+    hidden, inner = config["hidden_size"], said.whole("ssm.inner_size")
+    heads = said.whole("ssm.time_step_rank")
+    if inner % hidden or inner % heads:
+        said.refuse(f"its {heads} heads of states are {inner} wide, in layers of {hidden}")
+    is_turned = said.flag("rope.scaling.finetuned", default=False)
+    some = attends.index(True), attends.index(False) if False in attends else 0
+    experts = said.whole("expert_count", 0, least=0)
+    said.pass_over("expert_used_count")
+    return config | _scaled(said, config, some[0]) | {
+        "layer_types": ["attention" if each else "mamba" for each in attends],
+        "position_embedding_type": "rope" if is_turned else "nope",
+        "intermediate_size": said.whole("feed_forward_length"),
+        "shared_intermediate_size": said.whole("expert_shared_feed_forward_length"),
+        "mamba_expand": inner // hidden,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_d_state": said.whole("ssm.state_size"),
+        "mamba_n_groups": said.whole("ssm.group_count"),
+        "mamba_d_conv": said.whole("ssm.conv_kernel"),
+        "mamba_conv_bias": said.has(f"blk.{some[1]}.ssm_conv1d.bias"),
+        "mamba_proj_bias": said.has(f"blk.{some[1]}.ssm_in.bias"),
+        "num_local_experts": 0,
+    } | (_experts(said) if experts else {})  # fmt: skip
+
+
+def _scaled(said: GgufSettings, config: Mapping[str, Any], attends: int = 0) -> dict[str, Any]:
+    """What Granite multiplies with, and how its heads turn. The layer `attends`."""
+    width = head_width(said, config)
+    return {
+        "attention_bias": said.has(f"blk.{attends}.attn_q.bias"),
+        "attention_multiplier": said.real("attention.scale", width**-0.5),
+        "embedding_multiplier": said.real("embedding_scale", 1.0),
+        "residual_multiplier": said.real("residual_scale", 1.0),
+        "logits_scaling": said.real("logit_scale"),
+        "rope_parameters": full_rotary(said, width),
+    }
+
+
+def _experts(said: GgufSettings) -> dict[str, Any]:
+    return {
+        "num_local_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+    }
+
+
+def _unlike_hybrid(name: str, config: Mapping[str, Any]) -> Difference | None:
+    if name == "ssm_a":
+        return Difference("decay", config["mamba_n_heads"])
+    return unlike_llama(name, config)
+
+
+GRANITE = Architecture(_granite, DECODER, unlike=unlike_llama)
+GRANITE_MOE = Architecture(_granite_moe, _ATTENDS | _MIXTURE, unlike=unlike_llama)
+GRANITE_HYBRID = Architecture(
+    _granite_hybrid,
+    _HYBRID,
+    dimensions={"ssm_conv1d": 3, "ssm_a": 1, "ssm_d": 1, "ssm_norm": 1},
+    unlike=_unlike_hybrid,
+)
