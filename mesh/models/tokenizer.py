@@ -20,6 +20,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
+from mesh.models.bounded import Bounds, within
 from mesh.models.call_forms import CallForm, CallMarks, form_in
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Grammars
@@ -49,7 +50,10 @@ _PROBE: Mapping[str, Any] = {
 
 
 _GREETING = [{"role": "user", "content": "hello"}]
-_OBJECTIONS = (TemplateError, TypeError, AttributeError, ValueError, LookupError)
+_OBJECTIONS = (
+    TemplateError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 """What a template raises that does not take a conversation."""
 
 
@@ -121,8 +125,12 @@ _EFFORT = "reasoning_effort"
 class Tokenizer:
     """Text to ids and back, as the checkpoint's authors meant it."""
 
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, eos_ids: frozenset[int], bounds: Bounds | None = None
+    ) -> None:
+        """`bounds` are those of its chat template."""
         self._tokenizer = tokenizer
+        self._bounds = bounds or Bounds()
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
@@ -258,19 +266,28 @@ class Tokenizer:
         switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
         if effort:
             switches[_EFFORT] = effort
+        described = [self._described(tool) for tool in tools]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[self._described(tool) for tool in tools] or None,
-                add_generation_prompt=True, tokenize=False, **switches,
-            )  # fmt: skip
+            return self._applied(
+                messages, tools=described or None, add_generation_prompt=True, **switches
+            )
         except _OBJECTIONS as error:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {error}.",
                 fix="Start with the user (or one system message) and let roles alternate.",
                 param="messages",
             ) from error
-        return text
+
+    def _applied(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """What the chat template makes of them. Raises what it raises, and BadRequest beyond its
+        bounds."""
+        chat = [dict(message) for message in messages]
+
+        def apply() -> str:
+            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False, **more)
+            return text
+
+        return within(self._bounds, "The model's chat template", apply)
 
     def _described(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         """A tool as the template takes it."""
@@ -283,10 +300,8 @@ class Tokenizer:
     def _trips_over_the_undescribed(self) -> bool:
         function = {key: said for key, said in _PROBE["function"].items() if key != "description"}
         try:
-            self._tokenizer.apply_chat_template(
-                _GREETING, tools=[{**_PROBE, "function": function}], tokenize=False
-            )
-        except _OBJECTIONS:
+            self._applied(_GREETING, tools=[{**_PROBE, "function": function}])
+        except (*_OBJECTIONS, BadRequest):
             return True
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
+from mesh.models.bounded import Bounds
 from mesh.models.detokenize import decoder_for
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import WHITE_SPACE, Tokenizer, longest_token_bytes
@@ -174,6 +176,37 @@ def test_template_that_refuses_is_a_bad_request(checkpoint: Checkpoint, tmp_path
     with pytest.raises(BadRequest, match="roles must alternate") as caught:
         tokenizer.encode_chat([{"role": "user", "content": "hello"}])
     assert caught.value.param == "messages"
+
+
+_LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+_DOUBLED = (
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+)
+_HOSTILE = {
+    "loops": (_LONG, "takes more than 0.3 s, and was ended"),
+    "grows": (_DOUBLED, "takes more than 64 MiB, and was ended"),
+    "is large at once": ("{{ 'x' * 10**11 }}", "takes more than 64 MiB"),
+    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages"),
+    "divides by nothing": ("{{ 1 // 0 }}", "refuses these messages"),
+}
+
+
+@pytest.mark.parametrize("what", _HOSTILE)
+def test_a_chat_template_is_held_within_bounds(what: str) -> None:
+    template, said = _HOSTILE[what]
+    backend, before = (
+        make_tokenizer(VOCAB, sentencepiece=False),
+        resource.getrlimit(resource.RLIMIT_DATA),
+    )
+    backend.chat_template = template
+    tokenizer = Tokenizer(backend, frozenset(), Bounds(cpu_s=0.3, memory_bytes=64 << 20))
+    chat = [{"role": "user", "content": "hi"}]
+    with pytest.raises(BadRequest, match=said):
+        tokenizer.encode_chat(chat)
+    assert not tokenizer.takes_tools()
+    backend.chat_template = "{{ messages[0].content }}"
+    assert tokenizer.decode(tokenizer.encode_chat(chat)) == "hi"
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 @pytest.mark.parametrize(
