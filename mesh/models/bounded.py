@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,15 +66,17 @@ def within(bounds: Bounds, what: str, work: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def _ended_after(cpu_s: float) -> Iterator[None]:
     """Raises `_Overdue` in this thread once it has computed for so long."""
-    thread, is_over, lock = threading.get_ident(), threading.Event(), threading.Lock()
-    clock = _clock_of(thread)
+    thread, is_over, is_raised = threading.get_ident(), threading.Event(), threading.Event()
+    clock, lock = _clock_of(thread), threading.Lock()
     deadline_s = clock() + cpu_s
 
     def watch() -> None:
         while not is_over.wait(min(_TICK_S, cpu_s)):
             with lock:
                 if not is_over.is_set() and clock() > deadline_s:
-                    _raise_in(thread, _Overdue)
+                    is_raised.set()
+                    _raise_overdue(thread)
+                    return
 
     threading.Thread(target=watch, name="bounded", daemon=True).start()
     try:
@@ -81,7 +84,10 @@ def _ended_after(cpu_s: float) -> Iterator[None]:
     finally:
         with lock:
             is_over.set()
-            _raise_in(thread, None)  # what was to be raised, and was not yet, no longer is
+        # What was raised just now comes here and nowhere later. It is not taken back: the
+        # interpreter would look for it before each of its steps from then on.
+        while is_raised.is_set() and sys.exc_info()[0] is not _Overdue:
+            time.sleep(0)
 
 
 def _clock_of(thread: int) -> Callable[[], float]:
@@ -91,9 +97,9 @@ def _clock_of(thread: int) -> Callable[[], float]:
     return lambda: time.clock_gettime(number)
 
 
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+def _raise_overdue(thread: int) -> None:
     """https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc"""
-    raised = None if error is None else ctypes.py_object(error)
+    raised = ctypes.py_object(_Overdue)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 
 
