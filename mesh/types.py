@@ -415,7 +415,9 @@ class GenerationRequest:
     `edits` in its place. `begun` is what the answer to `messages` has said already. `draft`: tokens
     may be guessed and checked several at a time, which changes how fast the answer comes.
     `principal` is who asks: caches that this request leaves are for its follow-ups only.
-    `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer.
+    `may_wake`: a model at rest may be loaded for it. `schema` is the JSON schema of its answer,
+    or `pattern` a regular expression in the syntax of Rust that all of it matches; `bound_by` is
+    the field that says so, for errors.
     `echo`: the prompt is given back first, in `PromptPiece`s, with its log-probabilities where
     `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
     `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
@@ -440,6 +442,8 @@ class GenerationRequest:
     may_wake: bool = False
     tools: ToolUse | None = None
     schema: dict[str, Any] | None = None
+    pattern: str | None = None
+    bound_by: str = "response_format.json_schema.schema"
     echo: bool = False
     trace_id: str = ""
     think: bool | None = None

@@ -15,7 +15,7 @@ import numpy as np
 from mesh.errors import BadRequest
 from mesh.models.call_forms import CallMarks
 from mesh.models.channels import ChannelMarks
-from mesh.models.grammar import grammar_of, is_bound, is_too_much
+from mesh.models.grammar import grammar_of, is_bound, is_too_much, says_all
 from mesh.types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -29,12 +29,14 @@ class Constraint:
     """Where one answer is in its grammar.
 
     `thinks_with` is the token that the answer may begin with instead, to think before it says what
-    the grammar wants; None where the model does not.
+    the grammar wants; None where the model does not. `param` is the field that binds it, for
+    errors.
     """
 
-    def __init__(self, matcher: llguidance.LLMatcher, thinks_with: int | None = None) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, thinks_with: int | None, param: str) -> None:
         self.thinks_with = thinks_with
         self._matcher = matcher
+        self._param = param
 
     def allowed(self) -> NDArray[np.bool_]:
         """(tokens,) what may be next, at least one of them; an end token is where all is said.
@@ -64,7 +66,7 @@ class Constraint:
             raise BadRequest(
                 f"the answer's grammar cannot be followed further: {_said(self._matcher)}.",
                 fix="Ask for something simpler.",
-                param="response_format",
+                param=self._param,
             )
 
 
@@ -110,13 +112,14 @@ class Grammars:
 
         grammar = grammar_of(request, marks, objection, channels)
         made = matcher(library.LLMatcher.grammar_from_lark(grammar))
+        param = _param(request)
         if made.is_error():
             raise BadRequest(
-                f"the answer's grammar cannot be followed: {_said(made)}.",
+                f"{param}: the answer's grammar cannot be followed: {_said(made)}.",
                 fix="Ask for something simpler.",
-                param=_param(request),
+                param=param,
             )
-        return Constraint(made, thinks_with)
+        return Constraint(made, thinks_with, param)
 
     def _read(self, library: Any) -> llguidance.LLTokenizer:
         if self._backend is None:
@@ -154,8 +157,8 @@ def _unreadable(why: str) -> BadRequest:
 
 
 def _param(request: GenerationRequest) -> str:
-    if request.schema is not None:
-        return "response_format"
+    if says_all(request):
+        return request.bound_by.partition(".")[0]
     is_chosen = request.tools is not None and request.tools.required
     return "tool_choice" if is_chosen else "tools"
 

@@ -33,9 +33,12 @@ _TEXT = r"TEXT: /(.|\n)*/"
 def is_bound(request: GenerationRequest) -> bool:
     """Whether a request says what its answer must look like."""
     tools = request.tools
-    return request.schema is not None or (
-        tools is not None and bool(tools.required or tools.strict)
-    )
+    return says_all(request) or (tools is not None and bool(tools.required or tools.strict))
+
+
+def says_all(request: GenerationRequest) -> bool:
+    """Whether it says what all of an answer without calls must look like."""
+    return request.schema is not None or request.pattern is not None
 
 
 def grammar_of(
@@ -50,17 +53,14 @@ def grammar_of(
     Raises BadRequest for a schema that cannot be followed. The arguments of functions that are not
     `strict` are any object there.
     """
-    schema, tools = request.schema, request.tools
-    rules: list[str] = []
-    if schema is not None:
-        _require(schema, "response_format.json_schema.schema", objection)
-        rules.append(f"answer: {_json(schema)}")
+    tools = request.tools
+    rules = [f"answer: {_answer(request, objection)}"] if says_all(request) else []
     calls = None if tools is None or marks is None else _Calls(marks, tools, objection)
     if channels is not None:
         return "\n".join([*_in_channels(channels, request, calls), *rules])
     if calls is None or tools is None:
         return "\n".join(["start: answer", *rules])
-    if tools.required or schema is not None:
+    if tools.required or rules:
         start = "calls" if tools.required else "answer | calls"
         rules = [] if tools.required else rules
         return "\n".join([f"start: {start}", *rules, *calls.alone()])
@@ -80,13 +80,13 @@ def _in_channels(
     before = message(f"{CHANNEL}{THOUGHT}{MESSAGE}", "TEXT", again)
     last: list[str] = []
     if tools is None or not tools.required:
-        said = "TEXT" if request.schema is None else "answer"
+        said = "answer" if says_all(request) else "TEXT"
         last.append(message(f"{CHANNEL}{FINAL}{MESSAGE}", said))
     rules: list[str] = []
     if calls is not None:
         last.append("call")
         rules = calls.alone()
-        if request.schema is None:
+        if not says_all(request):
             before += " | " + message(f"{CHANNEL}commentary{MESSAGE}", "TEXT", again)
     return ["start: before* last", f"before: {before}", f"last: {' | '.join(last)}", *rules, _TEXT]
 
@@ -235,6 +235,21 @@ def _require(schema: Mapping[str, Any], param: str, objection: Objection) -> Non
             fix="Leave out what is not supported, and check the answer yourself.",
             param=param,
         )
+
+
+def _answer(request: GenerationRequest, objection: Objection) -> str:
+    if request.pattern is not None:
+        return _pattern(request.pattern)
+    schema = request.schema or {}
+    _require(schema, request.bound_by, objection)
+    return _json(schema)
+
+
+def _pattern(expression: str) -> str:
+    """A regular expression as a rule has it: between slashes, on one line."""
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    inner = re.sub(r"\\.|/|\n", lambda it: written.get(it[0], it[0]), expression, flags=re.DOTALL)
+    return f"/{inner}/"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ The model is scripted, and would say something else; what it must say it says.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Literal
 
 import openai
@@ -126,6 +127,49 @@ async def test_any_object_will_do_for_json_object() -> None:
         assert choice.message.content.startswith("{")
         text = await whole(client, **PLAIN, response_format={"type": "text"})
         assert text.message.content == '[1] {"a": "b"}'
+
+
+_ONE_OF = ["grey / dark", "clear\nand cold", "3+4"]
+_VLLM: dict[str, tuple[dict[str, Any], str]] = {
+    "choice": ({"choice": _ONE_OF}, "|".join(map(re.escape, _ONE_OF))),
+    "regex": ({"regex": r"[a-f]{2}/[0-9]{3}\n"}, r"[a-f]{2}/[0-9]{3}\n"),
+    "json": ({"json": {"items": {"enum": [1]}, "type": "array", "maxItems": 1}}, r"\[\s*(1\s*)?\]"),
+    "any object": ({"json_object": True}, r"\{(.|\n)*"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", _VLLM)
+async def test_what_vllms_clients_ask_for_binds_chats_and_completions(what: str) -> None:
+    asked, expected = _VLLM[what]
+    more: Any = {"temperature": 1.0, "seed": 3, "max_tokens": 24}
+    more["extra_body"] = {"structured_outputs": asked}
+    async with asking(HERMES, "Well, I think it is fine.") as (client, asker):
+        asker.script.rivals = torch.randn(asker.script.vocab, generator=NOISE) * 2
+        chat = await whole(client, **PLAIN, **more)
+        completion = await client.completions.create(model="toy", prompt="It is", **more)
+        for text in (chat.message.content, completion.choices[0].text):
+            assert re.fullmatch(expected, text)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"regex": "a(b"}, "structured_outputs: the answer's grammar cannot be followed"),
+        ({"json": {"not": {}}}, "structured_outputs.json: this JSON schema cannot be followed"),
+        ({"grammar": "start: A"}, "structured_outputs.grammar"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a"], "regex": "a"}, "send one of json, json_object, choice and regex"),
+    ],
+)
+async def test_what_vllms_clients_ask_for_and_cannot_have_is_refused(
+    asked: dict[str, Any], said: str
+) -> None:
+    one: Any = {"extra_body": {"structured_outputs": {"choice": ["a"]}}, "response_format": FORMAT}
+    async with asking(HERMES, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match=re.escape(said)):
+            await whole(client, **PLAIN, extra_body={"structured_outputs": asked})
+        with pytest.raises(openai.BadRequestError, match="either response_format or structured"):
+            await whole(client, **PLAIN, **one)
 
 
 async def test_a_model_may_think_before_it_follows_a_schema() -> None:

@@ -6,6 +6,7 @@ and the head knows by the position what comes next.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -79,6 +80,7 @@ class ScriptedAsker:
         self.text = CheckpointText(Tokenizer(tokenizer, frozenset({EOS})), len(tokenizer))
         self.script = Script(len(tokenizer))
         self.requests: list[GenerationRequest] = []
+        self._put: list[int] = []
         network = ToyNetwork()
         self.shards = [network.add(f"0-{TOTAL_LAYERS - 1}") for _ in range(2)]
         for shard in self.shards:
@@ -115,7 +117,7 @@ class ScriptedAsker:
 
     def prompt(self) -> str:
         """What the last request put to the model, special tokens included."""
-        text: str = self._tokenizer.decode(self.text.prompt_ids(self.requests[-1], None))
+        text: str = self._tokenizer.decode(self._put)
         return text
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
@@ -126,6 +128,7 @@ class ScriptedAsker:
         """It is up."""
 
     async def count(self, request: GenerationRequest) -> int:
+        await self._read(request)
         self.requests.append(request)
         return await self.engine.count(request)
 
@@ -142,9 +145,13 @@ class ScriptedAsker:
         await self.engine.close()
 
     async def _generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
-        self.script.begins = len(self.text.prompt_ids(request, None))
+        self.script.begins = len(await self._read(request))
         async for frame in self.engine.chat(request):
             yield frame
+
+    async def _read(self, request: GenerationRequest) -> list[int]:
+        self._put = await asyncio.to_thread(self.text.prompt_ids, request, None)
+        return self._put
 
 
 def _as_it_came(step: Step, _: WireTensor) -> WireTensor:

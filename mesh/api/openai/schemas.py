@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from mesh.api.bodies import Strict, only, only_types
-from mesh.api.openai.formats import ResponseFormat, schema_of
+from mesh.api.openai.formats import ResponseFormat, StructuredOutputs, TextFormat, schema_of
 from mesh.api.openai.sampling import (
     INT32,
     Effort,
@@ -58,6 +58,7 @@ class _ChoicesBody(SamplingBody):
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=INT32)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -102,6 +103,12 @@ class _ChoicesBody(SamplingBody):
     def _rivals(self) -> int | None:
         """As `SamplingParams.logprobs`."""
         return None
+
+    def _bound(self, wanted: ResponseFormat | None = None) -> dict[str, Any]:
+        """What a generation is told of what its answer must look like."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.asked()
+        return {"schema": schema_of(wanted)}
 
     def _answers(self, asked: GenerationRequest) -> list[GenerationRequest]:
         """As many of it as there are to be answers: other ones of it where chance decides."""
@@ -249,6 +256,9 @@ class ChatBody(_ChoicesBody, ToolsBody):
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        is_free = self.response_format is None or isinstance(self.response_format, TextFormat)
+        if self.structured_outputs is not None and not is_free:
+            raise ValueError("send either response_format or structured_outputs")
         return self
 
     @property
@@ -269,9 +279,10 @@ class ChatBody(_ChoicesBody, ToolsBody):
             self._rivals,
             messages=to_template(self.messages),
             tools=self.tool_use(),
-            schema=schema_of(self.response_format),
             truncates=self.truncation == "auto",
-            **template.asked() | thinking(self.reasoning_effort),
+            **self._bound(self.response_format)
+            | template.asked()
+            | thinking(self.reasoning_effort),
         )
         return self._answers(asked)
 
@@ -376,4 +387,5 @@ class CompletionBody(_ChoicesBody):
             prompt=prompt if is_text else None,
             prompt_ids=None if is_text else tuple(prompt),
             echo=bool(self.echo),
+            **self._bound(),
         )
