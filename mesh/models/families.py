@@ -204,6 +204,10 @@ def family_of(manifest: Manifest) -> Family:
     """
     try:
         whole = whole_config(manifest)
+        text = whole.get_text_config(decoder=True)
+        if manifest.tied and getattr(whole, "tie_word_embeddings", False):
+            text.tie_word_embeddings = True  # it may be said of the whole only
+        reason = _refusal(whole, text)
     except (ValueError, KeyError, TypeError) as error:
         unknown = f"transformers does not know it ({_first_line(error)})"
         raise _unsupported(manifest.model_type, unknown, _newer(manifest)) from error
@@ -213,10 +217,6 @@ def family_of(manifest: Manifest) -> Family:
             f"{manifest.gguf or manifest.directory / 'config.json'} describes no model: {found}.",
             fix="Download the file again, from the same revision as the weights.",
         ) from error
-    text = whole.get_text_config(decoder=True)
-    if manifest.tied and getattr(whole, "tie_word_embeddings", False):
-        text.tie_word_embeddings = True  # it may be said of the whole only
-    reason = _refusal(whole, text)
     if reason:
         raise _unsupported(str(text.model_type), reason)
     return family_of_config(text)

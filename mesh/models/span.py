@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
 from mesh.models.anatomy import Anatomy, base_of
 from mesh.models.coded.scheme import is_decoded
+from mesh.models.empty import empty_model
 from mesh.models.families import Family, narrow_config
 from mesh.models.filling import Placement, compute_buffers, fill, without_empty_biases
 from mesh.models.gguf.embedding import stored_embedding
@@ -165,7 +164,7 @@ class _NoPositions(nn.Module):
 
 def empty_base(family: Family, placement: Placement) -> Any:
     """The base model of the whole, without weights."""
-    return _empty(family.base_class, family.bare_config(), placement)
+    return empty_model(family.base_class, family.bare_config(), placement)
 
 
 def build_span(
@@ -254,7 +253,7 @@ def build_ends(
     With `defer`, an embedding in GGUF's blocks stays in them, and such a head has no weight.
     """
     config = family.slice_config(LayerRange(0, 1))
-    causal = _empty(family.causal_class, config, placement)
+    causal = empty_model(family.causal_class, config, placement)
     _, base = base_of(causal)
     anatomy = Anatomy.of(base, family)
     setattr(base, anatomy.layers, nn.ModuleList())
@@ -268,7 +267,7 @@ def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> 
 
     Its weights may be changed: those that are only equal are not one.
     """
-    causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
+    causal = empty_model(family.causal_class, copy.deepcopy(family.config), placement)
     anatomy = Anatomy.of(base_of(causal)[1], family)
     _fill_ends(causal, manifest, anatomy, placement, apart=True)
     return causal
@@ -325,47 +324,6 @@ class _FilledEnds(NamedTuple):
 
     names: dict[str, TensorEntry]
     deferred_head: TensorEntry | None
-
-
-_INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})
-
-
-class _WithoutWeights(TorchFunctionMode):
-    """Meanwhile weights have a shape and no values.
-
-    ``torch.device("meta")`` would do, but torch knows many functions only in Python there, and
-    those import its compiler on first use: a second, and 75 MB that stay. So only what allocates
-    weights goes to the meta device; the few small things that are computed are computed.
-    """
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__module__", None) in _INITIALIZING:
-            return args[0] if args else given["tensor"]
-        if func is torch.empty and given.get("device") is None:
-            given = {**given, "device": "meta"}
-        return func(*args, **given)
-
-
-def _empty(cls: type[Any], config: Any, placement: Placement) -> Any:
-    """A model of this config on the meta device: shapes without values."""
-    wanted = placement.attn_implementation
-    # Some classes refuse sdpa because their attention does what sdpa cannot (soft-capping).
-    implementation = "eager" if wanted == "sdpa" and not cls._supports_sdpa else wanted
-    with _WithoutWeights():
-        module = cls._from_config(config, dtype=placement.dtype, attn_implementation=implementation)
-    for owner in module.modules():
-        for name, weight in owner.named_parameters(recurse=False):
-            if not weight.is_meta:
-                empty = torch.empty_like(weight, device="meta")
-                setattr(owner, name, nn.Parameter(empty, requires_grad=False))
-    return module.eval().requires_grad_(requires_grad=False)
 
 
 def _shifted(name: str, prefix: str, layers: str, start: int) -> str:

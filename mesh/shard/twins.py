@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 
 from mesh.models.anatomy import Anatomy
+from mesh.models.empty import Bounded
 from mesh.models.families import Family, family_of_config
 from mesh.models.proof import largest_difference, structure_of, twin_config
 from mesh.models.span import LoadedSpan
@@ -116,7 +117,8 @@ def _random_span(twin: Any) -> LoadedSpan:
     config = family.slice_config(layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = family.base_class._from_config(config, dtype=torch.float32)  # noqa: SLF001
+        with Bounded():
+            module = family.base_class._from_config(config, dtype=torch.float32)  # noqa: SLF001
         for parameter in module.parameters():
             if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=0.1)

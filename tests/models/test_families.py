@@ -171,12 +171,14 @@ def test_attention_scaled_by_the_index_of_the_layer_is_exact(checkpoint: Checkpo
     torch.testing.assert_close(logits[-1], expected[-1], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("changes", [{"num_attention_heads": 5}, {"hidden_size": None}])
+@pytest.mark.parametrize(
+    "changes", [{"num_attention_heads": 5}, {"hidden_size": None}, {"text_config": {}}]
+)
 def test_config_that_its_own_class_refuses_is_a_bad_checkpoint(
     changes: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     directory = _with_config(checkpoint("llama", layers=3), tmp_path / "odd", **changes)
-    with pytest.raises(BadCheckpoint, match="hidden"):
+    with pytest.raises(BadCheckpoint, match="describes no model"):
         family_of(read_manifest(directory))
 
 

@@ -302,6 +302,17 @@ def test_weights_of_another_shape_than_the_config_says(
         load_span(read_manifest(directory), LayerRange(0, 1), dtype=torch.float32, device=CPU)
 
 
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 0}, {"head_dim": (1 << 29) + 4}])
+def test_a_config_of_no_model_is_told_so_before_it_takes_memory(
+    changes: dict[str, int], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "odd")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(BadCheckpoint, match="describes no llama model"):
+        load_span(read_manifest(directory), LayerRange(0, 1), dtype=torch.float32, device=CPU)
+
+
 def test_every_byte_that_is_read_is_counted_once(checkpoint: Checkpoint) -> None:
     manifest = read_manifest(checkpoint("llama", layers=3, dtype="bfloat16"))
     seen = Steps()
