@@ -104,12 +104,16 @@ async def as_mesh_error(
     Raises MeshError only: what `otherwise` makes of an error stands for what nobody foresaw, by
     default an InternalError.
     """
+    from asyncio import CancelledError  # whoever awaits has it; the command line starts without
+
     try:
         return await work
-    except MeshError:
+    except (MeshError, CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as raised:
         logger.exception("%s failed", doing)
+        # A panic in Rust, as of a tokenizer, is none to Python, and whoever waits is told as well.
+        error = raised if isinstance(raised, Exception) else RuntimeError(str(raised))
         if otherwise is None:
             what = doing[:1].upper() + doing[1:]
             raise InternalError(f"{what} failed: {error}.", fix="See the log.") from error

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
 
 from mesh import errors
 
@@ -50,3 +54,10 @@ def test_an_error_of_a_newer_node_keeps_its_code() -> None:
         "Wait.",
         True,
     )
+
+
+async def test_who_waits_is_told_of_a_panic_in_a_tokenizer() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))  # noqa: S106 - no password
+    tokenizer.normalizer = Replace(Regex("(a+)+$"), "b")  # more ways to try than are tried
+    with pytest.raises(errors.InternalError, match="retry-limit"):
+        await errors.as_mesh_error(asyncio.to_thread(tokenizer.encode, "a" * 40 + "!"), "reading")
