@@ -7,11 +7,12 @@ disks.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mesh.clock import claimed
-from mesh.deployments.formats import is_as_wished
+from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
@@ -58,6 +59,21 @@ class SeenDeployment:
     ends: PhaseProgress | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What is looked up for each span of a deployment: what to call the nodes, which are there,
+    and in which formats what is served is loaded."""
+
+    names: Mapping[NodeId, str]
+    alive: Collection[NodeId]
+    loaded: Mapping[ServedShard, Sequence[LoadedFormat]]
+
+    def serves(self, span: Span, wish: Wish) -> bool:
+        """Whether its machine serves a span as it is wished."""
+        wanted = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
+        return any(is_as_wished(loaded, wish) for loaded in self.loaded.get(wanted, ()))
+
+
 class DeploymentRows:
     """Sees, and makes the rows; `phases` are how far this node's own spans are."""
 
@@ -68,10 +84,13 @@ class DeploymentRows:
     def seen(self, deployment: Deployment) -> SeenDeployment:
         """One that was wished for."""
         replicas = deployment.plan.replicas if deployment.plan is not None else ()
-        names = self._names()
+        now = self._moment()
         spans = [
             SeenSpan(
-                replica.number, span, names.get(span.node, span.node), self._far(deployment, span)
+                replica.number,
+                span,
+                now.names.get(span.node, span.node),
+                self._far(deployment, span, now),
             )
             for replica in replicas
             for span in replica.spans
@@ -124,13 +143,19 @@ class DeploymentRows:
         """Whether a machine that is there is still to bring up a part of it."""
         return any(span.now.phase in ON_ITS_WAY for span in self.seen(deployment).spans)
 
-    def _far(self, deployment: Deployment, span: Span) -> PhaseProgress:
+    def _moment(self) -> _Moment:
+        loaded: dict[ServedShard, list[LoadedFormat]] = {}
+        for each in self._here():
+            loaded.setdefault(each, []).append(each.loaded)
+        return _Moment(self._names(), self._seen.alive(), loaded)
+
+    def _far(self, deployment: Deployment, span: Span, moment: _Moment) -> PhaseProgress:
         wish = deployment.wish
         shard, is_own = deployment.shard(span.layers), span.node == self._seen.node
         now = self._phases.get(shard) if is_own else self._seen.told(span.node, shard)
-        if self._serves(span, wish) and (now is None or now.phase is Phase.READY):
+        if moment.serves(span, wish) and (now is None or now.phase is Phase.READY):
             now = PhaseProgress(Phase.READY)
-        elif span.node not in self._seen.alive():
+        elif span.node not in moment.alive:
             now = PhaseProgress(Phase.AWAY, reason=self._why_for_good(span, wish))
         elif is_own and now is not None and now.phase is Phase.READY:
             now = None  # as it was wished before
@@ -165,11 +190,6 @@ class DeploymentRows:
 
     def _here(self) -> list[ServedShard]:
         return [*self._seen.served(), *self._seen.serves()]
-
-    def _serves(self, span: Span, wish: Wish) -> bool:
-        """Whether its machine serves a span as it is wished."""
-        wanted = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
-        return any(each == wanted and is_as_wished(each.loaded, wish) for each in self._here())
 
     def _missing(self, deployment: Deployment) -> tuple[LayerRange, ...]:
         wish = deployment.wish

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Annotated, Any, Literal, NamedTuple
 
 from msgspec import Meta
@@ -22,11 +23,15 @@ from msgspec import Meta
 from mesh import codec
 from mesh.codec import Int63
 from mesh.events.state import Fact
+from mesh.events.types import Order
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 
 MAX_REPLICAS = 16
 MAX_SPANS = 256
 """Of one plan: it has to fit into an event."""
+MAX_OF_AUTHOR = 256
+"""Deployments whose newest wish is by one author: of those that stand the newest so many count, and
+of those that were evicted so many are known. All are looked at whenever the log changes."""
 MINIMUM_S = 3600.0
 """The seed's minimum deployment time."""
 
@@ -176,11 +181,12 @@ class Deployment:
 
 
 def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dict[str, Deployment]:
-    """Every deployment by its id, evicted and merged ones too; what is of no form known here is
-    left out."""
+    """Every deployment by its id, evicted and merged ones too; what is of no form known here, or
+    beyond what one author may wish for, is left out."""
     found: dict[str, Deployment] = {}
     standing: dict[tuple[ModelId, str], str] = {}
-    for name, fact in sorted(wishes.items()):
+    for name in _counting(wishes):
+        fact = wishes[name]
         wish = read_wish(fact.payload)
         if wish is None:
             continue
@@ -195,6 +201,15 @@ def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dic
         merged_into = "" if first == name else first
         found[name] = Deployment(wish, plan, event, fact.author, fact.wall_ms, merged_into)
     return found
+
+
+def _counting(wishes: Mapping[str, Fact]) -> list[str]:
+    """The names of those that count, in order."""
+    kinds: dict[tuple[NodeId, bool], list[tuple[Order, str]]] = {}
+    for name, fact in wishes.items():
+        kind = fact.author, fact.payload.get("evicted") is True
+        kinds.setdefault(kind, []).append((fact.order, name))
+    return sorted(name for each in kinds.values() for _, name in nlargest(MAX_OF_AUTHOR, each))
 
 
 def live(deployments: Mapping[str, Deployment]) -> list[Deployment]:

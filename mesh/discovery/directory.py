@@ -167,12 +167,15 @@ class ShardStore:
 
     def nodes(self) -> list[NodeView]:
         """Every node that has not expired, online or not, by id."""
-        now = self._now()
-        return [
-            NodeView(entry.info, entry.online, now - entry.arrived, entry.offers)
-            for _, entry in sorted(self._nodes.items())
-            if not self._expired(entry)
-        ]
+        known = map(self.node, sorted(self._nodes))
+        return [view for view in known if view is not None]
+
+    def node(self, node_id: NodeId) -> NodeView | None:
+        """One of them."""
+        entry = self._nodes.get(node_id)
+        if entry is None or self._expired(entry):
+            return None
+        return NodeView(entry.info, entry.online, self._now() - entry.arrived, entry.offers)
 
     def subscribe(self) -> Subscription:
         """Be told of changes from now on; `Subscription.close` ends it."""

@@ -115,14 +115,9 @@ class House(World):
         return devices[0].free_bytes >> 20 if devices else None
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
-        said = (
-            held
-            for view in self._store.nodes()
-            if view.info.node_id == node
-            for held in view.offers.weights
-            if held.weights_sha256 == weights_sha256
-        )
-        return next(said, None)
+        view = self._store.node(node)
+        said = () if view is None else view.offers.weights
+        return next((held for held in said if held.weights_sha256 == weights_sha256), None)
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         offered = self._shards(model_id, weights_sha256)

@@ -137,8 +137,9 @@ class Layouts:
     def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
         """What a node says of a shard that it works at; None where it says nothing, or speaks of a
         phase that nobody here knows."""
-        said = [view.offers.progress for view in self._store.nodes() if view.info.node_id == node]
-        spans = said[0].spans if said and said[0] is not None else ()
+        view = self._store.node(node)
+        progress = None if view is None else view.offers.progress
+        spans = () if progress is None else progress.spans
         for each in spans:
             if each.shard_id == shard and each.phase in Phase.__members__:
                 return PhaseProgress(

@@ -10,6 +10,7 @@ import pytest
 from mesh.deployments.laid import AvailableNode
 from mesh.deployments.placement import make_plan, planner, stale
 from mesh.deployments.wishes import (
+    MAX_OF_AUTHOR,
     Deployment,
     Plan,
     Replica,
@@ -107,6 +108,19 @@ def test_an_evicted_deployment_wants_nothing() -> None:
     found = read({WISH.deployment: fact(2, gone.payload())}, plans)[WISH.deployment]
     assert found.shards_of(A) == {}
     assert live({WISH.deployment: found}) == []
+
+
+def test_of_what_one_author_wishes_for_the_newest_count_and_what_others_do_is_as_before() -> None:
+    wishes = {WISH.deployment: fact(1, WISH.payload(), B)}
+    for number in range(2, 2 * MAX_OF_AUTHOR):
+        wish = replace(WISH, deployment=f"{number:016x}", model_id=ModelId(f"m{number}"))
+        wishes[wish.deployment] = fact(number, wish.payload())
+    gone = replace(WISH, deployment="f" * 16, evicted=True)
+    wishes[gone.deployment] = fact(1, gone.payload())
+    found = read(wishes, {})
+    first = MAX_OF_AUTHOR  # of A's, of which there are as many before it, less two
+    assert [each.id for each in live(found)] == [WISH.deployment, *list(wishes)[first - 1 : -1]]
+    assert found[gone.deployment].wish.evicted
 
 
 def covers(replica: Replica, layers: int) -> bool:
