@@ -173,7 +173,7 @@ class HopSession:
         To be asked right after `open`. Raises as `resume` does.
         """
         answer = await self._ask([CopyPrefix(self._number, other._number, positions)])
-        return answer.positions if isinstance(answer, PrefixCopied) else 0
+        return min(answer.positions, positions) if isinstance(answer, PrefixCopied) else 0
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
         """End the harvest; what the hop says of each file. Raises as `resume` does."""
@@ -548,9 +548,11 @@ class GenerationHop(HopSession):
             fits = tensor.shape == sent.shape and tensor.dtype == "fp32"
         else:
             fits = self.terms.fits(layers, sent.position, sent.shape, tensor)
-        if not fits:
+        if not fits or tensor.gradient:  # the next hop would refuse a gradient, and be blamed
+            what = "a gradient, " if tensor.gradient else ""
             return tensor, self._observer.corrupted(
-                self.hop, f"{tensor.dtype} of shape {tensor.shape} to an input of {sent.shape}"
+                self.hop,
+                f"{what}{tensor.dtype} of shape {tensor.shape} to an input of {sent.shape}",
             )
         if sent.is_row:
             return tensor, self._observer.gave_row(self.hop, self._said(sent.position), tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,10 @@ def whole_numbers(tensor: WireTensor) -> WireTensor:
     return WireTensor("int8", (1, rows, hidden), bytes(rows * hidden))
 
 
+def gradient(tensor: WireTensor) -> WireTensor:
+    return replace(tensor, gradient=True)
+
+
 SPOILERS = {
     "nan": one_value(math.nan),
     "inf": one_value(math.inf),
@@ -62,6 +67,7 @@ SPOILERS = {
     "other width": narrower,
     "other rank": other_rank,
     "whole numbers": whole_numbers,
+    "a gradient": gradient,
 }
 
 

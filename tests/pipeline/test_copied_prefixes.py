@@ -177,3 +177,16 @@ async def test_while_it_is_copied_from_a_conversation_is_not_gone_on_with() -> N
     assert (await house.ask([*FIRST[:140], 91])).cached_tokens == 140
     assert len(house.shards[0].copied) == 2
     await house.sessions.close()
+
+
+async def test_hops_that_say_they_copied_more_than_was_asked_are_not_believed() -> None:
+    class Boaster(ToySession):
+        def begin_as(self, other: ToySession, positions: int) -> int:
+            return super().begin_as(other, positions) + 1000
+
+    house = House()
+    for shard in house.shards:
+        shard.new_session = Boaster
+    await house.ask(FIRST)
+    assert (await house.ask(SECOND)).cached_tokens == len(SYSTEM)
+    await house.sessions.close()
