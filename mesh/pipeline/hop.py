@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mesh.errors import (
     BadFrame,
+    BadSteering,
     Busy,
     CacheFull,
     LinkLost,
@@ -527,6 +528,12 @@ class GenerationHop(HopSession):
             for start, tensor, waiter in self._backlog
             if start < position
         )
+
+    def fail(self, error: MeshError) -> None:
+        """See `HopSession`."""
+        if isinstance(error, BadSteering) and not self.terms.edits:  # else the request's own fault
+            error = self._observer.corrupted(self.hop, "a refusal of edits that nobody sent")
+        super().fail(error)
 
     async def _ask(
         self, question: Sequence[Message], limit_s: float | None = None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.errors import NoRoute
+from mesh.errors import BadSteering, NoRoute
 from mesh.pipeline.watch.reputation import EXCLUDED
 from mesh.types import Done, ShardStatus
 from mesh.wire.messages import Step, WireTensor
@@ -109,6 +109,19 @@ async def test_what_cannot_be_is_noticed_at_once_and_the_stream_stays_exact(
         bad.steps.clear()
         await mesh.ask(2, prompt=[9, 9, 9], name="next")
         assert not bad.steps, "the next request avoids it"
+        await mesh.engine.close()
+
+
+async def test_who_refuses_edits_that_nobody_sent_does_not_end_the_answer() -> None:
+    network = ToyNetwork()
+    bad = network.add("0-7")
+    network.add("0-7", name="z")
+    bad.refuses_steps_with = BadSteering("these edits are bad.", fix="Send others.")
+    with watched(network) as mesh:
+        frames = await mesh.ask(COUNT)
+        assert tokens_of(frames) == expected_tokens(PROMPT, COUNT)
+        (event,) = mesh.engine.oversight.take_events()
+        assert (event["type"], event["node"]) == ("shard_corrupt", bad.descriptor.node_name)
         await mesh.engine.close()
 
 

@@ -16,7 +16,6 @@ import torch
 
 from mesh.clock import SystemClock
 from mesh.errors import (
-    BadRequest,
     Busy,
     CacheFull,
     ConnectFailed,
@@ -134,7 +133,7 @@ class ToyShard:
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
         self.before_seal: Callable[[], None] = lambda: None
-        self.refuses_steps_with: BadRequest | None = None
+        self.refuses_steps_with: MeshError | None = None
         self.delay_s = 0.0
         self.computes_in_turn = False
         self.free_at = 0.0
