@@ -292,7 +292,7 @@ class Route:
         """End the harvest on every hop; each file with its node. Raises HopLost."""
         sealed = await self._each([hop.seal(timeout_s) for hop in self.hops])
         return [
-            {"node": hop.hop.shard.host, "node_name": hop.hop.shard.node_name, **file}
+            {**file, "node": hop.hop.shard.host, "node_name": hop.hop.shard.node_name}
             for hop, files in zip(self.hops, sealed, strict=True)
             for file in files
         ]

@@ -217,7 +217,8 @@ class ToyDoor:
             self._copy(sessions[key], message)
         elif isinstance(message, Seal):
             self._shard.before_seal()
-            self._link.send(Sealed(key[1], [{"file": self._shard.descriptor.shard_id}]))
+            said = {"file": self._shard.descriptor.shard_id, "node": "another's"}
+            self._link.send(Sealed(key[1], [said]))
 
     def _copy(self, session: ToySession, request: CopyPrefix) -> None:
         source = self._shard.sessions.get((self._number, request.source))

@@ -108,7 +108,7 @@ class HarvestIndex:
         """Join `count` batches to ``index.json``; its path. Raises BadRequest, DiskFull."""
         read = [one for number in range(count) if (one := self._batch(number)) is not None]
         prompts = [codec.plain(prompt) for one in read for prompt in one.prompts]
-        files = [{"batch": one.batch, **file} for one in read for file in one.files]
+        files = [{**file, "batch": one.batch} for one in read for file in one.files]
         index = {
             "version": VERSION,
             "run": self.plan.run,
