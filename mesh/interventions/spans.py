@@ -4,12 +4,13 @@ The model's own loop calls its layers one by one. The first layer of a run of la
 gives back a stand-in (a tensor with shape and no data), which the next ones recognise as theirs;
 the last one asks the hop to run all of them. So nothing is known here about any architecture: what
 the loop passes to its layers, masks, positions, caches, just travels. Where the operations of the
-loop are traced, or the job has its layers in another order, each layer asks for itself.
+loop are traced, the job has its layers in another order, or the loop takes apart what a layer gives
+(a tuple), each layer asks for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +31,19 @@ from mesh.shard.taps.messages import TapCall, TapSpan
 Log = Callable[[str], None]
 
 
+class _StandIn(torch.Tensor):
+    """What a layer gives that is not asked for yet: a shape. Whoever takes it apart gets the parts
+    of what the layer does give."""
+
+    in_full: Callable[[_StandIn], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.in_full(self))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.in_full(self)[key]
+
+
 @dataclass(slots=True)
 class _Deferred:
     """Layers called so far of a run that is not asked for yet."""
@@ -40,7 +54,7 @@ class _Deferred:
     waits: bool
     """Whether there will be more."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    stand_ins: list[torch.Tensor] = field(default_factory=list)
+    stand_ins: list[_StandIn] = field(default_factory=list)
 
     @property
     def next(self) -> int:
@@ -102,10 +116,22 @@ class RemoteSpans:
             raise _between_layers(self._model)
         deferred.calls.append((rest, kwargs))
         if deferred.waits and self._hop_of.get(number + 1) is hop:
-            stand_in = torch.empty_like(deferred.hidden, device="meta", requires_grad=False)
-            deferred.stand_ins.append(stand_in)
+            bare = torch.empty_like(deferred.hidden, device="meta", requires_grad=False)
+            deferred.stand_ins.append(stand_in := bare.as_subclass(_StandIn))
+            stand_in.in_full = self.in_full
             return stand_in
         self._deferred = None
+        return self._run(deferred)
+
+    def in_full(self, stand_in: _StandIn) -> Any:
+        """What the layer that gave the latest stand-in gives; it is asked for now.
+
+        Raises BadRequest for another stand-in.
+        """
+        deferred = self._deferred
+        self._deferred = None
+        if deferred is None or stand_in is not deferred.stand_ins[-1]:
+            raise _between_layers(self._model)
         return self._run(deferred)
 
     def call(
@@ -144,7 +170,8 @@ class RemoteSpans:
             deferred.hop, request, (deferred.hidden, groups)
         )
         if "hidden_states" in collector:
-            actual = dict(zip(map(id, deferred.stand_ins), between, strict=True))
+            last = hidden[0] if isinstance(hidden, tuple) else hidden
+            actual = dict(zip(map(id, deferred.stand_ins), [*between, last], strict=False))
             collector["hidden_states"][:] = [
                 actual.get(id(state), state) for state in collector["hidden_states"]
             ]
@@ -254,5 +281,5 @@ def _as_elsewhere(module: nn.Module) -> dict[str, Any]:
 def _between_layers(model: Any) -> BadRequest:
     return BadRequest(
         f"{type(model).__name__} computes something between its layers.",
-        fix="It cannot be traced over several machines; trace it where all layers are on one.",
+        fix="Trace a model whose layers follow one another directly; this one only chats.",
     )

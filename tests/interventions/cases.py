@@ -30,7 +30,7 @@ class Parts:
         base = getattr(base, "language_model", base)  # of a model for images as well
         self.loop = base
         self.layers = base.h if old else base.layers
-        self.norm = _part(base, "ln_f", "norm", "embedding_norm")
+        self.norm = _part(base, "ln_f", "norm", "embedding_norm", "final_layernorm")
         self.embed = base.wte if old else base.embed_tokens
         self.attn_name = "attn" if old else "self_attn"
         self.out_name = "c_proj" if old else "o_proj"
