@@ -216,3 +216,13 @@ def test_nothing_in_a_payload_says_of_itself_what_is_not_so(name: str) -> None:
     ):
         with pytest.raises(PolicyViolation, match=name):
             way()
+
+
+def test_a_class_of_a_kind_that_is_not_there_may_be_named() -> None:
+    unpickle = FencedUnpickler(io.BytesIO(b""), {}).find_class
+    make = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")
+    fill = unpickle("cloudpickle.cloudpickle", "_class_setstate")
+    kind, base = (unpickle("pydantic.main", name) for name in ("ModelMetaclass", "BaseModel"))
+    own = fill(make(kind, "Settings", (base,), {}, None, None), ({"width": 3}, {}))
+    with pytest.raises(PolicyViolation, match="ModelMetaclass"):
+        own(width=4)

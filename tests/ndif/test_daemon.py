@@ -252,6 +252,37 @@ def test_a_module_is_attached_to_a_layer_inside_the_trace(
     assert torch.equal(spliced(model, remote=True), spliced(local))
 
 
+class Jump(torch.autograd.Function):
+    """Passes on what is above a threshold, as autoencoders are trained with."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, threshold: float) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        ctx.threshold = threshold
+        return value * (value > threshold)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (value,) = ctx.saved_tensors
+        return 3 * grads[0] * (value > ctx.threshold), None
+
+
+@pytest.mark.usefixtures("is_trusted")
+def test_an_operation_says_what_its_gradient_is(
+    model: TransformersModel, local: TransformersModel
+) -> None:
+    def gradient(model: TransformersModel, **more: Any) -> Any:
+        with model.trace(PROMPT, **more):
+            embedded = model.model.embed_tokens.output.requires_grad_(True)
+            layer = model.model.layers[2]
+            layer.output = Jump.apply(layer.output, 0.1)
+            logit = model.output.logits[0, -1, 7]
+            grads = nnsight.save(torch.autograd.grad(logit, embedded))
+        return grads[0]
+
+    torch.testing.assert_close(gradient(model, remote=True), gradient(local), rtol=0, atol=1e-4)
+
+
 class Standardized(TransformersModel):
     """Names that are the same in every family, as helper libraries give them."""
 

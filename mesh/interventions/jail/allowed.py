@@ -193,7 +193,8 @@ PICKLED = frozenset((
 
 # Where the rest of what code may import is defined, if not where it is imported from.
 DEFINED_IN = {
-    "torch._C._nn": "torch.nn.functional", "torch.utils.data.dataloader": "torch.utils.data",
+    "torch._C._nn": "torch.nn.functional", "torch.autograd.function": "torch.autograd",
+    "torch.utils.data.dataloader": "torch.utils.data",
     "torch.utils.data.dataset": "torch.utils.data",
     "torch.utils.data.sampler": "torch.utils.data",
     "torch.utils.data._utils.collate": "torch.utils.data",

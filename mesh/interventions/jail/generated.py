@@ -16,7 +16,7 @@ from keyword import iskeyword
 from typing import Any, NoReturn
 
 from mesh.interventions.jail.guards import refuse
-from mesh.interventions.jail.ownership import is_the_author_s
+from mesh.interventions.jail.ownership import UserFunctionClass, is_the_author_s
 from mesh.interventions.jail.standins import CompiledFunction
 
 _OPTIONS = {
@@ -40,6 +40,8 @@ def with_generated(made: type, names: Mapping[str, Any]) -> dict[str, Any]:
         return {**names, **own}
     if _FIELDS in names:
         return {**names, **_methods(made, names)}
+    if isinstance(made, UserFunctionClass):
+        return {key: value for key, value in names.items() if key != "_backward_cls"}
     return dict(names)
 
 

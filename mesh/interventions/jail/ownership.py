@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
+from torch.autograd.function import FunctionMeta
+
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 
@@ -67,7 +69,19 @@ class UserObject(metaclass=UserClass):
     """A base of such a class that has none."""
 
 
-CLASS_OF = {type: UserClass, ABCMeta: UserAbstractClass}
+class UserFunctionClass(UserClass, FunctionMeta):
+    """The same for operations that say what their gradients are; what their methods get first, to
+    keep things in from one to the other, is the author's as well."""
+
+    def __init__(cls, name: str, bases: tuple[type, ...], inside: dict[str, Any], **given: Any):
+        """See `FunctionMeta`."""
+        super().__init__(name, bases, inside, **given)
+        made: Any = cls._backward_cls
+        kept = {"_forward_cls": cls, "_autograd_function_id": made._autograd_function_id}
+        cls._backward_cls = UserClass(made.__name__, made.__bases__, kept)
+
+
+CLASS_OF = {type: UserClass, ABCMeta: UserAbstractClass, FunctionMeta: UserFunctionClass}
 """By what Python would make them with, the class of classes of the author's own."""
 
 
@@ -92,7 +106,7 @@ class UserModule(ModuleType):
 
 def is_own(owner: Any, name: str) -> bool:
     """Whether an attribute with one underscore in front is the author's, not somebody's inside."""
-    if not allowed.is_private(name):
+    if not allowed.is_private(name) or name == "_backward_cls":  # which torch puts there
         return False
     if type(owner) is UserModule:
         return name in vars(owner)

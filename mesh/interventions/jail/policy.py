@@ -55,6 +55,7 @@ from mesh.interventions.jail.libraries import guarded_libraries
 from mesh.interventions.jail.ownership import (
     CLASS_OF,
     Namespace,
+    UserFunctionClass,
     UserModule,
     require_harmless,
 )
@@ -201,10 +202,18 @@ def _fenced_getattr(owner: Any, name: str) -> Any:
     return guarded_import_from("torch", name)
 
 
+_OF_FUNCTIONS = NamedOnly.of(
+    "torch.autograd.function.FunctionMeta", refuse("`torch.autograd.function.FunctionMeta`")
+)
+_CLASS_OF = {**CLASS_OF, _OF_FUNCTIONS: UserFunctionClass}
+
+
 def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: Any) -> type:
     refuse_metaclass(bases)
     # What guarded code may assign to is told by the class of its class.
-    wanted = CLASS_OF.get(constructor, constructor)
+    wanted = _CLASS_OF.get(constructor, constructor)
+    if type(wanted) is NamedOnly:
+        return NamedOnly.of(name, wanted.violation)
     # `NamedTuple` would make a class without fields, by a class of its own.
     plain = tuple(tuple if base is NamedTuple else base for base in bases)
     inside, *others = more
@@ -240,6 +249,7 @@ _REPLACED: dict[str, Any] = {
     "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,
     ".".join(WRITTEN_AS): load_storage,
     "builtins.getattr": _fenced_getattr,
+    "torch.autograd.function.FunctionMeta": _OF_FUNCTIONS,
     "torch._C._VariableFunctionsClass": _TorchFunctions,
     "__future__._Feature": Nothing,
     "types.CodeType": Nothing,
