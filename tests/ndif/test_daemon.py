@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -371,6 +372,25 @@ def test_what_is_only_named_need_not_be_on_the_node(
         with model.trace(PROMPT, remote=True):
             made = doubled(2, 3)  # noqa: F841
     assert "made = doubled(2, 3)" in str(caught.value)
+
+
+@pytest.mark.usefixtures("is_trusted")
+def test_another_model_with_the_same_parts_is_not_taken_for_the_first(
+    model: TransformersModel, tmp_path: Path
+) -> None:
+    tuned = TransformersModel(
+        str(shutil.copytree(checkpoint_dir(), tmp_path / "tuned")), task="text-generation"
+    )
+
+    def compared() -> None:
+        with model.session(remote=True):
+            with model.trace(PROMPT):
+                before = model.output.logits
+            with tuned.trace(PROMPT):
+                difference = (tuned.output.logits - before).save()  # noqa: F841
+
+    with pytest.raises(RemoteError, match=r"several models, .* and .*tuned; a job has one"):
+        compared()
 
 
 def test_a_job_that_never_ends_is_killed_from_the_command_line(

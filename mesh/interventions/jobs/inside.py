@@ -48,6 +48,7 @@ from mesh.interventions.jail.ownership import Namespace
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jail.shipped import CompleteUnpickler, complete_functions
 from mesh.interventions.jobs.left import CameContainers, LeftGradients
+from mesh.interventions.jobs.one_model import one_model
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
@@ -157,7 +158,8 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
         unpickler = FencedUnpickler
     objects = model._remoteable_persistent_objects()
     try:
-        tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
+        with one_model():
+            tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
     except UnknownPersistentIdError as error:
         raise _unknown_part(error) from None
     frame = tracer.info.frame
