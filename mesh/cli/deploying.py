@@ -225,9 +225,10 @@ def in_words(span: dict[str, Any]) -> str:
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
     if span["phase"] in ("PROVISIONING", "DEPLOYING") and span["total_bytes"]:
         words += f", {_percent(span)} %"
-        if span["bytes_per_s"]:
+        is_coming = span["done_bytes"] < span["total_bytes"]
+        if is_coming and span["bytes_per_s"]:
             words += f", {data_size(span['bytes_per_s'])}/s"
-        if span["eta_s"] is not None:
+        if is_coming and span["eta_s"] is not None:
             words += f", {lasting(span['eta_s'])} left"
     return words + (f": {span['reason']}" if span["reason"] else "")
 

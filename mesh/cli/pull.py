@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,8 +184,11 @@ class ProgressLine:
         if line == self._shown:
             return
         if self._is_screen:
-            note("\r" + line.ljust(len(self._shown)), end="")
-            sys.stderr.flush()
+            from rich.cells import set_cell_size
+
+            sys.stderr.write("\r")  # `note` lets no text do that
+            # A line that fills the last column is continued on the next, which is not written over.
+            note(set_cell_size(line, shutil.get_terminal_size().columns - 1), end="")
         else:
             note(line)
         self._shown = line
@@ -202,12 +206,15 @@ def transfer_line(transfer: dict[str, Any]) -> str:
     if not transfer["total_bytes"]:
         return f"{transfer['state']}"
     rates = [f"{s['name']} {data_size(s['bytes_per_s'])}/s" for s in transfer["sources"]]
-    return come_line(transfer) + (f" ({', '.join(rates)})" if len(rates) > 1 else "")
+    is_coming = transfer["done_bytes"] < transfer["total_bytes"]
+    return come_line(transfer) + (f" ({', '.join(rates)})" if is_coming and len(rates) > 1 else "")
 
 
 def come_line(row: dict[str, Any]) -> str:
     """``12 % of 4.1 GB, 31.0 MB/s, 2 min left``."""
     done, total = row["done_bytes"], row["total_bytes"]
+    if done >= total:
+        return f"all of {data_size(total)} has come and is checked"
     parts = [f"{done * 100 // total} % of {data_size(total)}", f"{data_size(row['bytes_per_s'])}/s"]
     if row["eta_s"] is not None:
         parts.append(f"{lasting(row['eta_s'])} left")

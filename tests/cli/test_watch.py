@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from typing import Any
 
 from tests.api.conftest import Served
@@ -103,3 +105,36 @@ async def test_what_does_not_go_together_is_a_usage_error(hearthnet: Run) -> Non
     alone = await hearthnet("status", "--layers", "0-3")
     assert (alone.code, alone.out) == (2, "")
     assert "--wait-ready" in alone.err
+
+
+async def test_the_line_of_a_pull_is_one_line_that_is_written_over(
+    environment: dict[str, str],
+) -> None:
+    sources = [{"name": f"a machine called {n}", "bytes_per_s": 26.1e6} for n in range(4)]
+    transfer = {"note": "", "state": "fetching", "total_bytes": 10**9, "done_bytes": 0,
+                "bytes_per_s": 52.1e6, "eta_s": 19.0, "sources": sources}  # fmt: skip
+    told = [{"state": "running", "transfer": {**transfer, "done_bytes": done * 10**8}}
+            for done in (1, 5, 10)]  # fmt: skip
+    told.append({"state": "done", "model": "toy", "directory": "/models/toy"})
+    goes_on = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(int((re.findall(rb"(?i)length: (\d+)", head) or [0])[0]))
+                said = {"pull": "toy"} if head.startswith(b"POST ") else told.pop(0)
+                if len(told) == 0:
+                    await goes_on.wait()
+                body = json.dumps(said).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        narrow = environment | {"COLUMNS": "80"}
+        async with Terminal(narrow, "pull", "toy", "--host", host) as terminal:
+            await terminal.until("10 % of 1.0 GB, 52.1 MB/s, 19 s left (a machine called 0")
+            await terminal.until_screen("all of 1.0 GB has come and is checked")
+            assert len(terminal.shown().splitlines()) == 1, terminal.shown()
+            goes_on.set()
+            await terminal.until("toy is in /models/toy")
