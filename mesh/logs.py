@@ -45,7 +45,8 @@ MAX_SUBJECTS = 1024
 """Remembered; who is forgotten begins anew, within its place's rate."""
 
 # httpx tells every address that is asked for; those of the hub's files are as good as a key.
-_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio", "httpx")
+# aiosqlite tells every statement twice, with all that is written.
+_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio", "httpx", "aiosqlite")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 
 REQUEST: ContextVar[str] = ContextVar("request", default="")

@@ -191,9 +191,10 @@ def test_libraries_that_tell_too_much_are_quiet_also_where_logging_was_set_up_be
 
 CHATTY = """
 import logging
-logging.basicConfig(level="INFO")
+logging.basicConfig(level="DEBUG")
 from mesh.logs import log_to_stderr
-log_to_stderr("INFO")
+log_to_stderr("DEBUG")
+logging.getLogger("aiosqlite").debug("executing INSERT INTO events")
 logging.getLogger("httpx").info("GET /signed?token=1")
 logging.getLogger("httpx").warning("it failed")
 logging.getLogger("mesh.fetcher").info("fetched")
