@@ -37,8 +37,8 @@ def keep_certificate(certificate: Path, key: Path, names: Iterable[str]) -> str:
     `names` are host names and IP addresses, `key` is the file of its private key (0600), made when
     there is none. Blocks. Raises KeyUnreadable.
     """
-    wanted = list(dict.fromkeys(names))
     try:
+        wanted = [str(_general(name).value) for name in names]
         private = _key(key)
         known = _read(certificate, private)
         if known is not None and set(wanted) <= set(_names(known)):
@@ -111,7 +111,8 @@ def _make(private: ec.EllipticCurvePrivateKey, names: list[str]) -> x509.Certifi
 
 def _general(name: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(name))
+        # A certificate has no place for the interface that a link-local address is of.
+        return x509.IPAddress(ipaddress.ip_address(name.partition("%")[0]))
     except ValueError:
         return x509.DNSName(name)
 

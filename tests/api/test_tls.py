@@ -114,6 +114,15 @@ def test_a_bound_address_is_the_one_vouched_for(tmp_path: Path) -> None:
     assert "198.51.100.4" not in names_in(tls)
 
 
+def test_an_address_with_its_interface_needs_no_new_one_each_time(tmp_path: Path) -> None:
+    config = Config(state_dir=tmp_path, api_host="fe80::1%eth0")
+    StatePaths(tmp_path).create()
+    first, again = api_tls(config, []), api_tls(config, [])
+    assert first is not None
+    assert again is not None
+    assert first.certificate == again.certificate
+
+
 @pytest.mark.parametrize("what", ["garbage", "of another key"])
 def test_a_certificate_that_is_not_ours_is_made_again(tmp_path: Path, what: str) -> None:
     before, paths = made(tmp_path, LAN), StatePaths(tmp_path)
