@@ -130,6 +130,14 @@ def test_who_is_no_peer_or_of_another_version_is_wrong() -> None:
     assert "192.0.2.9:8421 is in another hearth" in said(of_peers(seen=stranger), Grade.NOTE)
 
 
+def test_all_machines_of_other_hearths_are_one_line() -> None:
+    rows = [{"id": name, "name": name, "address": f"192.0.2.9:842{n}", "state": "other hearth"}
+            for n, name in enumerate("ab")]  # fmt: skip
+    found = list(peers({"node": NODE, "peers": rows}, {"peers": []}, ()))
+    said_of = [each.said for each in found if "hearths" in each.said]
+    assert said_of == ["a at 192.0.2.9:8420, b at 192.0.2.9:8421 are in other hearths."]
+
+
 def of_daemon(missing: Iterable[tuple[str, str]] = (), **more: Any) -> list[Finding]:
     picture = {"node": NODE, "processes": [], "models": [], "warnings": []} | more
     return list(daemon(picture, missing, OWN, NOW, out_of_order))

@@ -6,7 +6,7 @@ may be up though one machine takes no connections; what is tried in both directi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mesh.discovery.knocking import REFUSED, TIMED_OUT
@@ -106,15 +106,17 @@ def _skewed(seen: Row, node: Row) -> Finding:
     )  # fmt: skip
 
 
-def _strangers(rows: Iterable[Row]) -> Iterator[Finding]:
+def _strangers(rows: Sequence[Row]) -> Iterator[Finding]:
+    others = [f"{r['name']} at {r['address']}" for r in rows if r["state"] == "other hearth"]
+    if others:
+        where = "are in other hearths" if others[1:] else "is in another hearth"
+        yield note("peers", f"{', '.join(others)} {where}.")
     for row in rows:
         if row["state"] == "other version":
             yield wrong(
                 "peers", f"{row['name']} at {row['address']} cannot be talked to: {row['reason']}",
                 "Install the same version on both.",
             )  # fmt: skip
-        elif row["state"] == "other hearth":
-            yield note("peers", f"{row['name']} at {row['address']} is in another hearth.")
         elif row["state"] == "not a peer":
             yield wrong(
                 "peers",
