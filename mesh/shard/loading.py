@@ -18,7 +18,7 @@ import torch
 
 from mesh.errors import BadCheckpoint, ShardCorrupt
 from mesh.models.load import LoadedSpan, load_span
-from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.manifest import read_manifest
 from mesh.models.rounded import note_place
 from mesh.shard import int4
 from mesh.shard.compiled.formats import Quant
@@ -113,16 +113,13 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
     def load() -> Runtime:
         if spare:
             return spare.pop()
-        _require_same(plan.manifest)
-        return _load(plan)[0]
+        return _load(_as_of_now(plan))[0]
 
     def load_plain() -> LoadedSpan:
-        _require_same(plan.manifest)
-        return _load_span(plan, plan.dtype.value)
+        return _load_span(_as_of_now(plan), plan.dtype.value)
 
     def load_ends() -> LoadedEnds:
-        _require_same(plan.manifest)
-        return load_computed(plan.ends)
+        return load_computed(_as_of_now(plan).ends)
 
     return LoadedShard(
         _describe(plan, runtime),
@@ -139,15 +136,21 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
     )
 
 
-def _require_same(manifest: Manifest) -> None:
-    """Raise BadCheckpoint where other weights lie there by now: they would be served, and what is
-    rounded of them be kept, as those that the manifest was read of."""
-    now = read_manifest(manifest.path, cache_dir=manifest.cache_dir)
+def _as_of_now(plan: LoadPlan) -> LoadPlan:
+    """The plan with the checkpoint that lies there by now, of which less may be there: who loads
+    of it is refused what is not, which the earlier one says is there and the files have as zeros.
+
+    Raises BadCheckpoint where those are other weights: they would be served, and what is rounded of
+    them be kept, as those that were loaded before.
+    """
+    manifest = plan.manifest
+    now = read_manifest(manifest.path, model_id=manifest.model_id, cache_dir=manifest.cache_dir)
     if now.weights_sha256 != manifest.weights_sha256:
         raise BadCheckpoint(
             f"The weights in {manifest.path} are not those that were loaded before.",
             fix="Put those back, or restart the node: it serves these then.",
         )
+    return replace(plan, manifest=now)
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily
+from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily, WeightsMissing
 from mesh.models.families import family_of
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import STACKS
 from mesh.models.load import LoadedSpan, load_span
+from mesh.models.partial_writer import PartialWriter
 from mesh.models.rounded import sweep_rounded
 from mesh.node.shards_as_seen import served_shard
 from mesh.shard.commands import ShardRequest
@@ -24,7 +25,8 @@ from mesh.shard.compiled.store import quantised_span
 from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
 from mesh.shard.loading import load_shard
 from mesh.shard.torch_runtime import TorchRuntime
-from mesh.types import Endpoint, ModelId, NodeId
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from tests.models.test_partial import empty_copy, put_all
 from tests.shard.compiled.spans import EXPERTS
 from tests.shard.spans import CPU, WHOLE, checkpoint
 from tests.shard.test_lean import BY_TORCH
@@ -143,6 +145,22 @@ def test_other_weights_that_came_into_their_place_are_not_served_as_those(
     assert not list(cache.glob("quantised/**/*.safetensors"))
     file.write_bytes(before)
     loaded.load()
+
+
+def test_what_is_not_there_any_more_is_not_served_as_zeros(tmp_path: Path) -> None:
+    """As of a model that was removed and fetched again, other layers of it than before."""
+    whole, layers = checkpoint(), LayerRange(0, 2)
+    part = empty_copy(whole, tmp_path)
+    with PartialWriter(part) as writer:
+        put_all(writer, whole, [*whole.tensors])
+    request = ShardRequest(part, ModelId("m"), layers, cache_dir=tmp_path / "cache")
+    loaded = load_shard(plan_shard(request, HERE))
+    loaded.load()
+    shutil.rmtree(part)
+    assert empty_copy(whole, tmp_path) == part
+    for load in (loaded.load, loaded.load_plain, loaded.load_ends):
+        with pytest.raises(WeightsMissing):
+            load()
 
 
 def test_what_was_rounded_of_a_checkpoint_goes_when_its_last_copy_has(tmp_path: Path) -> None:
