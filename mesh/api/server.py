@@ -194,7 +194,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         if os.name == "posix":  # elsewhere the option would let two servers share a port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(socket.getaddrinfo(host, port, family)[0][4])  # with its interface
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

@@ -40,7 +40,7 @@ def _take(taken: ExitStack, flag: str, host: str, port: int) -> None:
     if os.name == "posix":  # as the node's own
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        listener.bind(socket.getaddrinfo(host, port, family)[0][4])  # with its interface
         listener.listen(1)
     except OSError as error:
         raise _refusal(error, flag, host, port) from None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mesh.cli.ports import require_free
@@ -57,6 +58,14 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
         require_free(config(tmp_path, api_host="2001:db8::1"))
     with pytest.raises(BadValue, match=r"has no address 2001:db8::1 now"):  # `hearthnet restart`
         require_there(config(tmp_path, api_host="2001:db8::1"))
+
+
+def test_an_address_that_belongs_to_an_interface_is_taken(tmp_path: Path) -> None:
+    rows = psutil.net_if_addrs().values()
+    found = [r.address for row in rows for r in row if r.address.startswith("fe80::")]
+    if not found:
+        pytest.skip("no interface has a link-local address")
+    require_free(config(tmp_path, api_host=found[0]))
 
 
 @pytest.mark.parametrize("api_host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - is refused
