@@ -171,6 +171,18 @@ def read_manifest(
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
     for weights in a quantised format that is not read and for a model that is not read from GGUF.
     """
+    try:
+        return _manifest(path, model_id, cache_dir, is_hashed=is_hashed)
+    except OSError as error:  # a disk of the network that is away, for one
+        raise BadCheckpoint(
+            f"{path} cannot be read: {error.strerror or error}.",
+            fix="See that its disk is there, and that this user may read it.",
+        ) from error
+
+
+def _manifest(
+    path: Path, model_id: ModelId | None, cache_dir: Path | None, *, is_hashed: bool
+) -> Manifest:
     directory, found = _read(path)
     config, stored = found.config, found.tensors
     text = _of_text(directory, config)

@@ -15,7 +15,7 @@ from mesh.api.services import Lack, LackKind
 from mesh.clock import backoff_s, set_by
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
-from mesh.errors import MeshError, NotEnoughMemory
+from mesh.errors import MeshError, NotEnoughMemory, as_mesh_error
 from mesh.models.local import LocalModel, require_within
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import read_partial, require_present
@@ -173,8 +173,9 @@ class HomeLayers:
         if name not in self._wanted:
             return  # taken back while another was loaded
         model, layers = self._wanted[name]
+        loading = load_at_home(self._config, model, layers, self._host)
         try:
-            await load_at_home(self._config, model, layers, self._host)
+            await as_mesh_error(loading, f"loading {name}")
             self._errors.pop(name, None)
             self._tries.pop(name, None)
         except MeshError as error:

@@ -28,7 +28,7 @@ from mesh.hearth.publishing import Serving
 from mesh.models.local import LocalModel, find_local_models
 from mesh.node.coordination import CoordinationHere
 from mesh.paths import StatePaths
-from mesh.types import LayerRange
+from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.coordination.api_server import ApiServer, api_server
 from tests.coordination.holders import until, worker
@@ -43,6 +43,7 @@ class Here:
     server: ApiServer
     model: LocalModel
     kubeconfig: Path
+    models: dict[ModelId, LocalModel]
     served: list[Advertisement] = field(default_factory=list)
     own: CoordinationHere | None = None
     looks: int = 0
@@ -117,7 +118,7 @@ async def publishing(tmp_path: Path, store: str) -> AsyncIterator[Here]:
         (model,) = await asyncio.to_thread(find_local_models, config, tmp_path)
         paths = StatePaths(config.state_dir)
         await asyncio.to_thread(paths.create)
-        here = Here(server, model, kubeconfig)
+        here = Here(server, model, kubeconfig, {model.model_id: model})
         neighbours = ShardStore(here.clock, expiry_s=600)
         settings = NetworkSettings.of(config, secure.KEY.node_id, "test", "127.0.0.1")
         reach = Reach(["home0"], "127.0.0.1", here.interfaces)
@@ -132,7 +133,7 @@ async def publishing(tmp_path: Path, store: str) -> AsyncIterator[Here]:
         )
         await network.start()
         own = here.own = CoordinationHere(
-            config, secure.KEY.node_id, {model.model_id: model}, network, neighbours,
+            config, secure.KEY.node_id, here.models, network, neighbours,
             here.look, here.events,
         )  # fmt: skip
         own.start()
@@ -227,3 +228,15 @@ async def test_what_the_records_refuse_is_said_once_and_keeps_nothing_back(tmp_p
         assert len(warnings) == 1
         assert "already published by node study" in warnings[0]["message"]
         await store.close()
+
+
+@pytest.mark.slow
+async def test_a_disk_that_is_away_keeps_nothing_else_from_being_published(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.symlink_to("n" * 256)  # a name that no disk takes: looking there fails, as on a lost one
+    name = ModelId("of-the-network")
+    async with publishing(tmp_path, "kubernetes") as here:
+        here.models[name] = replace(here.model, model_id=name, directory=str(away))
+        await here.looked_twice()
+        here.serve("0-7")
+        await here.shows("Ready", 2)

@@ -139,3 +139,31 @@ async def test_what_has_to_run_here_and_is_served_here_is_not_lacking() -> None:
         assert home.shards(model.model_id) == [], "it is offered as what is served is"
     finally:
         await host.stop()
+
+
+@pytest.mark.slow
+async def test_layers_on_a_disk_that_was_away_are_loaded_once_it_is_there(tmp_path: Path) -> None:
+    manifest = await asyncio.to_thread(checkpoint)
+    total, disk = manifest.total_layers, tmp_path / "disk"
+    disk.symlink_to("n" * 256)  # a name that no disk takes: looking there fails, as on a lost one
+    model = LocalModel(ModelId("toy"), str(disk), "", total, None, None, LAYER_MB)
+    config = await asyncio.to_thread(Config.model_validate, {"routing": {"keep_first": 1}})
+    changed = asyncio.Event()
+    host = ShardSupervisor(secure.start_command(), (), changed.set)
+    home = HomeLayers(config, [model], host, changed.set)
+    host.start()
+    home.start()
+    try:
+        async with asyncio.timeout(60):
+            while home.lacking()[0].code is not LackKind.FAILED:
+                changed.clear()
+                await changed.wait()
+            disk.unlink()
+            disk.symlink_to(manifest.directory)
+            home.add(model)
+            while home.lacking():
+                changed.clear()
+                await changed.wait()
+    finally:
+        await home.stop()
+        await host.stop()
