@@ -94,7 +94,7 @@ class Sleeper:
     async def _look(self) -> None:
         now = loop_time()
         wanted = {each.id: each for each in live(self._house.deployments()) if each.is_wanted}
-        for known in (self._up_since, self._used_at, self._stays):
+        for known in (self._up_since, self._used_at, self._signs, self._stays):
             for name in [each for each in known if each not in wanted]:
                 del known[name]
         for name in wanted:
