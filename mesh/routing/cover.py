@@ -120,15 +120,21 @@ def greedy_cover(
         return _cover(candidates, free, span, rules, exclude, like)
     refusal: NoRoute | None = None
     for name in [format_of(like)] if like is not None else _formats(free, span, rules):
-        same = [c for c in free if format_of(c.descriptor) == name]
+        same = _of_format(free, name)
         try:
             return _cover(candidates, same, span, rules, exclude, like)
         except NoRoute as error:
             refusal = refusal or error
     held = [c for c in free if c.descriptor.layers.overlaps(span)]
-    if len({format_of(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
-        raise _only_mixed(held, span)
+    wanted = {format_of(c.descriptor) for c in held} if like is None else {format_of(like)}
+    lacking = [missing_layers(_of_format(held, name), span) for name in wanted]
+    if all(lacking) and not missing_layers(held, span):
+        raise _only_mixed(held, span, like)
     raise refusal or _no_route(candidates, span, exclude)
+
+
+def _of_format(candidates: Sequence[Candidate], name: str) -> list[Candidate]:
+    return [c for c in candidates if format_of(c.descriptor) == name]
 
 
 def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -> list[str]:
@@ -143,11 +149,14 @@ def format_of(shard: ShardDescriptor) -> str:
     return shard.dtype if shard.dtype in QUANTISED else ""
 
 
-def _only_mixed(held: Sequence[Candidate], span: LayerRange) -> NoRoute:
+def _only_mixed(
+    held: Sequence[Candidate], span: LayerRange, like: ShardDescriptor | None
+) -> NoRoute:
     shards = (c.descriptor for c in held)
     named = sorted(f"{d.layers} in {d.dtype} at {d.node_name}" for d in shards)
+    which = "different formats" if like is None else f"other formats than {like.dtype}"
     return NoRoute(
-        f"layers {span} are served in different formats only: {', '.join(named)}.",
+        f"layers {span} are served in {which} only: {', '.join(named)}.",
         fix="Give those nodes the same --quant, or allow it: routing.mix_formats.",
     )
 

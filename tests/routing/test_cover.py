@@ -349,5 +349,5 @@ def test_a_lost_shard_is_replaced_by_one_of_its_format_only() -> None:
     span = LayerRange(8, 16)
     (hop,) = greedy_cover(shards, span, RULES, like=lost.descriptor)
     assert hop.shard.node_name == "far"
-    with pytest.raises(NoRoute):
+    with pytest.raises(NoRoute, match="in other formats than int8 only: 8-15 in fp32 at near"):
         greedy_cover(shards[:1], span, RULES, like=lost.descriptor)
