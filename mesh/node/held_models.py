@@ -6,7 +6,6 @@ Who is given it sees what is held now. Changes are made by the composition root 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 
 from mesh.models.local import LocalModel
 from mesh.types import ModelId
@@ -18,8 +17,6 @@ class HeldModels(Mapping[ModelId, LocalModel]):
     def __init__(self, models: Iterable[LocalModel]) -> None:
         self._models = {model.model_id: model for model in models}
         self.by_hand = frozenset(self._models)
-        self.directories: Mapping[ModelId, Path] = _Directories(self)
-        """Where their files are."""
 
     def __getitem__(self, model_id: ModelId) -> LocalModel:
         return self._models[model_id]
@@ -38,17 +35,3 @@ class HeldModels(Mapping[ModelId, LocalModel]):
         """It is held no longer."""
         if model_id not in self.by_hand:
             self._models.pop(model_id, None)
-
-
-class _Directories(Mapping[ModelId, Path]):
-    def __init__(self, models: HeldModels) -> None:
-        self._models = models
-
-    def __getitem__(self, model_id: ModelId) -> Path:
-        return Path(self._models[model_id].directory)
-
-    def __iter__(self) -> Iterator[ModelId]:
-        return iter(self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)

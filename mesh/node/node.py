@@ -109,7 +109,7 @@ class Node:
             config, key.node_id, held.models, network, self._store, self._served, self._events
         )
         self._steering = Steering(network, held.models, StatePaths(config.state_dir).steering_dir)
-        self._jobs = JobsSupervisor(None, held.models.directories, self)
+        self._jobs = JobsSupervisor(None, held.models, self)
         self._queue: JobsApi | None = None
         self._api: ApiServer | None = None
         self._tasks: list[asyncio.Task[None]] = []

@@ -106,7 +106,8 @@ class Bench:
 
     def place(self, family: str, hops: int) -> JobPlace:
         shards = served(*self.hosts, family=family, spans=ROUTES[hops])
-        return JobPlace(ModelId(family), Path(checkpoint(family).directory), shards)
+        model = checkpoint(family)
+        return JobPlace(ModelId(family), model.weights_sha256, Path(model.directory), shards)
 
     async def run(self, request: bytes, place: JobPlace, **more: Any) -> bytes:
         """The result's bytes. Raises what `JailRunner.run` raises."""

@@ -17,6 +17,7 @@ import torch
 from nnsight.intervention.backends.remote import RemoteError
 from nnsight.modeling import huggingface
 from nnsight.modeling.transformers import TransformersModel
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import GenerationConfig
 
@@ -419,3 +420,31 @@ def hearthnet(daemon: LocalNode, *arguments: str) -> Any:
     run = command(*arguments, "--state-dir", str(daemon.state_dir), timeout=60)
     run.check_returncode()
     return json.loads(run.stdout)
+
+
+def test_a_model_that_is_deployed_anew_with_other_weights_is_traced_with_them(
+    daemon: LocalNode, model: TransformersModel, tmp_path: Path
+) -> None:
+    directory = tmp_path / "mine"
+    shutil.copytree(checkpoint_dir(), directory)
+    logits = [_deployed_logits(daemon, directory)]
+    hearthnet(daemon, "evict", "mine", "--json")
+    weights = load_file(directory / "model.safetensors")
+    for name, tensor in weights.items():
+        if "embed_tokens" in name:
+            weights[name] = tensor * 1.5
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    logits.append(_deployed_logits(daemon, directory))
+    alone = TransformersModel(
+        str(directory), task="text-generation", dispatch=True, dtype=torch.float32
+    )
+    with alone.trace(PROMPT):
+        here = alone.output.logits.save()
+    assert torch.equal(logits[1], here)
+    assert not torch.equal(*logits)
+
+
+def _deployed_logits(daemon: LocalNode, directory: Path) -> torch.Tensor:
+    hearthnet(daemon, "deploy", f"{directory}=mine", "--wait", "--json")
+    logits, _ = client.logits_of(directory, "mine", PROMPT, daemon.url, str(daemon.record.api_key))
+    return logits

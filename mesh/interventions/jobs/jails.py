@@ -33,6 +33,7 @@ class WarmUp:
     """What a parent is warmed with."""
 
     model_id: ModelId
+    weights_sha256: str
     directory: Path
     cache_dir: Path
     dtype: str

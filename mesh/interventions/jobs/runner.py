@@ -113,10 +113,11 @@ class JailRunner:
             route.sessions.close()
 
     async def _manifest(self, place: JobPlace) -> Manifest:
-        """Read once, and again while its ends are not here: they may be fetched any time. Raises
-        WeightsMissing without them."""
-        known = self._manifests.get(place.directory)
-        if known is None or known.model_id != place.model_id or not known.has_ends:
+        """Read once for the same weights, and again while its ends are not here: they may be
+        fetched any time. Raises WeightsMissing without them."""
+        known, meant = self._manifests.get(place.directory), (place.model_id, place.weights_sha256)
+        is_meant = known is not None and (known.model_id, known.weights_sha256) == meant
+        if known is None or not is_meant or not known.has_ends:
             known = self._manifests[place.directory] = await asyncio.to_thread(
                 read_manifest,
                 place.directory, model_id=place.model_id, cache_dir=self.settings.cache_dir,
@@ -126,7 +127,10 @@ class JailRunner:
         return known
 
     def _warm_up(self, place: JobPlace, route: OpenRoute) -> WarmUp:
-        return WarmUp(place.model_id, place.directory, self.settings.cache_dir, route.dtype)
+        return WarmUp(
+            place.model_id, place.weights_sha256, place.directory, self.settings.cache_dir,
+            route.dtype,
+        )  # fmt: skip
 
 
 def _no_ends(model_id: ModelId) -> WeightsMissing:

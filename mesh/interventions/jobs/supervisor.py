@@ -22,6 +22,7 @@ from mesh.interventions.jobs.commands import (
     StartJobs,
 )
 from mesh.interventions.jobs.types import JobHearer, JobPlace, JobReport, JobSpec
+from mesh.models.local import LocalModel
 from mesh.pipeline.commands import Offer
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Handlers
@@ -51,24 +52,24 @@ class JobsSupervisor(Supervisor):
     def __init__(
         self,
         start: StartJobs | None,
-        directories: Mapping[ModelId, Path],
+        models: Mapping[ModelId, LocalModel],
         owner: JobsOwner,
         limits: SilenceLimits | None = None,
     ) -> None:
-        """`directories` are the checkpoints that this node has the ends of."""
+        """`models` are those that this node has the ends of."""
         super().__init__("the jobs' process", "mesh.interventions.jobs.process", start, limits)
         self.accounts: dict[str, Any] = {}
         """Who holds what in the process, as `ResourceLedger.report`; empty before it has said."""
-        self._directories = directories
+        self._models = models
         self._owner = owner
         self._error: MeshError | None = None
         self._hearers: dict[str, JobHearer] = {}
 
     def why_not(self, model_id: ModelId) -> str | None:
         """Why jobs of this model cannot run now, in words; None when they can."""
-        if model_id in self._directories:
+        if model_id in self._models:
             return None
-        known = ", ".join(sorted(self._directories)) or "none"
+        known = ", ".join(sorted(self._models)) or "none"
         return f"this node has no files of {model_id!r}; it can run jobs of: {known}."
 
     async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
@@ -136,13 +137,14 @@ class JobsSupervisor(Supervisor):
     # Private
 
     async def _run_once(self, spec: JobSpec, hearer: JobHearer) -> JobReport:
-        directory = self._directories.get(spec.model_id)  # it may go while the process starts
-        if directory is None:
+        model = self._models.get(spec.model_id)  # it may go while the process starts
+        if model is None:
             reason = str(self.why_not(spec.model_id))
             raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
-        place = JobPlace(spec.model_id, directory, shards)
+        directory = Path(model.directory)
+        place = JobPlace(spec.model_id, model.weights_sha256, directory, shards)
         self._hearers[spec.job_id] = hearer
         asked = self.exchange.ask(RunJob(spec, place))
         try:

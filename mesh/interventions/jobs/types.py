@@ -44,9 +44,11 @@ class RunnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class JobPlace:
-    """Where a job's model is: its checkpoint here, and who serves its layers as it begins."""
+    """Where a job's model is: its checkpoint here, and who serves its layers as it begins. Other
+    weights may have lain in the same directory before."""
 
     model_id: ModelId
+    weights_sha256: str
     directory: Path
     shards: tuple[Offer, ...]
 

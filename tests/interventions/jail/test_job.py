@@ -30,7 +30,7 @@ from tests.interventions.jail.processes import Unexamined, run_canary, warmed_pa
 STORIES = "tests.interventions.jail.stories:"
 _SOON_S = 10
 """On the slowest machine; the limit of a job that nothing else ends is later."""
-WARM = jails.WarmUp(ModelId("m"), Path("/nowhere"), Path("/nowhere"), "fp32")
+WARM = jails.WarmUp(ModelId("m"), "", Path("/nowhere"), Path("/nowhere"), "fp32")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec, RunnerSettings
+from mesh.models.local import LocalModel
 from mesh.pipeline.commands import Offer, RouteLimits
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.shard.supervisor import ShardSupervisor
@@ -45,8 +46,11 @@ class Here:
         tls, routes = TlsMaterial.of(secure.KEY, []), RouteLimits(16, allow_self_as_first=True)
         settings = RunnerSettings(2, 600.0, directory, bounds)
         start = StartJobs(routes, settings, hello=secure.HELLO, tls=tls)
-        directories = {LLAMA: Path(checkpoint("llama").directory)}
-        self.jobs = JobsSupervisor(start, directories, self, limits)
+        llama = checkpoint("llama")
+        model = LocalModel(
+            LLAMA, str(llama.directory), llama.weights_sha256, llama.total_layers, None, None
+        )
+        self.jobs = JobsSupervisor(start, {LLAMA: model}, self, limits)
         self.lines: list[str] = []
         self.begun: list[str] = []
         self.spoke = asyncio.Event()
