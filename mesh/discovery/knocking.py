@@ -21,7 +21,7 @@ async def knock(host: str, port: int, timeout_s: float) -> str:
         return TIMED_OUT
     except ConnectionRefusedError:
         return REFUSED
-    except (OSError, UnicodeError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # no address, or no port
         return (isinstance(error, OSError) and error.strerror) or str(error)
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):

@@ -126,3 +126,4 @@ async def test_knocking_tells_closed_from_silent() -> None:
             waiting = [knock(host, port, 0.2) for _ in range(3)]
             assert TIMED_OUT in await asyncio.gather(*waiting)
     assert await knock("no.such.host.invalid", 1, 5) not in ("", REFUSED)
+    assert "0-65535" in await knock("127.0.0.1", 70_000, 5)  # a member may say so of itself
