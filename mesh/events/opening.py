@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def _load(connection: sqlite3.Connection, docket: Docket, rules: Rules) -> Conte
     state = State(docket.membership, frozen=dict(_check_forks(connection)))
     saved = note(connection, SNAPSHOT)
     if saved is not None:
-        state = snapshots.load(saved, state, rules.version)
+        state = _of_chains(snapshots.load(saved, state, rules.version), chains)
     covered = sum(fold.seq for fold in state.authors.values())
     state = _catch_up(connection, state, chains)
     orphans: dict[NodeId, dict[Place, Signed]] = {}
@@ -254,11 +254,23 @@ def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], 
     return chains, count
 
 
-def _catch_up(connection: sqlite3.Connection, state: State, chains: dict[NodeId, Chain]) -> State:
+def _of_chains(state: State, chains: Mapping[NodeId, Chain]) -> State:
+    """Without what a chain said that has begun again since the snapshot: what of that is still news
+    the new one says."""
+    generations = {author: chain.generation for author, chain in chains.items()}
+    authors = {
+        author: fold
+        for author, fold in state.authors.items()
+        if generations.get(author) == fold.generation
+    }
+    return replace(state, authors=authors)
+
+
+def _catch_up(connection: sqlite3.Connection, state: State, chains: Iterable[NodeId]) -> State:
     """The state with what was stored after the snapshot."""
-    for author, chain in chains.items():
+    for author in chains:
         before = state.authors.get(author)
-        covered = before.seq if before is not None and before.generation == chain.generation else 0
+        covered = before.seq if before is not None else 0
         batch: list[Event] = []
         for event in chain_after(connection, author, covered):
             batch.append(event)

@@ -221,6 +221,27 @@ async def test_a_node_whose_facts_forked_begins_again_with_what_is_news(path: Pa
         assert node.log.state == state
 
 
+async def test_a_start_after_a_crash_knows_nothing_of_a_chain_that_was_replaced(path: Path) -> None:
+    _, (_, other), events = household(2)
+    async with opened(path) as node:
+        await node.log.ingest(received([*events, other.publish("superseded")]), PEER)
+    other.begin_again()
+    async with opened(path) as node:  # whose snapshot is of before that
+        await node.log.ingest(received([other.publish("news")]), PEER)
+        state, crashed = node.log.state, await asyncio.to_thread(copied, path)
+    assert set(state.models()) == {"news"}
+    async with opened(crashed) as node:
+        assert meaning(node.log.state) == meaning(state)
+
+
+def copied(path: Path) -> Path:
+    """The file as a crash leaves it now."""
+    other = path.with_name("crashed.db")
+    for end in ("", "-wal"):
+        shutil.copy(f"{path}{end}", f"{other}{end}")
+    return other
+
+
 async def test_a_chain_that_is_full_begins_again(tmp_path: Path) -> None:
     clock = FakeClock()
     limits = {**allowances.LOG, Resource.EVENTS_STORED: Limit(10)}
