@@ -83,7 +83,7 @@ COHERE = CallForm(
 """Command R7B and Command A."""
 
 _MISTRAL = NamedObjects(
-    re.compile(r"\s*(?P<name>[\w.-]{1,256})(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)"),
+    re.compile(r"\s*(?P<name>[\w.-]{1,256})(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*(?=\{)"),
     re.compile(r"\s*[\w.-]{0,256}(?:\[[^{]*)?\s*"),
     "NAME[ARGS]",
     marks=("[ARGS]", "[CALL_ID]"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.models.written_calls import Schemas, WrittenCall
+from mesh.models.written_calls import Schemas, WrittenCall, as_json
 
 _HEAD = re.compile(r"([A-Za-z_][\w.-]{0,255})\(")
 _HEAD_BEGUN = re.compile(r"[A-Za-z_][\w.-]{0,255}")
@@ -102,7 +102,7 @@ class PythonCall(WrittenCall):
         said = "".join(self._argument)
         if said.strip():
             found = _ARGUMENT.fullmatch(said)
-            value = None if found is None else _as_json(found[2].strip())
+            value = None if found is None else _json_of(found[2].strip())
             if found is None or value is None:
                 return False
             separator = "" if self.arguments == "{" else ", "
@@ -111,13 +111,13 @@ class PythonCall(WrittenCall):
         return True
 
 
-def _as_json(literal: str) -> str | None:
+def _json_of(literal: str) -> str | None:
     """The JSON of a literal; None for what is none."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that Python does not have
             value = _value_of(ast.parse(literal, mode="eval").body)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return as_json(value)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.models.written_calls import Schemas, WrittenCall
+from mesh.models.written_calls import Schemas, WrittenCall, as_json
 
 _LONGEST_HEAD = 600
 """Characters; names have 256."""
@@ -166,7 +166,7 @@ class TaggedCall(WrittenCall):
         if kinds == {"string"}:
             return json.dumps(text, ensure_ascii=False)
         try:
-            return json.dumps(json.loads(_PYTHON.get(text, text)), ensure_ascii=False)
+            return as_json(json.loads(_PYTHON.get(text, text)))
         except (ValueError, RecursionError):
             return json.dumps(text, ensure_ascii=False)
 

@@ -186,12 +186,19 @@ class JsonCall(WrittenCall):
             self._depth += 1 if sign == "{" else -1
 
 
+def as_json(value: Any) -> str:
+    """The JSON of a value, halves of surrogate pairs put together. Raises ValueError for half of
+    one, and for no number: clients cannot read them."""
+    said = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return said.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+
+
 def object_in(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None where it is none, or none that can be sent on: with half
     of a surrogate pair, or no number."""
     try:
         found = json.loads(text, strict=False)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        as_json(found)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

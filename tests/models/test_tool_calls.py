@@ -203,6 +203,16 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
     ),
     (GLM_TAGS, "<tool_call>look\n</tool_call><|observation|>", "", [("look", "{}")]),
     (GLM_TAGS, "<tool_call>add</tool_call> and <|obs", "and <|obs", [("add", "{}")]),
+    # What no client could read as JSON is a text.
+    *(
+        (
+            QWEN_TAGS,
+            f"<tool_call><function=add><parameter=any>{odd}</parameter></function></tool_call>",
+            "",
+            [("add", json.dumps({"any": odd}))],
+        )
+        for odd in ("NaN", '["\\ud83d"]')
+    ),
     (GLM_TAGS, "<tool_call>are <b>marks</b>", "<tool_call>are <b>marks</b>", []),
     (GLM_TAGS, '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     (
@@ -302,6 +312,13 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "",
         [("look", '{"city": "a)\\nb, \'c\'", "kind": "2"}')],
     ),
+    # As JSON writes what Python writes otherwise.
+    (
+        LFM,
+        r"<|tool_call_start|>[look(city='K\u00f6ln \ud83d\ude00')]<|tool_call_end|>",
+        "",
+        [("look", '{"city": "Köln 😀"}')],
+    ),
     (LFM, "<|tool_call_start|>[]<|tool_call_end|>", "<|tool_call_start|>[]<|tool_call_end|>", []),
     (LFM, "<|tool_call_start|>[are marks]", "<|tool_call_start|>[are marks]", []),
     (
@@ -396,6 +413,7 @@ def test_broken_arguments_are_text_unless_they_were_told_already(broken: str) ->
         "add(a=1]",
         "add(a=" + "(" * 500 + ")" * 500 + ")",
         "add(a={1: {2}})",
+        r"add(a='\ud83d')",
     ],
 )
 def test_what_is_no_literal_is_no_argument(broken: str) -> None:
