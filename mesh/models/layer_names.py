@@ -25,6 +25,20 @@ _PREFIXES = (
 )  # fmt: skip
 
 
+def language_part(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config says of the language model. Raises BadCheckpoint."""
+    text, architectures = config.get("text_config"), config.get("architectures") or []
+    text = config if text is None else text
+    kind = text.get("model_type") if isinstance(text, Mapping) and text else 0
+    if not isinstance(kind, str | None) or not isinstance(architectures, list):
+        raise BadCheckpoint(
+            f"{directory / 'config.json'} has text_config, model_type or architectures of another"
+            " form.",
+            fix="Download it again, or use another checkpoint.",
+        )
+    return text
+
+
 def find_layers(directory: Path, names: list[str], text: Mapping[str, Any]) -> tuple[str, int]:
     """The prefix of the decoder layers' tensor names, and how many layers there are. `text` is the
     language model's part of the config. Raises BadCheckpoint."""

@@ -29,7 +29,7 @@ from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.joined_rows import with_joined_rows
 from mesh.models.latents import with_latents
-from mesh.models.layer_names import INDEXED, find_layers, layer_bytes, number_in
+from mesh.models.layer_names import INDEXED, find_layers, language_part, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.standard import goes_by_torch
 from mesh.types import LayerRange, ModelId
@@ -185,7 +185,7 @@ def _manifest(
 ) -> Manifest:
     directory, found = _read(path)
     config, stored = found.config, found.tensors
-    text = _of_text(directory, config)
+    text = language_part(directory, config)
     prefix, total_layers = find_layers(directory, list(stored), text)
     partial = read_partial(directory)
     if partial is not None:
@@ -219,17 +219,6 @@ def _manifest(
     )
 
 
-def _of_text(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of the language model. Raises BadCheckpoint."""
-    text, architectures = config.get("text_config") or config, config.get("architectures") or []
-    if not isinstance(text, Mapping) or not isinstance(architectures, list):
-        raise BadCheckpoint(
-            f"{directory / 'config.json'} has text_config or architectures of another form.",
-            fix="Download it again, or use another checkpoint.",
-        )
-    return text
-
-
 def _hashed(
     stored: Mapping[str, TensorEntry], partial: Partial | None, cache_dir: Path | None
 ) -> tuple[Mapping[str, TensorEntry], int]:
@@ -261,7 +250,7 @@ def _read(path: Path) -> tuple[Path, CheckpointContents]:
         return gguf.parent, read_gguf(gguf)
     config = _read_object(path / "config.json")
     scheme_of(config, checkpoint_name(path))  # before a file of weights is looked at
-    eos_ids = _eos_ids(path, config, _of_text(path, config))
+    eos_ids = _eos_ids(path, config, language_part(path, config))
     return path, CheckpointContents({}, config, read_tensors(path), eos_ids)
 
 

@@ -63,7 +63,7 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     mixtures = STANDARD_MIXTURES | MIXTURES_BY_TORCH
     return (
         model_type in (STANDARD if experts_met(text) == 1 else mixtures)
-        and activation in ACTIVATIONS
+        and str(activation) in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
     )
 

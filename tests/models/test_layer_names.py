@@ -24,6 +24,8 @@ NAMES = [f"model.layers.{layer}.weight" for layer in range(4)]
         {"architectures": 5},
         {"architectures": {"a": 1}},
         {"text_config": "x"},
+        {"text_config": {}},
+        {"model_type": ["llama"]},
         {"num_hidden_layers": 20_000_000},
         {"num_hidden_layers": 5},
     ],

@@ -156,6 +156,7 @@ def test_a_plan_knows_of_no_layers_as_standard_that_are_not(
     with pytest.raises(NotCompilable):
         require_lean(family_of(manifest), None)
     assert not has_standard_layers(manifest.config, manifest.model_type)
+    assert not has_standard_layers({"hidden_act": ["silu"]}, "llama"), "whatever a config says"
     assert parts.ACTIVATION_NAMES.keys() == standard.ACTIVATIONS
 
 
