@@ -9,6 +9,7 @@ environment and descriptors; the warm parent is the daemon's child, as it would 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -16,7 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from mesh.processes import nursery
 from mesh.processes.nursery import CHANNEL_FD, MAX_ORDER_BYTES, Nursery, warm
@@ -99,21 +100,25 @@ def _be_what_was_asked_for() -> None:
     if module == TETHERED:
         WarmPopen.waiting = ForkedParent()
         subprocess.Popen = WarmPopen  # type: ignore[misc]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        _run_command(module)
+    _run(module)
 
 
-def _run_command(module: str) -> NoReturn:
+def _run(module: str) -> None:
     """Run it to its end; to take apart all that was imported takes 0.2 s and helps nobody."""
-    status: object = None
+    status: object = 1
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status if isinstance(status, int) else int(status is not None))
+
+    atexit.register(end)  # what it registers itself is called before
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
     except SystemExit as ended:
         status = ended.code
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(status if isinstance(status, int) else int(status is not None))
+        raise
 
 
 if __name__ == "__main__":
