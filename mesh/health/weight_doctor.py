@@ -17,7 +17,7 @@ from typing import Any
 from mesh.processes.python import running
 
 STARTED, WROTE, REFUSED, ABSENT = "STARTED", "WROTE", "REFUSED", "ABSENT"
-CANARIES = (*running("mesh.shard.canaries"),)
+CANARIES = (*running("mesh.processes.entry", "mesh.shard.canaries"),)
 _TIMEOUT_S = 120.0
 _ENDED = {-int(signal.SIGSEGV), -int(getattr(signal, "SIGBUS", signal.SIGSEGV))}
 

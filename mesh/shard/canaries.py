@@ -1,4 +1,4 @@
-"""Attempts to change a loaded weight, one a process: ``python -m mesh.shard.canaries NAME``.
+"""Attempts to change a loaded weight, one a process: ``mesh.processes.entry`` is told which.
 
 Each says `STARTED` before its attempt. One that was let have its way says `WROTE`, one that was
 stopped by something that can be told says `REFUSED`; the others do not live to say anything. What
@@ -115,5 +115,11 @@ CANARIES: dict[str, Callable[[], None]] = {
     "unnoticed": _unnoticed,
 }
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Let the one fly that the command line names."""
     CANARIES[sys.argv[1]]()
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,8 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="no read-only memory 
 
 GET_THROUGH = {"stored", "converted", "operation"}
 UNSAFE = """
+from mesh.processes.lean import import_modelling
+import_modelling()
 from mesh.shard import protection
 from mesh.shard.taps import guard
 protection.set_writable = lambda *_args, writable: False
