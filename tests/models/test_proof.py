@@ -89,6 +89,7 @@ def test_an_update_reaches_its_own_verdict(tmp_path: Path) -> None:
     ignored = shutil.ignore_patterns("checkpoint", "__pycache__")
     shutil.copytree(Path(mesh.__file__).parent, updated / "mesh", ignore=ignored)
     prove = """
+from mesh.processes.lean import import_modelling; import_modelling()
 import sys, transformers; from pathlib import Path
 from mesh.models import families, proof
 family = families.family_of_config(transformers.StableLmConfig(num_hidden_layers=3))

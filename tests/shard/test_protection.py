@@ -110,6 +110,7 @@ def test_no_more_packed_weights_are_protected_than_a_process_has_mappings_for() 
 
 
 WRITER = """
+from mesh.processes.lean import import_modelling; import_modelling()
 import torch
 from pathlib import Path
 from mesh.models.load import load_span
