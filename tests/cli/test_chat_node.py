@@ -13,11 +13,12 @@ import pytest
 from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.cli.terminal import Terminal
+from tests.warm.daemons import WarmNode
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[LocalNode]:
-    with LocalNode("solo", tmp_path / "solo") as started:
+    with WarmNode("solo", tmp_path / "solo") as started:
         started.wait_ready()
         yield started
 
@@ -66,7 +67,7 @@ async def test_a_question_its_route_and_why(environment: dict[str, str], node: L
 def bare(tmp_path: Path) -> Iterator[LocalNode]:
     make_checkpoint(tmp_path / "models" / "toy", "llama", layers=4)
     found_in = {"HEARTHNET_MODELS_DIR": str(tmp_path / "models")}
-    with LocalNode("bare", tmp_path / "bare", ("--layers", "none"), found_in) as started:
+    with WarmNode("bare", tmp_path / "bare", ("--layers", "none"), found_in) as started:
         started.wait_up()
         yield started
 

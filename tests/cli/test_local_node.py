@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -12,6 +10,7 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.paths import StatePaths
+from tests.warm.daemons import WarmNode, command
 
 MESH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED"
 
@@ -19,24 +18,12 @@ MESH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED"
 ANYWHERE = "0.0.0.0"  # noqa: S104 - asked over loopback only
 
 
-def hearthnet(node: LocalNode, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "mesh.cli.main", *arguments],
-        env={**os.environ, "HEARTHNET_STATE_DIR": str(node.state_dir)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_path: Path) -> None:
     flags = ("--layers", "none", "--api-host", ANYWHERE)
     fingerprints = []
     for _ in range(2):
-        with LocalNode("solo", tmp_path / "solo", flags) as node:
+        with WarmNode("solo", tmp_path / "solo", flags) as node:
             record = node.wait_up()
             assert record.api_url == f"https://127.0.0.1:{record.api_port}"
             own = node.get("/mesh/v1/status")["node"]
@@ -47,7 +34,8 @@ def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_pat
             assert f"SHA-256 {tls['sha256']}" in node.log
             assert f"export OPENAI_BASE_URL={record.public_url}/v1 OPENAI_API_KEY=KEY" in node.log
             for where in ((), ("--api-port", str(record.api_port)), ("--host", record.api_url)):
-                assert tls["sha256"] in hearthnet(node, "status", *where)
+                status = command("status", "--state-dir", str(node.state_dir), *where)
+                assert tls["sha256"] in status.stdout, status
             address = f"http://127.0.0.1:{record.api_port}/healthz"
             plain = httpx.get(address, trust_env=False, timeout=30)
             assert plain.json()["error"]["code"] == "tls_required"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
+from tests.warm.daemons import WarmNode
 
 DRAFT_MODEL = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__DRAFT_MODEL"
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 def test_the_answer_is_the_same_and_status_says_what_drafts(tmp_path: Path) -> None:
     small = shutil.copytree(checkpoint_dir(), tmp_path / "small")
-    with LocalNode("sofa", tmp_path / "sofa", (), {DRAFT_MODEL: str(small)}) as sofa:
+    with WarmNode("sofa", tmp_path / "sofa", (), {DRAFT_MODEL: str(small)}) as sofa:
         sofa.wait_ready()
 
         def answered(*, draft: bool) -> dict[str, Any]:

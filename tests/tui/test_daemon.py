@@ -14,6 +14,7 @@ from mesh.client import Client, client_of
 from mesh.units import memory_size
 from tests.checkpoints import make_checkpoint
 from tests.tui.conftest import running
+from tests.warm.daemons import WarmNode
 
 pytestmark = pytest.mark.slow
 LOADING_S = 150.0
@@ -25,7 +26,7 @@ def sofa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
     root = tmp_path_factory.mktemp("feed")
     make_checkpoint(root / "models" / "toy", "llama", layers=4)
     environment = {"OMP_NUM_THREADS": "1", "HEARTHNET_MODELS_DIR": str(root / "models")}
-    with LocalNode("sofa", root, ("--threads", "1"), environment) as node:
+    with WarmNode("sofa", root, ("--threads", "1"), environment) as node:
         node.wait_ready()
         yield node
 
