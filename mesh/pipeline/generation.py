@@ -226,7 +226,7 @@ class PipelineOrchestrator:
                         yield place
                     else:
                         session = place
-        except UNSERVED as nobody:
+        except (*UNSERVED, ContextTooLong) as nobody:  # others' caches may be too small for it
             if home is None:
                 raise
             try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.errors import MeshError, NoRoute, WeightsMismatch
+from mesh.errors import ContextTooLong, MeshError, NoRoute, WeightsMismatch
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.sessions import Sessions
 from mesh.types import Done, GenerationRequest, PipelineAborted, Queued, TokenDelta
@@ -78,7 +78,11 @@ def other_weights(house: House) -> None:
     house.second.descriptor = replace(house.second.descriptor, weights_sha256=OTHER_WEIGHTS)
 
 
-WHYS = [nobody, full, gone, other_weights]
+def too_small(house: House) -> None:
+    house.second.kv_tokens = len(PROMPT)
+
+
+WHYS = [nobody, full, gone, other_weights, too_small]
 
 
 @pytest.mark.parametrize("why", WHYS)
@@ -105,6 +109,7 @@ async def test_what_the_mesh_cannot_begin_is_answered_at_home(why: Callable[[Hou
         (full, NoRoute, "node-1002: full"),
         (gone, NoRoute, "node-1002"),
         (other_weights, WeightsMismatch, "node-1002"),
+        (too_small, ContextTooLong, "18 of 6"),
     ],
 )
 async def test_without_leave_or_room_at_home_the_reason_is_named(
