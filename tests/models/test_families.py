@@ -172,7 +172,8 @@ def test_attention_scaled_by_the_index_of_the_layer_is_exact(checkpoint: Checkpo
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_attention_heads": 5}, {"hidden_size": None}, {"text_config": {}}]
+    "changes",
+    [{"num_attention_heads": 5}, {"hidden_size": None}, {"text_config": {"num_hidden_layers": 3}}],
 )
 def test_config_that_its_own_class_refuses_is_a_bad_checkpoint(
     changes: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
