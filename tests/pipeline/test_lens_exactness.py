@@ -56,7 +56,8 @@ async def over_two_hops(directory: Path, cache: Path) -> dict[str, Any]:
         lens = LogitLens(model, links, router, oversight, Patience(), LensSettings(30.0))
         request = GenerationRequest("r", MODEL, messages=MESSAGES, begun=BEGUN)
         try:
-            found = await lens.read(request, model.text.prompt_ids(request, None), TOP)
+            prompt = await asyncio.to_thread(model.text.prompt_ids, request, None)
+            found = await lens.read(request, prompt, TOP)
         finally:
             await links.close()
         return found
