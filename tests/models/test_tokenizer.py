@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import resource
 import shutil
@@ -194,10 +195,8 @@ _HOSTILE = {
 @pytest.mark.parametrize("what", _HOSTILE)
 def test_a_chat_template_is_held_within_bounds(what: str) -> None:
     template, said = _HOSTILE[what]
-    backend, before = (
-        make_tokenizer(VOCAB, sentencepiece=False),
-        resource.getrlimit(resource.RLIMIT_DATA),
-    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    backend = copy.deepcopy(make_tokenizer(VOCAB, sentencepiece=False))  # that is everybody's
     backend.chat_template = template
     tokenizer = Tokenizer(backend, frozenset(), Bounds(cpu_s=0.3, memory_bytes=64 << 20))
     chat = [{"role": "user", "content": "hi"}]
