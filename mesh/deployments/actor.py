@@ -299,16 +299,6 @@ class Reconciler:
         asked = self._world.asked()
         for model_id in self._asks.keys() - wanted.keys():
             self._asks[model_id].cancel()  # nobody needs what it fetches any more
-        for model_id, deployment in wanted.items():
-            name = deployment.ends
-            called = self._called_for & _names(deployments, deployment)
-            is_planned = deployment.plan is not None
-            comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
-            waits = not called and bool(comes_later)
-            waits = waits or model_id in self._ends_of_asking
-            waits = waits or self._world.asks(deployment.wish)
-            if name not in self.phases.not_yet(loop_time()) and not waits:
-                self._begin(self._asks, model_id, self._ask(deployment, name))
         serving = {held.model_id for held in view.held}
         alive = {(each.wish.model_id, each.wish.weights_sha256) for each in live(deployments)}
         for model_id, weights in self._world.known().items():
@@ -319,6 +309,17 @@ class Reconciler:
             if is_idle and (forget or model_id in asked):
                 ending = self._world.ask_no_more(model_id, forget=forget)
                 self._begin(self._ends_of_asking, model_id, ending)
+        # Behind that: what goes by a model's name is to be gone before others are asked by it.
+        for model_id, deployment in wanted.items():
+            name = deployment.ends
+            called = self._called_for & _names(deployments, deployment)
+            is_planned = deployment.plan is not None
+            comes_later = not is_planned or deployment.shards_of(here).keys() & unfetched
+            waits = not called and bool(comes_later)
+            waits = waits or model_id in self._ends_of_asking
+            waits = waits or self._world.asks(deployment.wish)
+            if name not in self.phases.not_yet(loop_time()) and not waits:
+                self._begin(self._asks, model_id, self._ask(deployment, name))
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
         self.phases.put(name, Phase.PROVISIONING)

@@ -191,13 +191,13 @@ class _Draft:
 
     @property
     def surplus(self) -> list[OwnShard]:
-        """What is held, not wished for, and not going already."""
+        """What is held, not wished for, and not going already: of a name that is, other weights."""
         going = {drop.shard for drop in self.drops}
         return [
             each
             for each in self.view.held
             if not (each.by_hand or each.is_to_come or each.state is ShardStage.LEAVING)
-            and each.shard not in self.wanted
+            and not _is_to_be(self.wanted, each)
             and each.shard not in going
         ]
 

@@ -446,6 +446,18 @@ def test_what_is_held_by_hand_is_never_dropped() -> None:
     assert set(wishes_of(wanted)) == {"m:0-3"}
 
 
+def test_other_weights_by_a_wished_name_go_unless_they_are_held_by_hand() -> None:
+    before = replace(holding("0-3"), weights_sha256="cd" * 32)
+    anew = deployment(("me", "0-3"))
+    leaves = reconcile(view(anew, before, free_mb=80))
+    assert [(drop.shard, drop.why) for drop in leaves.drops] == [
+        ("m:0-3", "no deployment wants it")
+    ]
+    by_hand = reconcile(view(anew, replace(before, by_hand=True), free_mb=80))
+    assert by_hand.is_idle
+    assert by_hand.waiting == {"m:0-3": "other weights are held here by that name"}
+
+
 def loaded_as(held: OwnShard, dtype: str, quant: str, kv_tokens: int = 4096) -> OwnShard:
     return replace(held, loaded=LoadedFormat(dtype, quant, kv_tokens))
 
