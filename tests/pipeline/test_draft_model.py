@@ -140,7 +140,7 @@ async def test_it_goes_on_as_the_model_would(model: AskerModel) -> None:
     request = GenerationRequest(
         "", ModelId("builtin"), messages=({"role": "user", "content": "Hi"},)
     )
-    prompt = model.text.prompt_ids(request, None)
+    prompt = await asyncio.to_thread(model.text.prompt_ids, request, None)
     reader, other = model.draft.read_along(), model.draft.read_along()
     assert reader is not None
     assert other is not None

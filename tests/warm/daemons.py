@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from tempfile import TemporaryFile
 from typing import cast
@@ -35,6 +36,8 @@ class ForkedDaemon:
         message, fds, _, _ = socket.recv_fds(report, MAX_ORDER_BYTES, 1)
         self.pid: int = json.loads(message)["pid"]
         (self._handle,) = fds
+        # Who does not wait for its end has nothing to close, as with `subprocess.Popen`.
+        weakref.finalize(self, report.close)
 
     def poll(self) -> int | None:
         """As `subprocess.Popen` does."""
@@ -143,6 +146,7 @@ def command(
             status = forked.wait(timeout)
         finally:
             forked.kill()
+            forked.wait(START_LIMIT_S)
         for each in (out, err):
             each.seek(0)
         return subprocess.CompletedProcess(program, status, out.read(), err.read())
