@@ -335,7 +335,9 @@ async def test_as_many_tokens_as_the_context_has_room_for() -> None:
         short = await client.messages.create(model="toy", max_tokens=7, messages=ASK)
         assert (short.stop_reason, short.usage.output_tokens) == ("max_tokens", 7)
         long = [{"role": "user", "content": "x" * 4000}]
-        async with client.messages.stream(model="toy", max_tokens=32000, messages=long) as stream:
+        async with client.messages.stream(
+            model="toy", max_tokens=32000, messages=long, extra_body={"temperature": 0}
+        ) as stream:
             full = await stream.get_final_message()
         assert full.stop_reason == "model_context_window_exceeded"
         assert full.usage.input_tokens + full.usage.output_tokens == 4096
