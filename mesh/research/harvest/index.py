@@ -108,7 +108,11 @@ class HarvestIndex:
         """Join `count` batches to ``index.json``; its path. Raises BadRequest, DiskFull."""
         read = [one for number in range(count) if (one := self._batch(number)) is not None]
         prompts = [codec.plain(prompt) for one in read for prompt in one.prompts]
-        files = [{**file, "batch": one.batch} for one in read for file in one.files]
+        files = [
+            {"batch": one.batch} | {**file, "batch": one.batch}
+            for one in read
+            for file in one.files
+        ]
         index = {
             "version": VERSION,
             "run": self.plan.run,
