@@ -6,6 +6,7 @@ module knows nothing of models, layers or torch. Format: https://github.com/hugg
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -123,6 +124,19 @@ class TensorEntry:
     unlike: Difference | None = None
     present: bool = True
     coding: Coding | None = None
+
+
+def made_of(name: str, shape: tuple[int, ...], dtype: str, coding: Coding) -> TensorEntry:
+    """The tensor `name` of a model that is not stored and follows from what is, as `coding` says,
+    whose first part tells where it lies."""
+    parts = [*coding.parts.values()]
+    digest = ""
+    if all(each.sha256 for each in parts):
+        digest = hashlib.sha256("".join(each.sha256 for each in parts).encode()).hexdigest()
+    return TensorEntry(
+        name, parts[0].file, dtype, shape, parts[0].offset, sum(each.nbytes for each in parts),
+        digest, present=all(each.present for each in parts), coding=coding,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

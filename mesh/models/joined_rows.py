@@ -6,13 +6,12 @@ the daemon reads checkpoints.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Literal
 
 from mesh.errors import BadCheckpoint
-from mesh.models.header import Coding, TensorEntry
+from mesh.models.header import Coding, TensorEntry, made_of
 
 Half = Literal["first", "last"]
 _HALF = re.compile(r"(?P<stem>.+)\.(?:first|last)_rows(?P<end>(?:\.weight)?)")
@@ -47,14 +46,8 @@ def _joined(name: str, first: TensorEntry, last: TensorEntry) -> TensorEntry:
     (*count, rows, columns), (*other, more, width) = first.shape, last.shape
     if (count, columns) != (other, width):
         raise _unfit(first)
-    digest = ""
-    if first.sha256 and last.sha256:
-        digest = hashlib.sha256((first.sha256 + last.sha256).encode()).hexdigest()
-    return TensorEntry(
-        name, first.file, first.dtype, (*count, rows + more, columns), first.offset,
-        first.nbytes + last.nbytes, digest, present=first.present and last.present,
-        coding=Coding("rows", {"first": first, "last": last}, 1, columns),
-    )  # fmt: skip
+    coding = Coding("rows", {"first": first, "last": last}, 1, columns)
+    return made_of(name, (*count, rows + more, columns), first.dtype, coding)
 
 
 def _unfit(entry: TensorEntry) -> BadCheckpoint:

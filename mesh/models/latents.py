@@ -6,12 +6,11 @@ rows for keys, and behind them those for values. Never imports torch: the daemon
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
 from mesh.errors import BadCheckpoint
-from mesh.models.header import Coding, TensorEntry
+from mesh.models.header import Coding, TensorEntry, made_of
 
 LAYER, KEYS, VALUES = "kv_b_proj", "k_b_proj", "v_b_proj"
 """What models call the layer, and what the stacks are called here."""
@@ -47,14 +46,8 @@ def _joined(name: str, keys: TensorEntry, values: TensorEntry) -> TensorEntry:
         "keys": replace(keys, shape=(heads * rank, wide)),
         "values": replace(values, shape=(heads * width, rank)),
     }
-    digest = ""
-    if keys.sha256 and values.sha256:
-        digest = hashlib.sha256((keys.sha256 + values.sha256).encode()).hexdigest()
     shape = heads * (wide + width), rank
-    return TensorEntry(
-        name, keys.file, keys.dtype, shape, keys.offset, keys.nbytes + values.nbytes, digest,
-        present=keys.present and values.present, coding=Coding("latent", parts, 1, rank),
-    )  # fmt: skip
+    return made_of(name, shape, keys.dtype, Coding("latent", parts, 1, rank))
 
 
 def _unfit(entry: TensorEntry) -> BadCheckpoint:

@@ -7,7 +7,6 @@ GPTQ's two (https://github.com/ModelCloud/GPTQModel), and compressed-tensors'.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Literal
 
 from mesh.errors import BadCheckpoint
 from mesh.models.coded.scheme import Scheme
-from mesh.models.header import Coding, TensorEntry
+from mesh.models.header import Coding, TensorEntry, made_of
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _FLOATS = ("F32", "F16", "BF16")
@@ -132,7 +131,7 @@ def _fp8(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Scheme) 
     scales = _scales_of(stored, codes)
     rows, columns = _share(codes, scales, scheme.block)
     parts = {"codes": codes, "scales": scales}
-    return _made(codes.name, codes.shape, "FP8", Coding("fp8", parts, rows, columns))
+    return made_of(codes.name, codes.shape, "FP8", Coding("fp8", parts, rows, columns))
 
 
 def _integers(stored: Mapping[str, TensorEntry], codes: TensorEntry) -> TensorEntry:
@@ -145,7 +144,7 @@ def _integers(stored: Mapping[str, TensorEntry], codes: TensorEntry) -> TensorEn
         _require(zeros.dtype == "I8" and zeros.shape == scales.shape, zeros)
         parts["zeros"] = zeros
     coding = Coding("integers", parts, rows, columns)
-    return _made(codes.name, codes.shape, "INT8", coding)
+    return made_of(codes.name, codes.shape, "INT8", coding)
 
 
 def _scales_of(stored: Mapping[str, TensorEntry], codes: TensorEntry) -> TensorEntry:
@@ -186,7 +185,7 @@ def _mxfp4(stored: Mapping[str, TensorEntry], codes: TensorEntry) -> TensorEntry
     parts = {"codes": codes, "scales": scales}
     coding = Coding("mxfp4", parts, 1, _BLOCK, bits=4)
     # The model multiplies from the other side than a linear layer does.
-    return _made(name, (experts, blocks * _BLOCK, rows), "MXFP4", coding)
+    return made_of(name, (experts, blocks * _BLOCK, rows), "MXFP4", coding)
 
 
 def _words(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Scheme) -> TensorEntry:
@@ -215,7 +214,7 @@ def _words(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Scheme
     coding = Coding(
         kind, parts, 1, columns, scheme.bits, scheme.zero_added, in_order=not scheme.reorders
     )
-    return _made(f"{before}weight", (height, width), f"{kind}-int{scheme.bits}".upper(), coding)
+    return made_of(f"{before}weight", (height, width), f"{kind}-int{scheme.bits}".upper(), coding)
 
 
 def _packed(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Scheme) -> TensorEntry:
@@ -239,7 +238,7 @@ def _packed(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Schem
         _require(order.dtype == "I32" and order.shape == (width,), order)
         parts["order"] = order
     coding = Coding("packed", parts, 1, columns, scheme.bits, in_order=order is None)
-    return _made(before, (height, width), f"PACKED-INT{scheme.bits}", coding)
+    return made_of(before, (height, width), f"PACKED-INT{scheme.bits}", coding)
 
 
 def _part(
@@ -267,14 +266,3 @@ def _require_whole(codes: TensorEntry, dimensions: int, *dtypes: str) -> None:
     """Raise BadCheckpoint unless it has so many dimensions, of which none is empty."""
     _require(len(codes.shape) == dimensions and 0 not in codes.shape, codes)
     _require(codes.dtype in dtypes, codes)
-
-
-def _made(name: str, shape: tuple[int, ...], dtype: str, coding: Coding) -> TensorEntry:
-    codes, parts = coding.parts["codes"], coding.parts.values()
-    digest = ""
-    if all(each.sha256 for each in parts):
-        digest = hashlib.sha256("".join(each.sha256 for each in parts).encode()).hexdigest()
-    return TensorEntry(
-        name, codes.file, dtype, shape, codes.offset, sum(each.nbytes for each in parts), digest,
-        present=all(each.present for each in parts), coding=coding,
-    )  # fmt: skip

@@ -23,8 +23,9 @@ from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 from mesh.models.joined_rows import half
 
-_PARTS = ("gate", "up", "down")
-_ATTENDS = {name: DECODER[name] for name in DECODER if name[4:] not in _PARTS}
+_ATTENDS = {
+    name: DECODER[name] for name in DECODER if name not in ("ffn_gate", "ffn_up", "ffn_down")
+}
 _MIXTURE = {
     "ffn_gate_inp": "block_sparse_moe.router",
     "ffn_gate_exps.weight": half("block_sparse_moe.experts.gate_up_proj", "first"),
@@ -73,10 +74,11 @@ def _granite_hybrid(said: GgufSettings) -> dict[str, Any]:
     if inner % hidden or inner % heads:
         said.refuse(f"its {heads} heads of states are {inner} wide, in layers of {hidden}")
     is_turned = said.flag("rope.scaling.finetuned", default=False)
-    some = attends.index(True), attends.index(False) if False in attends else 0
+    attending = attends.index(True)
+    keeping = attends.index(False) if False in attends else 0  # a state
     experts = said.whole("expert_count", 0, least=0)
     said.pass_over("expert_used_count")
-    return config | _scaled(said, config, some[0]) | {
+    return config | _scaled(said, config, attending) | {
         "layer_types": ["attention" if each else "mamba" for each in attends],
         "position_embedding_type": "rope" if is_turned else "nope",
         "intermediate_size": said.whole("feed_forward_length"),
@@ -87,8 +89,8 @@ def _granite_hybrid(said: GgufSettings) -> dict[str, Any]:
         "mamba_d_state": said.whole("ssm.state_size"),
         "mamba_n_groups": said.whole("ssm.group_count"),
         "mamba_d_conv": said.whole("ssm.conv_kernel"),
-        "mamba_conv_bias": said.has(f"blk.{some[1]}.ssm_conv1d.bias"),
-        "mamba_proj_bias": said.has(f"blk.{some[1]}.ssm_in.bias"),
+        "mamba_conv_bias": said.has(f"blk.{keeping}.ssm_conv1d.bias"),
+        "mamba_proj_bias": said.has(f"blk.{keeping}.ssm_in.bias"),
         "num_local_experts": 0,
     } | (_experts(said) if experts else {})  # fmt: skip
 

@@ -137,8 +137,9 @@ def _exaone4(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-def _hunyuan(said: GgufSettings) -> dict[str, Any]:
-    config = decoder(said, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+def _headed(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+    """Of a decoder that says how wide a head is, and turns it as a whole."""
+    config = decoder(said, model_type, class_name)
     width = head_width(said, config)
     return config | {
         "head_dim": width,
@@ -147,15 +148,14 @@ def _hunyuan(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _hunyuan(said: GgufSettings) -> dict[str, Any]:
+    return _headed(said, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
+
+
 def _seed_oss(said: GgufSettings) -> dict[str, Any]:
-    config = decoder(said, "seed_oss", "SeedOssForCausalLM")
-    width = head_width(said, config)
-    return config | {
-        "head_dim": width,
-        "attention_bias": said.has("blk.0.attn_q.bias"),
+    return _headed(said, "seed_oss", "SeedOssForCausalLM") | {
         "attention_out_bias": said.has("blk.0.attn_output.bias"),
         "mlp_bias": said.has("blk.0.ffn_up.bias"),
-        "rope_parameters": full_rotary(said, width),
     }
 
 

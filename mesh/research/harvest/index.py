@@ -109,7 +109,7 @@ class HarvestIndex:
         read = [one for number in range(count) if (one := self._batch(number)) is not None]
         prompts = [codec.plain(prompt) for one in read for prompt in one.prompts]
         files = [
-            {"batch": one.batch} | {**file, "batch": one.batch}
+            {"batch": one.batch, **file} | {"batch": one.batch}
             for one in read
             for file in one.files
         ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mesh.models.coded.gathering import EXPERT
+from mesh.models.coded.gathering import EXPERT, parts_of
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.header import TensorEntry
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
@@ -61,9 +61,7 @@ def _in_stacks(
 
 def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
     """What lies in blocks of it: itself, or its halves. Nothing where it is coded otherwise."""
-    if entry.coding is None:
-        return (entry,)
-    return tuple(entry.coding.parts.values()) if entry.coding.kind == "rows" else ()
+    return parts_of(entry) if entry.coding is None or entry.coding.kind == "rows" else ()
 
 
 def _of_expert(entry: TensorEntry, number: int) -> TensorEntry:
