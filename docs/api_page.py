@@ -63,7 +63,7 @@ FAMILIES = (
 """Title, and how paths of it begin; or the package of `mesh.api` that they come from."""
 
 REFUSED_OF = {
-    "OpenAI's": [*not_of_openai.INSTEAD, *not_of_openai.STORED],
+    "OpenAI's": [*not_of_openai.STORED],
     "Anthropic's": [*not_of_anthropic.INSTEAD],
     "Ollama's": [*not_of_ollama.INSTEAD],
 }

@@ -423,7 +423,8 @@ class GenerationRequest:
     `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
     template, as one that has no switch for it does anyway. `effort`: how hard it is to, for a
     template that asks; empty leaves it to that. `truncates`: the oldest of `messages` may be left
-    out where the context has no room for all.
+    out where the context has no room for all, or the end of a `prompt`. `embeds`: the embedding of
+    the prompt is wanted, and no token.
     """
 
     request_id: str
@@ -449,11 +450,18 @@ class GenerationRequest:
     think: bool | None = None
     effort: str = ""
     truncates: bool = False
+    embeds: bool = False
 
     @property
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of the prompt's own tokens are wanted."""
         return self.echo and self.sampling.logprobs is not None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether what the last hop makes of the prompt's tokens is wanted, which caches have no
+        more, and nobody goes on with the text."""
+        return self.scores_prompt or self.embeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,7 +584,8 @@ class Done:
     `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
     an answer ended where neither the model nor the request wanted it to. Of `drafted_tokens`, which
     were guessed and computed with the token before, `accepted_tokens` were right. `left_out` counts
-    the oldest messages that the context had no room for.
+    the oldest messages that the context had no room for. `embedding` is what the whole prompt comes
+    to as one vector, one long, where that was wanted: fp32, the lowest byte first.
     """
 
     finish_reason: str
@@ -597,6 +606,7 @@ class Done:
     accepted_tokens: int = 0
     stopped_by: str = ""
     left_out: int = 0
+    embedding: bytes = b""
     type: str = "done"
 
     @property

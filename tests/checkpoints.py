@@ -101,6 +101,18 @@ def make_checkpoint(
     return directory
 
 
+def make_embedding_model(checkpoint: Path) -> None:
+    """Have it say how one vector is made of a text, as sentence-transformers does."""
+    types = ("Transformer", "Pooling", "Normalize")
+    modules = [
+        {"idx": number, "path": f"{number}_{kind}" if number else "", "type": f"models.{kind}"}
+        for number, kind in enumerate(types)
+    ]
+    (checkpoint / "1_Pooling").mkdir()
+    (checkpoint / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    (checkpoint / "modules.json").write_text(json.dumps(modules))
+
+
 def make_large_checkpoint(directory: Path, shape: str, dtype: str = "bfloat16") -> Path:
     """Write a random checkpoint for benchmarks; `shape` is ``0.16B`` or ``qwen0.5B``."""
     wide = {

@@ -13,6 +13,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
+
 from mesh.api.services import Lack, LackKind
 from mesh.errors import (
     Busy,
@@ -202,7 +204,9 @@ class ScriptedGenerations:
         if request.echo:
             yield self._given_back(text, words, scored=request.scores_prompt)
         if request.sampling.max_tokens == 0:
-            yield done((), prompt_tokens=len(words))
+            vector = np.array([len(words), len(text), 0, 0], "<f4") if request.embeds else None
+            made = b"" if vector is None else (vector / np.linalg.norm(vector)).tobytes()
+            yield replace(done((), prompt_tokens=len(words)), embedding=made)
             return
         for number, word in enumerate(words):
             token = word if number == 0 else f" {word}"

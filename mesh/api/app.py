@@ -32,10 +32,19 @@ from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
 from mesh.api.ollama import asking as ollama
 from mesh.api.ollama import elsewhere as not_of_ollama
+from mesh.api.ollama import embeddings as ollama_embeddings
 from mesh.api.ollama import models as ollama_models
 from mesh.api.ollama.models import Catalogue
 from mesh.api.ollama.naming import ByAnyName
-from mesh.api.openai import chat, completions, elsewhere, models, responses, streams
+from mesh.api.openai import (
+    chat,
+    completions,
+    elsewhere,
+    embeddings,
+    models,
+    responses,
+    streams,
+)
 from mesh.api.request_ids import RequestIds
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import (
@@ -106,6 +115,7 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
     return [
         *chat.routes(generations, settings, kept),
         *completions.routes(generations, settings, kept),
+        *embeddings.routes(generations, settings),
         *responses.routes(generations, settings, kept),
         *anthropic.routes(generations, settings),
         *not_of_anthropic.routes(),
@@ -128,6 +138,7 @@ def _as_ollama(
 ) -> list[Route]:
     return [
         *ollama.routes(generations, catalogue, settings),
+        *ollama_embeddings.routes(generations, catalogue, settings),
         *ollama_models.routes(catalogue, settings),
         *not_of_ollama.routes(),
     ]

@@ -110,8 +110,8 @@ class MeshView(Protocol):
         and by its shards' caches | None, "level": HOT, WARM or COLD, "nodes": [...],
         "local": bool, "rests_at": as of its deployment, "weights_sha256", "checkpoint": {"format",
         "family", "dtype", "parameters", "bytes", "modified_at"} | None of one that is not on this
-        disk, "abilities": ["tools", "thinking"] beside chatting | None while that is not known}``
-        for each model that anybody holds."""
+        disk, "abilities": ["tools", "thinking", "embedding"] beside chatting | None while that is
+        not known}`` for each model that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""

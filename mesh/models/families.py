@@ -25,6 +25,7 @@ from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.coded.scheme import KEYS
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
+from mesh.models.pooling import read_pooling
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
@@ -205,8 +206,8 @@ def family_of(manifest: Manifest) -> Family:
     try:
         whole = whole_config(manifest)
         text = whole.get_text_config(decoder=True)
-        if manifest.tied and getattr(whole, "tie_word_embeddings", False):
-            text.tie_word_embeddings = True  # it may be said of the whole only
+        if manifest.tied and (_says_tied(whole) or read_pooling(manifest).kind):
+            text.tie_word_embeddings = True
         reason = _refusal(whole, text)
     except (ValueError, KeyError, TypeError) as error:
         unknown = f"transformers does not know it ({_first_line(error)})"
@@ -220,6 +221,12 @@ def family_of(manifest: Manifest) -> Family:
     if reason:
         raise _unsupported(str(text.model_type), reason)
     return family_of_config(text)
+
+
+def _says_tied(whole: Any) -> bool:
+    """It may be said of the whole only. Of a model for embeddings often nothing is: it has no head,
+    and says none of what one would."""
+    return bool(getattr(whole, "tie_word_embeddings", False))
 
 
 def whole_config(manifest: Manifest) -> Any:

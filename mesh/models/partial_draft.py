@@ -62,6 +62,7 @@ def create_sparse(
         _sweep(drafts)
         draft.mkdir(parents=True)
         for name, content in small.items():
+            (draft / name).parent.mkdir(exist_ok=True)
             _write(draft / name, {0: content}, len(content))
         for name, file in sparse.items():
             _write(draft / name, {0: file.header, **file.pieces}, file.size)

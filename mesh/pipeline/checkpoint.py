@@ -16,6 +16,7 @@ from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.pooling import read_pooling
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
@@ -256,4 +257,5 @@ def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) 
         routed=_is_routed(manifest.config) or keeps_states(manifest),
         head_rows=loaded.rows if loaded is not None else 1,
         keeps_states=keeps_states(manifest),
+        pooling=read_pooling(manifest),
     )

@@ -177,7 +177,8 @@ class LiveGeneration:
 @dataclass(frozen=True, slots=True)
 class AskerReady:
     """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
-    are none here, hops run them. `abilities` as `mesh.pipeline.model.abilities` has them."""
+    are none here, hops run them. `abilities` as the model's
+    own (`mesh.pipeline.model.AskerModel`)."""
 
     reasons: tuple[str, ...] = ()
     is_thin: bool = False

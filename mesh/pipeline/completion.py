@@ -32,8 +32,9 @@ _Said = tuple[str, str, tuple[ToolCallDelta, ...]]
 class Completion:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
 
-    `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);
-    stop strings do not stop that. So are calls of the request's tools, which may end it as well.
+    `note` says why it ended where nobody asked it to; `embedding` is as `Done` has it. Reasoning is
+    kept apart (see `thoughts_of`); stop strings do not stop that. So are calls of the request's
+    tools, which may end it as well.
     A `constraint` binds what is not reasoning, and ends it when all is said.
     """
 
@@ -49,6 +50,7 @@ class Completion:
         self.token_ids: list[int] = []
         self.finish_reason = "" if limit else "length"
         self.note = ""
+        self.embedding = b""
         self._text = text
         self._params = request.sampling
         self._limit = limit

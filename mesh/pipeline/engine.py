@@ -32,6 +32,7 @@ from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.refusal import RouteRefused
 from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.text_embedding import require_embeds, shortened
 from mesh.pipeline.truncation import Prompt
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.pipeline.watch.sanity import Envelope, corrupt
@@ -205,11 +206,15 @@ class Engine:
 
     async def _read(self, request: GenerationRequest) -> Prompt:
         model = self.model
-        if request.messages is None or not request.truncates:
+        if request.embeds:
+            require_embeds(model)
+        if not request.truncates:
             return Prompt(await self._prompts.ids(request, model.max_positions))
         shards = [each.descriptor for each in self.shards.candidates(model.model_id)]
         held = positions_held(shards, model.total_layers)
         most = model.max_positions if held is None else min(held, model.max_positions)
+        if request.messages is None:
+            return Prompt(shortened(await self._prompts.ids(request, None), most, model.text))
         return await self._prompts.truncated(request, most)
 
     async def _probed(self) -> WireDtype:

@@ -39,6 +39,7 @@ from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.scoring import given_back
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
+from mesh.pipeline.text_embedding import embed_text
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import (
     Done,
@@ -145,7 +146,7 @@ class PipelineOrchestrator:
                     for frame in await steps.take():
                         yield frame
                     ids = answer.token_ids[-1:]
-                finished = not (answer.note or request.scores_prompt)  # another text follows that
+                finished = not (answer.note or request.reads_prompt)  # another text follows that
             finally:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, steps)
@@ -155,12 +156,16 @@ class PipelineOrchestrator:
         self, notices: Sequence[StreamFrame], steps: DecodeSteps, request: GenerationRequest
     ) -> AsyncGenerator[StreamFrame, None]:
         """Before the first token: the notices, and the prompt where that is given back. Where no
-        token is wanted, nor the prompt, it is computed for those that begin as it does."""
+        token is wanted, nor the prompt, it is computed for its embedding, or for those that begin
+        as it does."""
         for notice in notices:
             yield notice
         prompt, feed = steps.answer.prompt, steps.feed
         async for piece in given_back(self._model, feed, request, prompt):
             yield piece
+        if request.embeds:
+            async for notice in embed_text(self._model, feed, steps.answer):
+                yield notice
         if steps.answer.finish_reason and not request.echo:
             async for notice in feed.advance(prompt[feed.length :]):
                 yield notice
@@ -212,7 +217,7 @@ class PipelineOrchestrator:
         """A session for the request, behind those who wait for one; at home where the mesh does not
         serve the model, or has no room for it as long as one waits."""
         # What a cache holds has no rows any more.
-        known = () if request.scores_prompt else prompt
+        known = () if request.reads_prompt else prompt
         total_layers = self._model.total_layers
         acquire = partial(
             self._sessions.acquire, known, terms, total_layers, at_home=home is not None
@@ -308,6 +313,7 @@ def _done(session: GenerationSession, opened: _Opened, steps: DecodeSteps) -> Do
         hops=tuple(hop.times.of(hop.hop) for hop in session.route.hops),
         widened=session.route.widened - opened.widened,
         note=answer.note,
+        embedding=answer.embedding,
         drafted_tokens=steps.drafter.drafted,
         accepted_tokens=steps.drafter.accepted,
         stopped_by=answer.stopped_by,

@@ -11,6 +11,7 @@ from mesh.models.call_forms import CallMarks
 from mesh.models.candidates import CANDIDATES
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
+from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.models.reasoning import ReasoningMarks
 from mesh.pipeline.remote_ends import RemoteEnds
 from mesh.types import GenerationRequest, ModelId
@@ -69,13 +70,6 @@ class Text(Protocol):
         """Every token and its id."""
 
 
-def abilities(text: Text) -> tuple[str, ...]:
-    """What a model can beside chatting: ``tools`` where it can call functions, ``thinking`` where
-    its reasoning is told apart. Renders its chat template."""
-    found = {"tools": text.call_marks, "thinking": text.reasoning_marks}
-    return tuple(name for name, marks in found.items() if marks is not None)
-
-
 class TextReader(Protocol):
     """A draft model that reads one answer; see `mesh.pipeline.draft_model.DraftReader`."""
 
@@ -122,6 +116,19 @@ class AskerModel:
     """Whether layers keep a running state, so that sessions cannot be cut anywhere."""
     draft: Drafting | None = None
     """What guesses how answers go on, beside what they said before."""
+    pooling: Pooling = NO_POOLING
+    """How it makes one vector of a text."""
+
+    def abilities(self) -> tuple[str, ...]:
+        """What it can beside chatting: ``tools`` where it can call functions, ``thinking`` where
+        its reasoning is told apart, ``embedding`` where it was made for that. Renders its chat
+        template."""
+        found = {
+            "tools": self.text.call_marks,
+            "thinking": self.text.reasoning_marks,
+            "embedding": self.pooling.kind or None,
+        }
+        return tuple(name for name, marks in found.items() if marks is not None)
 
     @property
     def own_ends(self) -> ModelEnds:

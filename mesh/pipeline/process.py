@@ -40,7 +40,7 @@ from mesh.pipeline.commands import (
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.draft_model import load_asker_and_draft
 from mesh.pipeline.engine import Engine
-from mesh.pipeline.model import AskerModel, abilities
+from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import expire_regularly
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Handlers
@@ -170,7 +170,7 @@ class AskerProcess(Worker):
         self.keep(expire_regularly(engine.sessions, EXPIRY_TICK_S), "expire parked")
         self.keep(self._report_regularly(), "report")
         await asyncio.to_thread(shed)
-        able = await asyncio.to_thread(abilities, model.text)
+        able = await asyncio.to_thread(model.abilities)
         return AskerReady(tuple(reasons), is_thin=model.ends is None, abilities=able)
 
     def _take_shards(self, command: RoutableShards) -> None:

@@ -44,6 +44,9 @@ class ModelEnds(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same to (1, rows, hidden) behind the final norm."""
+
 
 class ComputedEnds:
     """`ModelEnds` on one device in one dtype, whatever the wire's dtype is."""
@@ -60,6 +63,11 @@ class ComputedEnds:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._ends.logits(hidden.to(self._device, self._dtype))
+
+    @torch.no_grad()
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self._ends.norm(hidden.to(self._device, self._dtype))
+        return normed
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import weights_sha256
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest
+from mesh.models.pooling import MODULES, POOLING_CONFIG
 from mesh.types import LayerRange
 
 _INDEX = "model.safetensors.index.json"
@@ -37,7 +38,7 @@ SMALL_FILES = frozenset(
         "config.json", "generation_config.json", _INDEX,
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-        "chat_template.json",
+        "chat_template.json", MODULES, POOLING_CONFIG,
     }
 )  # fmt: skip
 _WEIGHTS_FILE = re.compile(rf"[\w][\w.-]{{0,200}}(\.safetensors|{re.escape(SUFFIX)})")

@@ -175,6 +175,7 @@ def write_small(directory: Path, small: dict[str, bytes]) -> None:
     """Put them there, safely on the disk. Blocks. Raises DiskFull."""
     try:
         for name, content in small.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             with (directory / name).open("wb") as stream:
                 stream.write(content)
                 stream.flush()

@@ -199,7 +199,7 @@ class _PassingFile:
 def _make_room(whole: Path, need: int) -> None:
     """Remove what is staged there; raises DiskFull, with all of it left, where that is not enough
     for so many bytes."""
-    staged = sum(file.stat().st_size for file in whole.iterdir())
+    staged = sum(file.stat().st_size for file in whole.rglob("*"))
     require_room(whole.parent, need - staged)
     shutil.rmtree(whole)
 

@@ -233,10 +233,12 @@ class Shelf:
         """Read again only when one of the files is another one."""
         manifest = kept.manifest
         names = documents.small_names(manifest) or {file.name for file in manifest.heads}
+        manifest.directory.stat()  # raises where all of it is gone
+        files = {name: manifest.directory / name for name in sorted(names)}
         now = [
-            (file.name, stat.st_mtime_ns, stat.st_size)
-            for file in sorted(manifest.directory.iterdir())
-            if file.name in names and (stat := file.stat())
+            (name, stat.st_mtime_ns, stat.st_size)
+            for name, file in files.items()
+            if file.exists() and (stat := file.stat())
         ]
         known, found = self._files.get(kept.place, (None, ""))
         if known != now:

@@ -389,7 +389,7 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     there = (
-        "Use one of: /v1/chat/completions, /v1/completions, /v1/responses,"
+        "Use one of: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/responses,"
         " /v1/responses/input_tokens, /v1/messages, /v1/messages/count_tokens, /v1/models."
     )
     assert missing.json()["error"]["fix"] == there
@@ -412,7 +412,6 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("path", "instead"),
     [
-        ("/v1/embeddings", "llama-server --embedding"),
         ("/v1/responses/resp_1/cancel", "POST /v1/responses"),
         ("/v1/conversations", "POST /v1/responses"),
         ("/v1/complete", "/v1/messages"),
@@ -437,9 +436,9 @@ async def test_openais_client_gives_up_at_once(api: Served) -> None:
     http = httpx.AsyncClient(trust_env=False, event_hooks={"request": [note]})
     url = f"{api.url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="unused", http_client=http) as client:
-        with pytest.raises(openai.BadRequestError, match="llama-server --embedding"):
-            await client.embeddings.create(model="echo", input="text")
-    assert asked == ["/v1/embeddings"]
+        with pytest.raises(openai.BadRequestError, match="POST /v1/responses"):
+            await client.responses.retrieve("resp_1")
+    assert asked == ["/v1/responses/resp_1"]
 
 
 @SHARED_LOOP

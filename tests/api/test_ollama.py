@@ -247,7 +247,6 @@ async def test_errors_have_ollamas_form(api: Served, http: httpx.AsyncClient) ->
             assert refused.value.status_code == status
         for instead, call in (
             ("hearthnet pull", client.pull("llama3.2")),
-            ("llama-server", client.embed("echo", "a")),
             ("hearthnet rm", client.delete("echo")),
             ("hearthnet deploy", client.create("a", from_="b")),
         ):

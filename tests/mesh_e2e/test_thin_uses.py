@@ -13,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 from nnsight.intervention.backends.remote import RemoteError
+from transformers import AutoModel, AutoTokenizer
 
 from mesh.cli.local_node import LocalNode
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_embedding_model
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_privacy import missing
 from tests.mesh_e2e.test_weights import verb
@@ -53,6 +54,7 @@ class House:
 @pytest.fixture(scope="module")
 def house(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> House:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("toy") / "toy", "llama", layers=8)
+    make_embedding_model(checkpoint)
     model = ("--model", f"{checkpoint}=toy")
     attic = start_node("attic", *model, "--layers", "0-3", *FP32, environment=ENVIRONMENT)
     cellar = start_node("cellar", *model, "--layers", "4-7", *FP32, environment=ENVIRONMENT)
@@ -102,6 +104,27 @@ def test_log_probabilities_are_the_same_to_the_last_bit(
     thick, thin = house.both("/v1/chat/completions", {**body, **told})
     assert thin["choices"] == thick["choices"]
     assert len(thin["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
+
+
+def test_texts_are_embedded_as_by_hugging_face(house: House) -> None:
+    texts = ["The kettle sings", "Anna reads to the cat " * 40]
+    body = {"model": "toy", "input": texts}
+    answer = house.attic.post("/v1/embeddings", body)
+    assert answer.status_code == 200, answer.text
+    pulled = Path(house.sofa.flags[house.sofa.flags.index("--model") + 1].partition("=")[0])
+    checkpoint = Path(house.attic.flags[house.attic.flags.index("--model") + 1].partition("=")[0])
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    whole: Any = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    for text, row in zip(texts, answer.json()["data"], strict=True):
+        with torch.no_grad():
+            states = whole(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, -1]
+        expected = torch.nn.functional.normalize(states, dim=0)
+        assert torch.allclose(torch.tensor(row["embedding"]), expected, atol=1e-5)
+    # It has what says how, and no weight of the final norm.
+    assert (pulled / "1_Pooling" / "config.json").exists()
+    refused = house.sofa.post("/v1/embeddings", body).json()["error"]
+    assert refused["code"] == "weights_missing"
+    assert "hearthnet pull toy --layers none" in refused["fix"]
 
 
 def test_steering_steers(house: House) -> None:

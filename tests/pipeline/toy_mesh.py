@@ -25,6 +25,7 @@ from mesh.errors import (
 )
 from mesh.models.constraint import Constraint
 from mesh.models.grammar import is_bound
+from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.pipeline.failover import FailoverSettings
 from mesh.pipeline.generation import Asked, LoopSettings, PipelineOrchestrator, Prepared
 from mesh.pipeline.hop import Patience
@@ -343,6 +344,9 @@ class ToyEnds:
         tokens = (hidden.sum(-1).long() * 31 + 7) % self.vocab
         return torch.nn.functional.one_hot(tokens, self.vocab).float()
 
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / PRIME
+
 
 class NarrowEnds(ToyEnds):
     """A head that says one of two tokens, by everything before it; the other is its second choice.
@@ -411,6 +415,7 @@ def toy_orchestrator(
     ends: ToyEnds | None = None,
     draft: Drafting | None = None,
     links: HopLinks | None = None,
+    pooling: Pooling = NO_POOLING,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
     model holds `context` positions. `line` is where those wait who find all shards full, `links`
@@ -431,7 +436,7 @@ def toy_orchestrator(
     )
     model = AskerModel(
         MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText(),
-        head_rows=8, draft=draft,
+        head_rows=8, draft=draft, pooling=pooling,
     )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,

@@ -17,10 +17,11 @@ from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import read_record
 from mesh.models.partial_writer import PartialWriter
+from mesh.models.pooling import POOLING_CONFIG
 from mesh.transfers.commands import PeerHolding
 from mesh.transfers.hub import HubSettings
 from mesh.types import Endpoint, LayerRange, ModelId
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, make_embedding_model
 from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import progress, right, weights_bytes
@@ -31,6 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     directory = make_checkpoint(
         tmp_path_factory.mktemp("whole"), "llama", layers=8, hidden=256, vocab=9000
     )
+    make_embedding_model(directory)
     return read_manifest(directory, model_id=MODEL)
 
 
@@ -76,6 +78,7 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
         directory = await two.supervisor.pull("org/toy", [LayerRange(2, 6)], ends=False)
         wanted = whole.layer_tensors(LayerRange(2, 6))
         assert await asyncio.to_thread(right, directory, whole) == {e.name for e in wanted}
+        assert await asyncio.to_thread((directory / POOLING_CONFIG).exists)
         assert weights_sent(hub) - before == sum(
             entry.nbytes for entry in whole.layer_tensors(LayerRange(4, 6))
         )
@@ -111,6 +114,7 @@ async def pulled(
         await up(one)
         directory = await one.supervisor.pull("org/toy")
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert await asyncio.to_thread((directory / POOLING_CONFIG).exists)
         return one
 
 

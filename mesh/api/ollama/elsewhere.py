@@ -6,11 +6,6 @@ from starlette.routing import Route
 
 from mesh.api.openai.elsewhere import refused_routes
 
-_EMBEDDINGS = (
-    "Embeddings are not computed here; take them from another server.",
-    "Set the client's embedding model to an Ollama or a `llama-server --embedding`. What a model's"
-    " own layers put out comes from `hearthnet harvest`.",
-)
 _FILES = (
     "Models are not made or changed over this API.",
     "Put a safetensors checkpoint or a GGUF file onto this machine's disk and start it with"
@@ -33,8 +28,6 @@ INSTEAD = {
         "Models are not deleted over this API.",
         "`hearthnet evict MODEL` unloads one, `hearthnet rm MODEL` deletes its files.",
     ),
-    "/api/embed": _EMBEDDINGS,
-    "/api/embeddings": _EMBEDDINGS,
     "/api/blobs": _FILES,
 }
 """By path: what is not here; and what to use instead."""

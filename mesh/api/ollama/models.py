@@ -6,6 +6,7 @@ Nothing is invented: what a node does not know of a model is empty or not there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -101,7 +102,8 @@ def routes(catalogue: Catalogue, settings: ApiSettings) -> list[Route]:
         """What is known of a model: `{"details", "model_info": {"general.basename": its id,
         "general.architecture", "general.parameter_count", "ARCHITECTURE.context_length",
         "ARCHITECTURE.block_count"}, "capabilities", "modified_at"}`. Beside `completion` the
-        capabilities are `tools` and `thinking`, once the model is up.
+        capabilities are `tools` and `thinking`, once the model is up; of an embedding model it is
+        `embedding` alone.
         """
         body = await read_body(request, ShowBody, settings)
         wanted, rows = catalogue.named(body.model or body.name), catalogue.rows(caller_of(request))
@@ -161,8 +163,13 @@ def _shown(name: str, row: dict[str, Any]) -> dict[str, Any]:
         "modified_at": facts.get("modified_at", _NEVER),
         "details": _details(facts),
         "model_info": {key: value for key, value in info.items() if value},
-        "capabilities": ["completion", *(row.get("abilities") or ())],
+        "capabilities": _capabilities(row.get("abilities") or ()),
     }
+
+
+def _capabilities(abilities: Sequence[str]) -> list[str]:
+    """As Ollama has them, whose embedding models do nothing else."""
+    return ["embedding"] if "embedding" in abilities else ["completion", *abilities]
 
 
 def _details(facts: dict[str, Any]) -> dict[str, Any]:

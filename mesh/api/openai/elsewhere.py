@@ -11,16 +11,6 @@ from starlette.routing import Route
 from mesh.api.faults import RefusedRoute
 from mesh.errors import NotSupported
 
-INSTEAD = {
-    "/v1/embeddings": (
-        "Embeddings are not computed here; take them from another server, such as llama.cpp's"
-        " `llama-server --embedding`.",
-        "Set the client's embedding model to that server. What a model's own layers put out comes"
-        " from `hearthnet harvest`, or from nnsight.",
-    ),
-}
-"""By path: what is not here and what to use, which is all that some clients show; and how."""
-
 STORED = ("/v1/responses/{response_id}", "/v1/conversations")
 """Where OpenAI has what it stored."""
 _NOT_STORED = (
@@ -34,7 +24,7 @@ _NOT_STORED = (
 
 def routes() -> list[Route]:
     """Those paths, and what other servers have below them."""
-    return refused_routes({**INSTEAD, **dict.fromkeys(STORED, _NOT_STORED)})
+    return refused_routes(dict.fromkeys(STORED, _NOT_STORED))
 
 
 def refused_routes(instead: Mapping[str, tuple[str, str]]) -> list[Route]:

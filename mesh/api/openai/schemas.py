@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
-    BeforeValidator,
-    Discriminator,
     Field,
-    Tag,
     model_validator,
 )
 
 from mesh.api.bodies import Strict, only, only_types
 from mesh.api.openai.formats import ResponseFormat, StructuredOutputs, TextFormat, schema_of
+from mesh.api.openai.prompts import Prompt, at_most, each_of, texts_of
 from mesh.api.openai.sampling import (
     INT32,
     Effort,
@@ -27,7 +25,6 @@ from mesh.api.openai.sampling import (
     thinking,
 )
 from mesh.api.openai.tools import MAX_CALLS, CallId, CallNames, ToolCall, ToolsBody
-from mesh.errors import BadRequest
 from mesh.types import GenerationRequest, Principal
 
 COMPLETION_MAX_TOKENS = 16
@@ -41,8 +38,6 @@ MAX_LOGPROBS = 1 << 19
 included: some 100 MB here."""
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-_MAX_PROMPT_IDS = 2**20
-"""Above the context of every model that could run here; a model's own limit is checked later."""
 
 
 class StreamOptions(Strict):
@@ -287,40 +282,6 @@ class ChatBody(_ChoicesBody, ToolsBody):
         return self._answers(asked)
 
 
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=INT32)]], Field(max_length=_MAX_PROMPT_IDS, fail_fast=True)
-]
-
-
-def _not_too_many(value: Any) -> Any:
-    if _form(value) in ("texts", "lists") and len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts are too many; one request takes {MAX_PROMPTS}")
-    return value
-
-
-def _form(value: Any) -> str | None:
-    """Which form of a prompt its first element makes it."""
-    if not isinstance(value, list):
-        return "text" if isinstance(value, str) else None
-    first = value[0] if value else None
-    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
-
-
-# Not a plain union: that validates a long list, and reports on it, once for every form.
-Prompt = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[list[str], Tag("texts")]
-    | Annotated[list[TokenIds], Tag("lists")],
-    Discriminator(
-        _form,
-        custom_error_type="prompt_form",
-        custom_error_message="Input should be a text, a list of token ids, or a list of either",
-    ),
-    BeforeValidator(_not_too_many),
-]
-
-
 class CompletionBody(_ChoicesBody):
     """The body of `POST /v1/completions`: `prompt` is a text, a list of token ids, or a list of
     either, each of which has a choice of its own in the answer.
@@ -331,7 +292,7 @@ class CompletionBody(_ChoicesBody):
     choices, one behind the other; a `seed` is that of the first.
     """
 
-    prompt: Prompt
+    prompt: Annotated[Prompt, at_most(MAX_PROMPTS)]
     max_tokens: Annotated[int, Field(ge=0, lt=INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -347,7 +308,7 @@ class CompletionBody(_ChoicesBody):
 
     @property
     def _prompts(self) -> int:
-        return len(self.prompt) if _form(self.prompt) in ("texts", "lists") else 1
+        return len(each_of(self.prompt))
 
     @property
     def _rivals(self) -> int | None:
@@ -362,12 +323,7 @@ class CompletionBody(_ChoicesBody):
 
         Raises BadRequest when one of them is empty, or there is none.
         """
-        are_several = _form(self.prompt) in ("texts", "lists")
-        prompts: list[Any] = list(self.prompt) if are_several else [self.prompt]
-        if not prompts or not all(prompts):
-            where = prompts.index(next(each for each in prompts if not each)) if prompts else 0
-            param = f"prompt.{where}" if len(prompts) > 1 else "prompt"
-            raise BadRequest(f"{param}: it is empty.", fix="Send some text.", param=param)
+        prompts = texts_of(self.prompt, "prompt")
         one = len(prompts) == 1
         return [
             answer
