@@ -11,7 +11,7 @@ import secrets
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from mesh.api.auth import Caller
@@ -48,20 +48,28 @@ async def embed_texts(
 ) -> EmbeddedTexts:
     """What the model makes of each of `texts`, which are text or lists of token ids: vectors one
     long, of which the first `dimensions` are kept where that is said. Of a text that is too long
-    the end is left out where it `truncates`. Raises MeshError."""
-    name = f"embd-{secrets.token_hex(16)}"
+    the end is left out where it `truncates`. Of no text it waits until the model is up. Raises
+    MeshError."""
+    name, several = f"embd-{secrets.token_hex(16)}", len(texts) > 1
+    one = GenerationRequest(
+        name,
+        model,
+        sampling=SamplingParams(max_tokens=0),
+        principal=caller.principal,
+        may_wake=caller.may_wake,
+        draft=False,
+        truncates=truncates,
+        embeds=True,
+    )
+    if not texts:
+        await generations.load(one)
+        return EmbeddedTexts((), 0)
     asked = [
-        GenerationRequest(
-            name if len(texts) == 1 else f"{name}-{number}",
-            model,
+        replace(
+            one,
+            request_id=f"{name}-{number}" if several else name,
             prompt=text if isinstance(text, str) else None,
             prompt_ids=None if isinstance(text, str) else tuple(text),
-            sampling=SamplingParams(max_tokens=0),
-            principal=caller.principal,
-            may_wake=caller.may_wake,
-            draft=False,
-            truncates=truncates,
-            embeds=True,
         )
         for number, text in enumerate(texts)
     ]

@@ -36,7 +36,8 @@ class EmbedBody(_EmbeddingBody):
     """The body of `POST /api/embed`: `input` is a text or several. With `dimensions` that many
     numbers of each vector are kept, made one long again, which is for models that were trained for
     it. The end of a text that is too long for the model is left out, as in Ollama, unless
-    `truncate` is false. `options` and `keep_alive` have no effect.
+    `truncate` is false. Of no text, or an empty one, there is no vector, once the model is up.
+    `options` and `keep_alive` have no effect.
     """
 
     input: str | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
@@ -65,7 +66,7 @@ def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings
             generations,
             caller_of(request),
             catalogue.named(body.model),
-            texts_of(body.input, "input"),
+            texts_of(body.input, "input") if body.input else (),
             dimensions=body.dimensions,
             truncates=body.truncate is not False,
         )
