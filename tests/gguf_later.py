@@ -158,6 +158,28 @@ def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _falcon_h1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Of Falcon H1, multiplied with what the model multiplies with."""
+    gate, down = config["mlp_multipliers"]
+    asked, inner = config["attention_in_multiplier"], config["mamba_d_ssm"]
+    each = config["mamba_n_groups"] * config["mamba_d_state"]
+    sizes = (inner, inner, each, each, config["mamba_n_heads"])
+    states = zip(config["ssm_multipliers"], sizes, strict=True)
+    by_row = torch.cat([torch.full((size, 1), factor) for factor, size in states])
+    factors: dict[str, Any] = {
+        "gate_proj": gate, "down_proj": down,
+        "q_proj": asked, "v_proj": asked, "k_proj": asked * config["key_multiplier"],
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * by_row,
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    return {
+        name: tensor * factors.get(name.split(".")[-2], 1.0)
+        for name, tensor in _granite(tensors, config).items()
+    }
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
@@ -174,6 +196,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "lfm2_moe": _stacks,
     "granitemoe": _granite,
     "granitemoehybrid": _granite,
+    "falcon_h1": _falcon_h1,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -349,17 +372,26 @@ def _of_granite_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def _of_mamba2(writer: GGUFWriter, config: dict[str, Any], inner: int) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
+def _of_falcon_h1(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_mamba2(writer, config, config["mamba_d_ssm"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
 def _of_granite_hybrid(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_granite_moe(writer, config)
     kinds, groups = config["layer_types"], config["num_key_value_heads"]
     del writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"]
     writer.add_head_count_kv([0 if kind in _KEEP_STATES else groups for kind in kinds])
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
-    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
-    writer.add_ssm_state_size(config["mamba_d_state"])
-    writer.add_ssm_group_count(config["mamba_n_groups"])
-    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
-    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    _of_mamba2(writer, config, config["mamba_expand"] * config["hidden_size"])
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
 
 
@@ -390,6 +422,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granite": _of_granite,
     "granitemoe": _of_granite_moe,
     "granitemoehybrid": _of_granite_hybrid,
+    "falcon_h1": _of_falcon_h1,
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2_moe,
 }

@@ -60,6 +60,15 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
         "ernie4_5_moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 2, "use_bias": True},
     ),
     "Granite 4 without experts": ("granitemoehybrid_dense", {"position_embedding_type": "rope"}),
+    "Falcon H1 with a norm, and all that it multiplies with": (
+        "falcon_h1",
+        {
+            "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2,
+            "mlp_multipliers": [0.5, 2.0], "attention_in_multiplier": 0.5, "projectors_bias": True,
+            "attention_out_multiplier": 2.0, "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "LFM 2 with biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "GLM 4.7 Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
     "DeepSeek 3 in groups, of a scaled rotary embedding": (

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from mesh.models.gguf import (
     deepseeks,
     ernies,
+    falcons,
     gemmas,
     granites,
     hybrids,
@@ -50,6 +51,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "ernie4_5": ernies.ERNIE4_5,
         "ernie4_5-moe": ernies.ERNIE4_5_MOE,
         "exaone4": others.EXAONE4,
+        "falcon-h1": falcons.FALCON_H1,
         "hunyuan-dense": others.HUNYUAN,
         "seed_oss": others.SEED_OSS,
         "lfm2": lfm2.LFM2,

@@ -38,7 +38,7 @@ _SHARED = {
     "down": "shared_mlp.output_linear",
 }
 """It stands beside the experts, and alone where there are none."""
-_STATES = {
+STATES = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_dt.bias": "mamba.dt_bias",
@@ -47,10 +47,11 @@ _STATES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+"""What keeps a running state, as Mamba 2 does."""
 _HYBRID = (
     _ATTENDS
     | _MIXTURE
-    | _STATES
+    | STATES
     | {f"ffn_{part}": name for part, name in _SHARED.items()}
     | {f"ffn_{part}_shexp": name for part, name in _SHARED.items()}
 )
