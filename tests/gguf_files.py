@@ -40,7 +40,7 @@ _ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
-    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",

@@ -197,6 +197,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "granitemoe": _granite,
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
+    "minimax_m2": _glm4_moe,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -372,6 +373,14 @@ def _of_granite_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_rope_dimension_count(config["rotary_dim"])
+
+
 def _of_mamba2(writer: GGUFWriter, config: dict[str, Any], inner: int) -> None:
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
@@ -423,6 +432,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granitemoe": _of_granite_moe,
     "granitemoehybrid": _of_granite_hybrid,
     "falcon_h1": _of_falcon_h1,
+    "minimax_m2": _of_minimax_m2,
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2_moe,
 }

@@ -102,7 +102,16 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_5", "qwen3_next", "gemma4", "glm4_moe_lite", "mixtral", "lfm2_moe", "granitemoehybrid"],
+    [
+        "qwen3_5",
+        "qwen3_next",
+        "gemma4",
+        "glm4_moe_lite",
+        "mixtral",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "minimax_m2",
+    ],
 )
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_blocks_are_what_they_stand_for(

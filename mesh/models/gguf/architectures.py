@@ -21,6 +21,7 @@ from mesh.models.gguf import (
     hybrids,
     lfm2,
     llamas,
+    minimax,
     others,
     qwens,
 )
@@ -54,6 +55,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "falcon-h1": falcons.FALCON_H1,
         "hunyuan-dense": others.HUNYUAN,
         "seed_oss": others.SEED_OSS,
+        "minimax-m2": minimax.MINIMAX_M2,
         "lfm2": lfm2.LFM2,
         "lfm2moe": lfm2.LFM2_MOE,
         "olmo2": others.OLMO2,

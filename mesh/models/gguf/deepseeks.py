@@ -43,7 +43,7 @@ _LATENT = {name: DECODER[name] for name in _OTHERS} | {
     "attn_k_b": f"self_attn.{KEYS}",
     "attn_v_b": f"self_attn.{VALUES}",
 }
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 """How llama.cpp numbers them among the functions that experts are chosen by."""
 _OF_A_LOGARITHM = 0.1
 """The converter writes a setting of yarn multiplied by that."""
@@ -64,9 +64,9 @@ def _deepseek2(said: GgufSettings) -> dict[str, Any]:
         "n_shared_experts": said.whole("expert_shared_count", 0, least=0),
     }  # fmt: skip
     is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
-    chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
+    chosen = said.whole("expert_gating_func", SIGMOID if is_corrected else _SOFTMAX)
     is_mixture = dense < said.layers()
-    if not is_mixture or (chosen == _SIGMOID and is_corrected):
+    if not is_mixture or (chosen == SIGMOID and is_corrected):
         return found
     return found | _second(said, found, chosen, is_corrected=is_corrected)
 
@@ -130,7 +130,7 @@ def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
     """GLM 4.5 to 4.7."""
     config = decoder(said, "glm4_moe", "Glm4MoeForCausalLM")
     width = head_width(said, config)
-    if said.whole("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
         said.refuse("its experts are not chosen by a sigmoid")
     return config | _mixture(said) | {
         "head_dim": width,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.models.gguf.architecture import Architecture, attentive, some_attend
+from mesh.models.gguf.deepseeks import SIGMOID
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 
@@ -40,8 +41,6 @@ _ENDS = {
     "output": "lm_head",
 }
 _DIMENSIONS = {"shortconv.conv": 3}
-_SIGMOID = 2
-"""How llama.cpp numbers it among the functions that experts are chosen by."""
 
 
 def _lfm2(said: GgufSettings) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def _lfm2(said: GgufSettings) -> dict[str, Any]:
 
 
 def _lfm2_moe(said: GgufSettings) -> dict[str, Any]:
-    if said.whole("expert_gating_func", _SIGMOID) != _SIGMOID:
+    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
         said.refuse("its experts are not chosen by a sigmoid")
     config = _lfm2(said)
     dense = said.whole("leading_dense_block_count", 0, least=0)
