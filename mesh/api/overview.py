@@ -111,7 +111,9 @@ class Overview:
         return rows
 
     def models(self) -> list[dict[str, Any]]:
-        """A row for each model that anybody holds: runnable or why not, missing layers, nodes."""
+        """A row for each model that anybody holds: runnable or why not, missing layers, nodes.
+
+        Those that make embeddings come last: who names none wants an answer."""
         models = self._parts.models.values()
         stays = {
             (row["model_id"], row["weights_sha256"]): row["rests_at"]
@@ -138,6 +140,7 @@ class Overview:
                     "abilities": None,
                 }
             )
+        rows.sort(key=lambda row: "embedding" in (row["abilities"] or ()))
         return [{**row, "rests_at": stays.get((row["id"], row["weights_sha256"]))} for row in rows]
 
     def privacy(self) -> dict[str, Any]:

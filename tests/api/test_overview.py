@@ -33,6 +33,7 @@ from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import Endpoint, GenerationRequest, LayerRange, ModelId, shown_id
 from tests import secure
+from tests.checkpoints import make_checkpoint, make_embedding_model
 from tests.discovery.network import advertised, new_id
 from tests.pipeline.test_supervisor import Owner
 
@@ -173,11 +174,15 @@ async def test_a_generation_that_has_ended_is_not_shown_without_its_counts(home:
 
 @pytest.mark.slow
 async def test_a_model_is_ready_or_its_row_says_why_not(home: Household, tmp_path: Path) -> None:
+    toy = await asyncio.to_thread(make_checkpoint, tmp_path / "toy", "llama", layers=LAYERS)
+    await asyncio.to_thread(make_embedding_model, toy)
+    vectors = await asyncio.to_thread(home.hold, "vectors", toy)
     good = await asyncio.to_thread(home.hold, "good", checkpoint_dir())
     bad = await asyncio.to_thread(home.hold, "bad", tmp_path / "gone")
-    home.heard(good="0-7", bad="0-7")
+    home.heard(good="0-7", bad="0-7", vectors="0-7")
     assert [home.why("good"), home.why("bad")] == ["loading", "loading"]
-    await started([good, bad])
+    await started([good, bad, vectors])
+    assert [row["id"] for row in home.overview.models()] == ["good", "bad", "vectors"]
     assert home.why("good") is None
     assert bad.error is not None
     assert home.why("bad") == f"failed: {bad.error.message}"
