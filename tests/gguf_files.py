@@ -41,10 +41,11 @@ _ARCHITECTURES = {
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
-    "granitemoehybrid",
+    "granitemoehybrid", "arcee",
 )  # fmt: skip
 """Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")

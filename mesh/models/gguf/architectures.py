@@ -31,6 +31,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": llamas.LLAMA,
         "mistral3": llamas.MISTRAL3,
+        "arcee": llamas.ARCEE,
         "smollm3": llamas.SMOLLM3,
         "granite": granites.GRANITE,
         "granitemoe": granites.GRANITE_MOE,

@@ -55,6 +55,12 @@ def unlike_llama(name: str, config: Mapping[str, Any]) -> Difference | None:
     return None if heads is None else Difference("rotary_rows", config[heads])
 
 
+def _arcee(said: GgufSettings) -> dict[str, Any]:
+    """AFM of 4.5 billion: a feed forward without a gate."""
+    found = {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"}
+    return _dense(said) | found
+
+
 def _smollm3(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "smollm3", "SmolLM3ForCausalLM")
     return config | {
@@ -84,5 +90,10 @@ def _mistral3(said: GgufSettings) -> dict[str, Any]:
 
 
 LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=_EXPERTS, unlike=unlike_llama)
+ARCEE = Architecture(
+    _arcee,
+    {name: DECODER[name] for name in DECODER if name != "ffn_gate"},
+    unlike=unlike_llama,
+)
 SMOLLM3 = Architecture(_smollm3, DECODER, unlike=unlike_llama)
 MISTRAL3 = Architecture(_mistral3, DECODER, unlike=unlike_llama)
