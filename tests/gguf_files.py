@@ -64,14 +64,16 @@ def write_gguf(
     ends: str | None = None,
     tokenizer: bool = True,
     decoded: bool = False,
+    arch: gguf.MODEL_ARCH | None = None,
 ) -> Path:
     """Write the checkpoint in `directory` to `file`, matrices as `kind`, and return the first file.
 
     `ends` is the type of embedding and head, that of the others unless given. `edit` may say more.
-    With `decoded`, what blocks of the kind stand for is stored in F32.
+    With `decoded`, what blocks of the kind stand for is stored in F32. `arch` is what the file is
+    of, that of the model type unless given.
     """
     config = json.loads((directory / "config.json").read_text())
-    arch = _ARCHITECTURES[config["model_type"]]
+    arch = arch or _ARCHITECTURES[config["model_type"]]
     tensors = _apart(_stacked(load_file(directory / "model.safetensors")), config["model_type"])
     if (later := AS_STORED.get(config["model_type"])) is not None:
         tensors = later(tensors, config)

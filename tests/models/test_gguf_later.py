@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import ExpertGatingFuncType, GGUFWriter, TokenType
+from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -129,6 +129,31 @@ def test_blocks_are_what_they_stand_for(
     manifest = read_manifest(write_gguf(directory, tmp_path / "model.gguf", kind))
     assert manifest.dtype == kind.lower()
     _require_same(manifest, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "arch"),
+    [
+        ("qwen2", MODEL_ARCH.QWEN2VL),
+        ("qwen3", MODEL_ARCH.QWEN3VL),
+        ("qwen3_moe", MODEL_ARCH.QWEN3VLMOE),
+    ],
+)
+def test_of_models_that_look_at_pictures_the_text_is_read(
+    family: str, arch: MODEL_ARCH, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    mixed: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    mixed |= {"norm_topk_prob": True}
+    directory = checkpoint(family, layers=3, **(mixed if family == "qwen3_moe" else {}))
+
+    def edit(writer: GGUFWriter) -> None:
+        writer.add_rope_dimension_sections([4, 2, 2, 0])
+        if family != "qwen2":
+            writer.add_num_deepstack_layers(3)
+
+    expected = run_whole(directory, prompt_chunks(_CHUNKS), decode=6)
+    file = write_gguf(directory, tmp_path / "model.gguf", edit=edit, arch=arch)
+    _require_same(read_manifest(file), expected)
 
 
 def test_layers_that_guess_further_tokens_are_left_out(

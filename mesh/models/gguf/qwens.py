@@ -1,12 +1,20 @@
-"""Qwen 2 to 3."""
+"""Qwen 2 to 3, and the text of those that look at pictures.
+
+Positions of text are the same in each of the sections in which such a model turns its heads, and
+what pictures add to its first layers is nothing without one: so it is computed as its like that
+has no eyes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mesh.models.gguf.architecture import DECODER, HEAD_NORMS, Architecture, decoder, head_width
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
+
+Config = Callable[[GgufSettings], dict[str, Any]]
 
 EXPERTS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
@@ -81,11 +89,21 @@ def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
     )
 
 
+def _of_text(config: Config) -> Config:
+    def text_of(said: GgufSettings) -> dict[str, Any]:
+        said.pass_over("rope.dimension_sections", "n_deepstack_layers")
+        return config(said)
+
+    return text_of
+
+
 QWEN2 = Architecture(_qwen2, DECODER)
+QWEN2_VL = Architecture(_of_text(_qwen2), DECODER)
 QWEN2_MOE = Architecture(
     _qwen2_moe, DECODER | SHARED_EXPERT, experts=EXPERTS, dimensions={"ffn_gate_inp_shexp": 2}
 )
 QWEN3 = Architecture(_qwen3, DECODER | HEAD_NORMS)
-QWEN3_MOE = Architecture(
-    _qwen3_moe, DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}, experts=EXPERTS
-)
+QWEN3_VL = Architecture(_of_text(_qwen3), DECODER | HEAD_NORMS)
+_MIXTURE = DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}
+QWEN3_MOE = Architecture(_qwen3_moe, _MIXTURE, experts=EXPERTS)
+QWEN3_VL_MOE = Architecture(_of_text(_qwen3_moe), _MIXTURE, experts=EXPERTS)
