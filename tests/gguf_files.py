@@ -41,7 +41,7 @@ _ARCHITECTURES = {
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
-    "arcee": gguf.MODEL_ARCH.ARCEE,
+    "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
@@ -252,6 +252,12 @@ def _of_experts(writer: GGUFWriter, config: dict[str, Any]) -> None:
     )
 
 
+def _of_hunyuan_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_experts(writer, config | {"num_experts_per_tok": config["moe_topk"]})
+    writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_shared_count(1)
+
+
 def _of_mixtral(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -264,6 +270,8 @@ _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
     "qwen3_moe": _of_experts,
     "gpt_oss": _of_experts,
     "mixtral": _of_mixtral,
+    "olmoe": _of_experts,
+    "hunyuan_v1_moe": _of_hunyuan_moe,
 }
 """What is written of one family alone."""
 

@@ -58,11 +58,13 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "exaone4": others.EXAONE4,
         "falcon-h1": falcons.FALCON_H1,
         "hunyuan-dense": others.HUNYUAN,
+        "hunyuan-moe": others.HUNYUAN_MOE,
         "seed_oss": others.SEED_OSS,
         "minimax-m2": minimax.MINIMAX_M2,
         "lfm2": lfm2.LFM2,
         "lfm2moe": lfm2.LFM2_MOE,
         "olmo2": others.OLMO2,
+        "olmoe": others.OLMOE,
         "gpt-oss": others.GPT_OSS,
         "gpt2": others.GPT2,
     }

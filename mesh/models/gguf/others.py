@@ -14,6 +14,7 @@ from mesh.models.gguf.architecture import (
     head_width,
     kinds,
 )
+from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
@@ -53,6 +54,13 @@ _HUNYUAN = DECODER | {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
 }
+_HUNYUAN_MOE = _HUNYUAN | {
+    "ffn_gate_inp": "mlp.gate.wg",
+    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+}
+_OLMOE = DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
     | HEAD_NORMS
@@ -152,6 +160,28 @@ def _hunyuan(said: GgufSettings) -> dict[str, Any]:
     return _headed(said, "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM")
 
 
+def _hunyuan_moe(said: GgufSettings) -> dict[str, Any]:
+    config = _headed(said, "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM")
+    widths = [said.whole(f"expert_{each}feed_forward_length") for each in ("", "shared_")]
+    said.pass_over("expert_shared_count")
+    if {*widths} != {config["intermediate_size"]}:
+        said.refuse("its experts are of another width than it says")
+    return config | {
+        "num_experts": said.whole("expert_count"),
+        "moe_topk": said.whole("expert_used_count"),
+    }
+
+
+def _olmoe(said: GgufSettings) -> dict[str, Any]:
+    config = _headed(said, "olmoe", "OlmoeForCausalLM")
+    said.pass_over("expert_feed_forward_length")
+    return config | {
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "norm_topk_prob": False,  # no file says it; llama.cpp computes so
+    }
+
+
 def _seed_oss(said: GgufSettings) -> dict[str, Any]:
     return _headed(said, "seed_oss", "SeedOssForCausalLM") | {
         "attention_out_bias": said.has("blk.0.attn_output.bias"),
@@ -195,6 +225,8 @@ PHI3 = Architecture(_phi3, _PHI3)
 OLMO2 = Architecture(_olmo2, _OLMO2)
 GLM4 = Architecture(_glm4, _GLM4)
 HUNYUAN = Architecture(_hunyuan, _HUNYUAN)
+HUNYUAN_MOE = Architecture(_hunyuan_moe, _HUNYUAN_MOE, experts=EXPERTS)
+OLMOE = Architecture(_olmoe, _OLMOE, experts=EXPERTS)
 SEED_OSS = Architecture(_seed_oss, BY_PLACE)
 EXAONE4 = Architecture(_exaone4, _OLMO2)
 GPT_OSS = Architecture(_gpt_oss, _GPT_OSS, unlike=_unlike_gpt_oss)
