@@ -206,6 +206,7 @@ def family_of(manifest: Manifest) -> Family:
     try:
         whole = whole_config(manifest)
         text = whole.get_text_config(decoder=True)
+        # It may be said of the whole only; models for embeddings, without a head, say nothing.
         if manifest.tied and (_says_tied(whole) or read_pooling(manifest).kind):
             text.tie_word_embeddings = True
         reason = _refusal(whole, text)
@@ -224,8 +225,6 @@ def family_of(manifest: Manifest) -> Family:
 
 
 def _says_tied(whole: Any) -> bool:
-    """It may be said of the whole only. Of a model for embeddings often nothing is: it has no head,
-    and says none of what one would."""
     return bool(getattr(whole, "tie_word_embeddings", False))
 
 

@@ -8,7 +8,6 @@ come to is made one long.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -24,16 +23,12 @@ def require_embeds(model: AskerModel) -> None:
     """Raise NotSupported for a model that makes no embeddings, WeightsMissing where its ends, and
     with them the final norm, are not here."""
     if not model.pooling.kind:
-        _refuse(model)
+        raise NotSupported(
+            f"{model.model_id} makes no embeddings: {model.pooling.why_not}.",
+            fix="Ask an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
+            " (`hearthnet deploy Qwen/Qwen3-Embedding-0.6B`).",
+        )
     _ = model.own_ends
-
-
-def _refuse(model: AskerModel) -> NoReturn:
-    raise NotSupported(
-        f"{model.model_id} makes no embeddings: {model.pooling.why_not}.",
-        fix="Ask an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
-        " (`hearthnet deploy Qwen/Qwen3-Embedding-0.6B`).",
-    )
 
 
 def shortened(prompt: list[int], most: int, text: Text) -> list[int]:
