@@ -42,6 +42,7 @@ _ARCHITECTURES = {
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
+    "apertus": gguf.MODEL_ARCH.APERTUS,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
@@ -85,6 +86,11 @@ def write_gguf(
     if tokenizer:
         _describe_tokenizer(writer, directory)
     names = gguf.get_tensor_name_map(arch, _number(config, "num_hidden_layers", "n_layer"))
+    for part in ("alpha_n", "alpha_p", "beta", "eps"):
+        named = [name for name in tensors if name.endswith(f"act_fn.{part}")]
+        numbers = [tensors.pop(name) for name in sorted(named, key=_layer_of)]
+        if numbers:
+            writer.add_array(f"xielu.{part}", [float(each) for each in numbers])
     for name, tensor in tensors.items():
         stored = str(names.get_name(name, try_suffixes=(".weight", ".bias", ".scale")))
         is_end = not stored.startswith("blk.")
@@ -98,6 +104,10 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file if parts == 1 else file.with_name(f"{file.stem}-00001-of-{parts:05}.gguf")
+
+
+def _layer_of(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ FAMILIES = (
     "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4", "mixtral", "exaone4", "ernie4_5",
     "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
-    "hunyuan_v1_moe", "olmoe",
+    "hunyuan_v1_moe", "olmoe", "apertus",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6

@@ -30,9 +30,10 @@ LAYERS = 4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its rotary embedding is scaled, which a GGUF file says by a tensor."""
+    """Its rotary embedding is scaled, which a GGUF file says by a tensor; and what its layers are
+    activated with stands in the header."""
     return make_checkpoint(
-        tmp_path_factory.mktemp("checkpoint"), "llama", layers=LAYERS, hidden=256, vocab=9000,
+        tmp_path_factory.mktemp("checkpoint"), "apertus", layers=LAYERS, hidden=256, vocab=9000,
         rope_parameters=LLAMA3_ROPE,
     )  # fmt: skip
 

@@ -55,6 +55,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "deepseek2": deepseeks.DEEPSEEK2,
         "ernie4_5": ernies.ERNIE4_5,
         "ernie4_5-moe": ernies.ERNIE4_5_MOE,
+        "apertus": others.APERTUS,
         "exaone4": others.EXAONE4,
         "falcon-h1": falcons.FALCON_H1,
         "hunyuan-dense": others.HUNYUAN,

@@ -59,13 +59,14 @@ class GgufHeader:
     """One file. `metadata` has numbers, texts, lists of numbers, and `Long` for everything else.
 
     `tensors` have the names and types of GGUF, and shapes as torch has them, rows first. The header
-    ends, and the tensors begin, at byte `end`.
+    ends, and the tensors begin, at byte `end`. `floats` says where lists of fp32 numbers begin.
     """
 
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     end: int
+    floats: Mapping[str, int]
 
 
 class _CutShort(Exception):
@@ -113,6 +114,9 @@ class _Cursor:
     size: int
     place: int = 0
     limit: int = field(init=False)
+    key: str = ""
+    """Of the metadata that is being read."""
+    floats: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.limit = min(self.size, _MAX_HEADER_BYTES)
@@ -129,13 +133,14 @@ class _Cursor:
         tensor_count, pair_count = self.number("Q"), self.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
-            key = self.text(_MAX_NAME_BYTES)
+            key = self.key = self.text(_MAX_NAME_BYTES)
             if key in metadata:
                 self.refuse(f"it says {key} twice")
             metadata[key] = self.value(self.number("I"))
         infos = [self.tensor() for _ in range(tensor_count)]
         end = self.end(metadata)
-        return GgufHeader(self.file, metadata, self.entries(infos, end), min(end, self.size))
+        entries = self.entries(infos, end)
+        return GgufHeader(self.file, metadata, entries, min(end, self.size), self.floats)
 
     def take(self, count: int) -> bytes:
         end = self.place + count
@@ -182,6 +187,8 @@ class _Cursor:
         if count > _MAX_KEPT:
             self.skip(count * size)
             return Long(count)
+        if _FIXED[kind] == "f":
+            self.floats[self.key] = self.place
         return list(struct.unpack(f"<{count}{_FIXED[kind]}", self.take(count * size)))
 
     def skip(self, count: int) -> None:

@@ -117,6 +117,7 @@ def read_gguf(file: Path) -> CheckpointContents:
             if named.name in tensors:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
             tensors[named.name] = named
+    tensors |= _listed(first, architecture, said.layers())
     ids, heads = _ids(metadata), {header.file: header.end for header in headers}
     return CheckpointContents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
 
@@ -187,6 +188,23 @@ def _named(
     elif len(shape) + 1 == dimensions:
         shape = (*shape[:-1], 1, shape[-1])
     yield replace(entry, name=before + own, shape=shape, unlike=unlike)
+
+
+def _listed(header: GgufHeader, architecture: Architecture, layers: int) -> dict[str, TensorEntry]:
+    """The tensors that are numbers of lists in the header."""
+    found = {}
+    for key, name in architecture.by_layer.items():
+        begins = header.floats.get(key)
+        if begins is None or len(header.metadata[key]) != layers:
+            raise BadCheckpoint(
+                f"{header.file} cannot be used: {key} is no number for each of {layers} layers.",
+                fix="Download the file again.",
+            )
+        shape = (1,) * architecture.dimensions.get(key, 1)
+        for layer in range(layers):
+            own, at = f"{architecture.layers}{layer}.{name}", begins + 4 * layer
+            found[own] = TensorEntry(own, header.file, "F32", shape, at, 4)
+    return found
 
 
 def _name(names: Mapping[str, str], part: str, kind: str | None) -> str | None:

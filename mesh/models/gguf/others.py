@@ -60,6 +60,11 @@ _HUNYUAN_MOE = _HUNYUAN | {
     "ffn_up_shexp": "mlp.shared_mlp.up_proj",
     "ffn_down_shexp": "mlp.shared_mlp.down_proj",
 }
+_APERTUS = HEAD_NORMS | {
+    name: DECODER[name] for name in DECODER if name not in ("attn_norm", "ffn_norm", "ffn_gate")
+} | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}  # fmt: skip
+_OF_XIELU = ("alpha_n", "alpha_p", "beta", "eps")
+"""What its layers are activated with, as `XIELU` of transformers names it."""
 _OLMOE = DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
@@ -172,6 +177,10 @@ def _hunyuan_moe(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _apertus(said: GgufSettings) -> dict[str, Any]:
+    return _headed(said, "apertus", "ApertusForCausalLM") | {"hidden_act": "xielu"}
+
+
 def _olmoe(said: GgufSettings) -> dict[str, Any]:
     config = _headed(said, "olmoe", "OlmoeForCausalLM")
     said.pass_over("expert_feed_forward_length")
@@ -226,6 +235,12 @@ OLMO2 = Architecture(_olmo2, _OLMO2)
 GLM4 = Architecture(_glm4, _GLM4)
 HUNYUAN = Architecture(_hunyuan, _HUNYUAN)
 HUNYUAN_MOE = Architecture(_hunyuan_moe, _HUNYUAN_MOE, experts=EXPERTS)
+APERTUS = Architecture(
+    _apertus,
+    _APERTUS,
+    by_layer={f"xielu.{name}": f"mlp.act_fn.{name}" for name in _OF_XIELU},
+    dimensions={"xielu.beta": 0, "xielu.eps": 0},
+)
 OLMOE = Architecture(_olmoe, _OLMOE, experts=EXPERTS)
 SEED_OSS = Architecture(_seed_oss, BY_PLACE)
 EXAONE4 = Architecture(_exaone4, _OLMO2)
