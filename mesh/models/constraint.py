@@ -15,7 +15,8 @@ import numpy as np
 from mesh.errors import BadRequest
 from mesh.models.call_forms import CallMarks
 from mesh.models.channels import ChannelMarks
-from mesh.models.grammar import grammar_of, is_bound, is_too_much, says_all
+from mesh.models.grammar import grammar_of, is_bound, says_all
+from mesh.models.schema_bounds import is_too_much
 from mesh.types import GenerationRequest
 
 if TYPE_CHECKING:

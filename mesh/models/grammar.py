@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mesh.errors import BadRequest
@@ -24,9 +24,6 @@ Objection = Callable[[Mapping[str, Any]], str]
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACES = r"( |\n[ \t]{0,20})?"
 """Between the parts of JSON. A bound: some models write white space without end."""
-_MAX_REFERRED = 2000
-"""Levels of references in references, at most: some 4000 overflow a stack of 8 MiB."""
-_MAX_PATTERNS = 12
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -186,42 +183,6 @@ class _Calls:
     def _text(self, text: str) -> str:
         """A text with marks in it."""
         return _spelled(text, self._ids)
-
-
-def is_too_much(schema: Mapping[str, Any]) -> str:
-    """Why following a schema could end or block the process; empty where it could not.
-
-    llguidance follows references by recursion, and a stack that overflows ends the process; its
-    time doubles with each pattern that is to hold together with others.
-    """
-    references, depth, patterns, joins = set[str](), 0, 0, 0
-    level: list[Any] = [schema]
-    while level:
-        depth += 1
-        for each in level:
-            if not isinstance(each, Mapping):
-                continue
-            patterns += "pattern" in each
-            if isinstance(together := each.get("allOf"), list):
-                joins += len(together)
-            if isinstance(reference := each.get("$ref"), str):
-                references.add(reference)
-                joins += len(each) > 1
-        level = [inner for outer in level for inner in _inside(outer)]
-    if min(patterns, joins) > _MAX_PATTERNS:
-        return f"at most {_MAX_PATTERNS} patterns can hold together, by allOf or beside $ref"
-    if len(references) * depth > _MAX_REFERRED:
-        return (
-            f"its $ref name {len(references)} places, and it is nested {depth} deep; the product"
-            f" may be {_MAX_REFERRED}"
-        )
-    return ""
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _no_object(schema: Mapping[str, Any]) -> str:

@@ -155,6 +155,7 @@ async def test_what_vllms_clients_ask_for_binds_chats_and_completions(what: str)
     ("asked", "said"),
     [
         ({"regex": "a(b"}, "structured_outputs: the answer's grammar cannot be followed"),
+        ({"regex": ".?" * 2049}, "regex: String should have at most 4096 characters"),
         ({"json": {"not": {}}}, "structured_outputs.json: this JSON schema cannot be followed"),
         ({"grammar": "start: A"}, "structured_outputs.grammar"),
         ({"choice": []}, "structured_outputs.choice"),
@@ -354,6 +355,21 @@ async def test_a_schema_that_cannot_be_followed_is_refused(
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             await whole(client, **more)
         assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"multipleOf": 999_983}, "least common multiple"),
+        ({"pattern": ".?" * 2049}, "a pattern has 4098 letters"),
+        ({"patternProperties": {f"^{n}-": {} for n in range(65)}}, "65 patternProperties"),
+    ],
+)
+async def test_a_schema_that_would_take_gigabytes_is_refused(schema: Any, said: str) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    async with asking(HERMES, "hi") as (client, _):
+        with pytest.raises(openai.BadRequestError, match=said):
+            await whole(client, **PLAIN, response_format=wanted, max_tokens=1)
 
 
 async def test_a_schema_that_cannot_be_followed_binds_no_function_that_is_not_strict() -> None:

@@ -86,8 +86,9 @@ def test_a_grammar_that_is_too_much_work_is_refused() -> None:
     patterns = (".*a.{20}", ".*b.{19}", ".*c.{21}")
     huge = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
     grammars = Tokenizer(tokenizer_with(""), frozenset({EOS})).grammars(400)
-    with pytest.raises(BadRequest, match="cannot be followed"):
-        grammars.constraint(asked(huge), None, None)
+    for much in (huge, {"const": "x" * (128 << 10)}):
+        with pytest.raises(BadRequest, match="cannot be followed"):
+            grammars.constraint(asked(much), None, None)
 
 
 def test_without_the_library_the_extra_is_named() -> None:

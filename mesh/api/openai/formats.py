@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from mesh.api.bodies import Strict, only, require_plain
 from mesh.api.openai.sampling import Refused
 from mesh.api.openai.tools import FunctionName
+from mesh.models.schema_bounds import MAX_EXPRESSION
 
 
 class TextFormat(Strict):
@@ -79,7 +80,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | None = Field(default=None, alias="json")
     json_object: Literal[True] | None = None
     choice: Annotated[list[Letters], Field(min_length=1, max_length=_MAX_CHOICES)] | None = None
-    regex: Letters | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=MAX_EXPRESSION)] | None = None
     # vLLM's, not here
     grammar: Refused = None
     structural_tag: Refused = None
