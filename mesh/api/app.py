@@ -78,10 +78,11 @@ def create_app(
     access = Access(settings, api_keys, SystemClock())
     deployed = None if services is None else services.deployments
     catalogue = Catalogue(view, deployed)
-    feed = DashboardFeed(view, access, jobs.queue if jobs is not None else None)
+    queue = jobs.queue if jobs is not None else None
+    feed = DashboardFeed(view, access, queue)
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
-        *(keys.routes(access, api_keys, settings) if api_keys is not None else []),
+        *(keys.routes(access, api_keys, settings, queue) if api_keys is not None else []),
     ]
     app = Starlette(
         routes=[

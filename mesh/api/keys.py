@@ -1,8 +1,9 @@
-"""`/mesh/v1/keys`: making, listing and revoking API keys."""
+"""`/mesh/v1/keys`: making, listing and revoking API keys, whose jobs end with them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from pydantic import Field
@@ -14,7 +15,12 @@ from mesh.api.auth import Access
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
+from mesh.errors import InternalError, NotFound
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, shown
+from mesh.interventions.jobs.queue.service import JobQueue
+from mesh.types import OWNER, Principal, PrincipalKind, shown_id
+
+logger = logging.getLogger(__name__)
 
 
 class CreateKeyBody(Strict):
@@ -33,7 +39,9 @@ class RevokeKeyBody(Strict):
     key_id: str = Field(min_length=1, max_length=64)
 
 
-def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
+def routes(
+    access: Access, keys: ApiKeys, settings: ApiSettings, jobs: JobQueue | None = None
+) -> list[Route]:
     """The endpoints' routes."""
     one_at_a_time = asyncio.Lock()
 
@@ -51,11 +59,13 @@ def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
         return JSONResponse(made)
 
     async def revoke(request: Request) -> Response:
-        """Revoke a key: as one of the list."""
+        """Revoke a key: as one of the list. Its jobs end."""
         body = await read_body(request, RevokeKeyBody, settings)
         async with one_at_a_time:
             gone = await asyncio.to_thread(keys.revoke, body.key_id)
         access.forget_revoked()
+        if jobs is not None:
+            await end_jobs(jobs, keys)
         return JSONResponse(shown(gone))
 
     path = "/mesh/v1/keys"
@@ -72,3 +82,22 @@ def make(keys: ApiKeys, body: CreateKeyBody) -> dict[str, Any]:
     scopes = frozenset(Scope.parse(scope) for scope in body.scopes)
     key, text = keys.create(body.name, scopes, quota, SystemClock(), trusted=body.trusted)
     return {**shown(key), "key": text}
+
+
+async def end_jobs(queue: JobQueue, keys: ApiKeys) -> None:
+    """End the jobs of keys that are revoked, also those that nobody waits for."""
+
+    def is_revoked(owner: Principal) -> bool:
+        is_key = owner.kind is PrincipalKind.KEY and owner.name != OWNER
+        return is_key and keys.get(owner.name) is None
+
+    async def end(job_id: str) -> None:
+        try:
+            await queue.kill(job_id, None, "The API key was revoked.")
+        except NotFound:  # it has ended meanwhile
+            return
+        except InternalError as error:  # the key's other jobs are to end all the same
+            logger.warning("job=%s: %s", shown_id(job_id), error)
+
+    theirs = [each.job_id for each in queue.unended if is_revoked(each.job.asked.owner)]
+    await asyncio.gather(*map(end, theirs))

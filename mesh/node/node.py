@@ -14,6 +14,7 @@ from typing import Any
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.api.app import create_app
+from mesh.api.keys import end_jobs
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
@@ -209,6 +210,7 @@ class Node:
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
         )
         keys = await asyncio.to_thread(ApiKeys.load, StatePaths(config.state_dir).api_keys)
+        await end_jobs(queue.queue, keys)  # one may have been revoked while nobody was up
         services = Services(
             self._steering, Harvests(held.models, held.askers), self._deployments.control,
             self._planner(), self._coordination, self.weights.pulls,

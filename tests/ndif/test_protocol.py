@@ -216,6 +216,32 @@ async def test_a_revoked_key_s_socket_ends_and_its_job_with_it(tmp_path: Path) -
         assert node.runner.ended_by_cancel == [job]
 
 
+async def test_a_revoked_key_s_jobs_end_also_those_that_nobody_waits_for(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=QueueSettings(concurrent=1), api=with_key(OWNER)) as node:
+        scopes = frozenset({Scope.INTERVENTIONS})
+        made, key = await asyncio.to_thread(
+            node.keys.create, "anna", scopes, Quota(), SystemClock()
+        )
+        async with (
+            httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as http,
+            asyncio.timeout(10),
+        ):
+            jobs = []
+            for whose in (key, key, OWNER):
+                headers, asked = {"ndif-api-key": whose, **VERSION}, parts(b"script = 'wait'")
+                jobs.append((await http.post("/request", headers=headers, **asked)).json()["id"])  # type: ignore[arg-type]
+            first = await node.runner.began.get()
+            await http.post(
+                "/mesh/v1/keys/revoke",
+                json={"key_id": made.id},
+                headers={"authorization": f"Bearer {OWNER}"},
+            )
+            assert [first, await node.runner.began.get()] == [jobs[0], jobs[2]]
+            for job_id in jobs[:2]:
+                ended = await node.queue.find(job_id, None)
+                assert (ended.status, ended.description) == ("ERROR", "The API key was revoked.")
+
+
 async def test_a_web_page_cannot_subscribe(node: Node) -> None:
     with pytest.raises(InvalidStatus):
         async with connect(
