@@ -83,9 +83,9 @@ class DecodeSteps:
         """What the answer gains: a token, and one more after each guess that the sampler chooses as
         well. The session forgets the others."""
         feed, answer, first = self.feed, self.answer, self.answer.end - 1
-        fed = self._under_way.popleft()
-        if feed.length < fed.stop:  # there was no room for guesses
+        if feed.length < self._under_way[-1].stop:  # there was no room for guesses
             self.drafter.had_no_room()
+        fed = self._under_way.popleft()
         stop = min(fed.stop, feed.length)
         rows: Sequence[torch.Tensor | Candidates]
         if feed.has_candidates:

@@ -288,7 +288,9 @@ class HopSession:
         elif isinstance(message, Loading):
             self._loading()
         elif isinstance(message, Failure):
-            self.fail(from_dict(message.error))
+            # That of a step behind a refused one, which is not waited for any more, says nothing.
+            if message.step is None or message.step in self._sent:
+                self.fail(from_dict(message.error))
 
     def lost(self, error: MeshError) -> None:
         """The link is gone."""
@@ -514,6 +516,17 @@ class GenerationHop(HopSession):
             if self.error is not None:
                 return
             self.step(position, tensor)
+
+    def go_on(self, max_rows: int) -> bool:
+        """Where it refused a step, which leaves its session as it was: send what it has not
+        answered once more, as it was sent. Whether that can be."""
+        if self._resting or self._link.is_closed:
+            return False
+        self.error = None
+        self._claim.renew()
+        for position, tensor in self.history.chunks(max_rows, self.delivered, joined=1):
+            self.step(position, tensor)
+        return True
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, also for whoever observes the hop."""

@@ -188,7 +188,7 @@ class TokenFeed:
     ) -> AsyncGenerator[StreamFrame, None]:
         """Wait until all before `position` has come out of the last hop, recovering as often as it
         takes. With a `spare`, the last so many of these tokens and all that follow are forgotten
-        where a hop has no room. Yields and raises as `advance`."""
+        where a hop has no room for them: it goes on without. Yields and raises as `advance`."""
         while True:
             try:
                 await self._session.route.output(position)
@@ -197,8 +197,16 @@ class TokenFeed:
                     raise
                 if spare is not None and isinstance(lost.error, NO_ROOM):
                     position, spare = position - spare, None
-                    self.keep(position)
+                    if position < self.length and self._goes_on_without(position):
+                        continue
                 async for notice in self._failover.recover(lost):
                     yield notice
             else:
                 return
+
+    def _goes_on_without(self, position: int) -> bool:
+        """Forget what was fed from `position` on; whether hops that had no room go on with the
+        rest."""
+        self.keep(position)
+        full = [hop for hop in self._session.route.hops if isinstance(hop.error, NO_ROOM)]
+        return all(hop.go_on(self._rows) for hop in full)

@@ -7,15 +7,31 @@ import asyncio
 import numpy as np
 import pytest
 
-from mesh.errors import LimitReached, LinkLost
+from mesh.clock import SystemClock
+from mesh.errors import BadRequest, CacheFull, LimitReached, LinkLost
 from mesh.interventions.relay import RelayedSession
 from mesh.pipeline.claims import Claims
-from mesh.pipeline.hop import HopSession
+from mesh.pipeline.history import CHUNK_ROWS
+from mesh.pipeline.hop import GenerationHop, HopSession, Patience
 from mesh.pipeline.links import HopLink
+from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
+from mesh.types import WireDtype
 from mesh.wire.abilities import BLOBS
-from mesh.wire.messages import Blob, Hello, Message, Open, Opened, OpenTaps, Resume, WireTensor
-from tests.pipeline.one_hop import HOST, hop_over, session_over
+from mesh.wire.messages import (
+    Blob,
+    Failure,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    OpenTaps,
+    Result,
+    Resume,
+    WireTensor,
+)
+from tests.pipeline.one_hop import HOST, MODEL, hop_over, session_over
 
 
 class FullLink:
@@ -108,3 +124,24 @@ async def test_jobs_that_think_over_a_full_link_are_there_once_it_takes_somethin
             await asyncio.sleep(0.01)
     assert [job.error for job in jobs] == [None, None]
     link.close("the end")
+
+
+async def test_the_answer_to_a_step_behind_a_refused_one_says_nothing_of_what_follows() -> None:
+    route_hop, link, _ = hop_over(FullLink)
+    claim, oversight = (
+        Claims().claim(key_of(route_hop.shard)),
+        Oversight(SystemClock(), ceiling_s=9),
+    )
+    terms = SessionTerms(MODEL, "0" * 64, 64, WireDtype.FP16)
+    hop = GenerationHop(route_hop, link, claim, terms, Patience(5.0, 5.0), oversight)
+    await hop.open()
+    hop.accept(a_row())
+    hop.accept(a_row())
+    full, behind = CacheFull("no room.", fix=""), BadRequest("it starts at 1.", fix="")
+    link.message(Failure(full.to_dict(), 1, 1))
+    hop.cut(1)
+    assert hop.go_on(CHUNK_ROWS)
+    link.message(Failure(behind.to_dict(), 1, 2))
+    link.message(Result(1, 3, a_row(), 1, 0))
+    assert (hop.error, hop.delivered) == (None, 1)
+    hop.close()

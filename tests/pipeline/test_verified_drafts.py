@@ -209,7 +209,15 @@ async def test_a_replay_that_is_still_under_way_does_not_bring_wrong_drafts_back
 async def test_where_a_draft_has_no_room_the_token_alone_still_has(head: ToyEnds) -> None:
     network, (first, _) = network_of("0-3", "4-7")
     first.room = len(PROMPT) + 30
+    plenty = first.kv_tokens
+
+    def fill(step: Step) -> bool:
+        first.kv_tokens = 0  # what the answer holds leaves no room for another session
+        return True
+
+    first.before_step = fill
     plain = await asked(network, replace(toy_request(PROMPT, COUNT), draft=False), head=head)
+    first.kv_tokens = plenty
     drafted = await asked(network, toy_request(PROMPT, COUNT), head=head)
     assert tokens_of(drafted) == tokens_of(plain) == EXPECTED[head][:31]
     assert done_of(drafted).note
