@@ -7,6 +7,8 @@ import json
 import re
 import signal
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -17,6 +19,8 @@ from mesh.cli.options import patiently
 from tests.api.conftest import Served
 from tests.cli.conftest import COMMAND, Run, answering
 from tests.cli.terminal import Terminal
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def test_who_waits_for_a_signature_is_told_what_for(
@@ -262,6 +266,24 @@ async def test_interrupted_run_is_exit_code_130(
     assert process.returncode == 130
     assert b"Traceback" not in err
     await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 5)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+async def test_an_interrupt_while_the_command_is_imported_is_no_traceback(
+    environment: dict[str, str],
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    module, function = project["scripts"]["hearthnet"].split(":")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-X", "importtime", "-c", f"from {module} import {function}; {function}()",
+        "status", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert process.stderr is not None
+    await asyncio.wait_for(process.stderr.readuntil(b" typer\n"), 20)
+    process.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
