@@ -44,7 +44,7 @@ class DaemonRecord:
     may chat. `drain_s`: how long running answers get when it is stopped. `certificate` is that of
     its API in PEM where it speaks TLS, `certificate_file` where it lies, `public_url` where other
     machines reach the API; empty where they do not. `log` is the file of ours that it prints to,
-    if it does.
+    if it does. `holds_none`: it was told to hold no layers.
     """
 
     pid: int
@@ -60,6 +60,7 @@ class DaemonRecord:
     public_url: str = ""
     boot: str = ""
     log: str = ""
+    holds_none: bool = False
 
     @classmethod
     def for_this_process(

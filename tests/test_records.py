@@ -72,7 +72,8 @@ def test_the_record_of_a_daemon(tmp_path: Path) -> None:
     )
     record.write(tmp_path / "again.json")
     written = json.loads((tmp_path / "again.json").read_text())
-    assert written == {**json.loads(GOLDEN["file.daemon"]), "boot": "", "log": ""}
+    more = {"boot": "", "log": "", "holds_none": False}
+    assert written == {**json.loads(GOLDEN["file.daemon"]), **more}
     alive = replace(record, pid=os.getpid(), create_time=psutil.Process().create_time())
     alive.write(file)
     assert read_daemon(file) == alive

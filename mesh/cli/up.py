@@ -145,6 +145,8 @@ def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
     url = record.public_url or record.api_url
     say(f"hearthnet is up: API {url}, nodes on port {record.port}, pid {record.pid}")
+    if record.holds_none:
+        say("it serves no layers (--layers none): it asks those of its hearth that do")
     key = "unused" if record.keyless else "KEY  # see `hearthnet keys`"
     say(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
     if record.certificate is not None:

@@ -170,6 +170,7 @@ class Node:
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
             drain_s=self._config.distributed.host.drain_seconds,
+            holds_none=set(self._config.layers) == {"none"},
         )
 
     # Parts

@@ -347,9 +347,10 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
             env=environment, capture_output=True, text=True, timeout=60, check=False, cwd=here,
         )  # fmt: skip
         assert finished.returncode == 0
-        founded, up = finished.stdout.splitlines()[:2]
+        founded, up, holding = finished.stdout.splitlines()[:3]
         assert founded.startswith("founded ")
         assert up.startswith("hearthnet is up")
+        assert holding.startswith("it serves no layers (--layers none)")
         assert finished.stderr.count("still starting") == 1
         # The recovery code is on the screen and nowhere else.
         (code,) = re.findall(r"recovery code .*: ((?:[0-9A-Z]{4}-){6}[0-9A-Z]{4})", finished.stderr)
