@@ -9,9 +9,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from mesh import __version__
 from mesh.cli import (
@@ -54,8 +55,26 @@ class _Flags:
     debug: bool = False
 
 
+_ELSEWHERE = {"serve": "up", "start": "up", "stop": "down", "ps": "status"}
+"""What Ollama, Docker and services call some verbs; verbs that look like them do something else."""
+
+
+class _Verbs(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer does; one of another program, or typed without its group, is told its name."""
+        typed = args[0]
+        if typed not in self.commands:
+            meant = [_ELSEWHERE[typed]] if typed in _ELSEWHERE else []
+            for name, verb in self.commands.items():
+                meant += [f"{name} {typed}"] if typed in getattr(verb, "commands", ()) else []
+            if meant:
+                ctx.fail(f"No such command {typed!r}. Did you mean {', '.join(map(repr, meant))}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="hearthnet",
+    cls=_Verbs,
     help="Run one language model over the machines of a household.",
     epilog=EXIT_CODES_HELP,
     context_settings={"help_option_names": ["-h", "--help"]},

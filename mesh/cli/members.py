@@ -106,7 +106,8 @@ def leave(daemon: AskedDaemon, *, yes: Yes = False) -> None:
     """Take this node out of the hearth, into a new one of its own; it can `join` another then.
 
     Its key never comes back into the hearth that it leaves. Models on the disk, settings and API
-    keys stay. `hearthnet pause` before has running answers move first.
+    keys stay. `hearthnet pause` before has running answers move first. `hearthnet members revoke`
+    puts another node out.
     """
     if not yes:
         name = one_line(daemon.ask(lambda client: client.hearth())["name"])

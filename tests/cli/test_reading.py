@@ -73,6 +73,18 @@ async def test_every_verb_has_help(hearthnet: Run) -> None:
         assert flag in shown.out
 
 
+async def test_a_verb_that_is_called_otherwise_here_is_named(hearthnet: Run) -> None:
+    for typed, meant in (
+        ("leave", "members leave"),
+        ("install", "service install"),
+        ("ps", "status"),
+    ):
+        finished = await hearthnet(typed, "attic")
+        assert finished.code == 2
+        assert f"No such command {typed!r}. Did you mean {meant!r}?" in finished.err
+    assert "Did you mean 'status'" in (await hearthnet("statu")).err
+
+
 async def test_version(hearthnet: Run) -> None:
     finished = await hearthnet("--version")
     assert finished.code == 0
