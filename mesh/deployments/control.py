@@ -6,6 +6,7 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,9 @@ from mesh.deployments.world import World
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.identity.naming import called, nodes_meant, told_apart
 from mesh.types import LayerRange, ModelId, NodeId
+
+MAX_PLANS = 5
+"""For one order: as many orders for a deployment at once all hold."""
 
 
 class Deploying:
@@ -47,6 +51,7 @@ class Deploying:
         self._call_for = call_for
         self._up_s = up_s
         self._stay = stay
+        self._signing = asyncio.Lock()
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted or is still to be wished for, by model."""
@@ -78,13 +83,13 @@ class Deploying:
         self._house.require_operator()
         known = self._find(model)
         if known is not None:
-            return await self._deploy(self._ordered(known.wish, order), known)
+            return await self._deploy(order, known.wish, known)
         found = await self._weights.find(model)
         if found.weights_sha256:
             return await self._deploy_found(order, secrets.token_hex(8), found)
         known = self._find(found.model_id)  # the hub calls it otherwise, and it is up as that
         if known is not None:
-            return await self._deploy(self._ordered(known.wish, order), known)
+            return await self._deploy(order, known.wish, known)
         wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
         _, plan = await self._planned(wish, None)  # what has no room is refused before it is read
 
@@ -118,8 +123,11 @@ class Deploying:
         """Have so many replicas of a deployment, more or fewer. Raises NotFound and as `deploy`."""
         self._house.require_operator()
         deployment = self._require(model)
-        wish = replace(deployment.wish, replicas=replicas, resting=False)
-        return await self._wish(wish, deployment)
+
+        def scaled(wish: Wish) -> Wish:
+            return replace(wish, replicas=replicas, resting=False)
+
+        return await self._wish(scaled, deployment.wish, deployment)
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """End a deployment, or all of a model: ``{"deployment", "model_id", "evicted"}`` each.
@@ -176,12 +184,15 @@ class Deploying:
     ) -> dict[str, Any]:
         """Wish for it under a new name, or change the wish that there is for it."""
         known = self._of(found.model_id, found.weights_sha256)
-        wish = self._ordered(_new_wish(name, found) if known is None else known.wish, order)
-        return await self._deploy(wish, known)
+        return await self._deploy(
+            order, _new_wish(name, found) if known is None else known.wish, known
+        )
 
-    async def _deploy(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
-        row = await self._wish(wish, before)
-        self._call_for(wish.deployment)
+    async def _deploy(
+        self, order: Mapping[str, Any], wish: Wish, before: Deployment | None
+    ) -> dict[str, Any]:
+        row = await self._wish(lambda known: self._ordered(known, order), wish, before)
+        self._call_for(row["deployment"])
         return row
 
     async def _planned(self, wish: Wish, plan_before: Plan | None) -> tuple[Wish, Plan]:
@@ -205,11 +216,26 @@ class Deploying:
             if each.is_wanted and each.id != wish.deployment
         }
 
-    async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
-        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
+    async def _wish(
+        self, changed: Callable[[Wish], Wish], wish: Wish, before: Deployment | None
+    ) -> dict[str, Any]:
+        """Sign what a wish is `changed` to. Plan first: what cannot be met is not signed; and what
+        others have wished for meanwhile is changed instead, or theirs would be taken back."""
+        plans = 0
+        while True:
+            asked, plan = await self._planned(changed(wish), before.plan if before else None)
+            plans += 1
+            async with self._signing:
+                now = self._of(wish.model_id, wish.weights_sha256)
+                is_known = before is not None and now is not None and now.event == before.event
+                if is_known or now is None or plans == MAX_PLANS:
+                    return await self._signed(asked, plan, before)
+            wish, before = now.wish, now
+
+    async def _signed(self, wish: Wish, plan: Plan, before: Deployment | None) -> dict[str, Any]:
+        """Sign it with its plan. Who makes room rests before."""
         plan_before = None if before is None else before.plan
         others = self._others(wish)
-        wish, plan = await self._planned(wish, plan_before)
         need, machines = self._house.need_of, self._house.machines()
         change = self._change(wish, plan, before)
         going = to_rest(change, others.values(), machines, need)

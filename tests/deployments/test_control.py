@@ -169,6 +169,32 @@ async def test_who_makes_room_rests_before_the_new_is_wished_and_comes_back_in_i
     assert home.held() == {"large-16", "small-4"}
 
 
+class SlowPlans(Here):
+    """A node on which planning takes a moment, as it does for those that look weights up."""
+
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        await asyncio.sleep(0)
+        return UNKNOWN
+
+
+async def test_what_operators_order_while_each_other_plans_all_holds() -> None:
+    here = SlowPlans(SimulatedHouse([1000, 1000]))
+    rows = DeploymentRows(here, Phases(lambda shard, now: None))
+    one, other = (
+        Deploying(here, Models(), rows, lambda name: None, lambda name: HOUR) for _ in range(2)
+    )
+    await asyncio.gather(
+        one.deploy({"model": "m-4", "quant": "int8"}),
+        other.deploy({"model": "m-4", "keep_alive_s": 9.0}),
+    )
+    await asyncio.gather(one.deploy({"model": "m-4", "dedicated": True}), other.scale("m-4", 2))
+    (wish,) = [each.wish for each in here.deployments().values()]
+    found = (wish.quant, wish.keep_alive_s, wish.dedicated, wish.replicas)
+    assert found == ("int8", 9.0, True, 2)
+
+
 async def test_a_member_that_claims_any_time_has_its_wishes_listed() -> None:
     home = Verbs(100)
     name = (await home.verbs.deploy({"model": "small-4"}))["deployment"]
