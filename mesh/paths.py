@@ -201,8 +201,8 @@ class StatePaths:
             except OSError as error:
                 raise BadValue(
                     f"{directory} cannot be made a directory of this node: {error.strerror}.",
-                    fix="See whose it is (what `sudo` made belongs to root), or name a --state-dir"
-                    " that you may write to.",
+                    fix="See whose it is (what `sudo` made belongs to root) and whether its disk"
+                    " takes writes, or name a --state-dir that you may write to.",
                     param="state_dir",
                 ) from error
         return self

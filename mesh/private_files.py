@@ -91,7 +91,8 @@ def write_draft(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        error.filename = str(path)  # a write that fails says none
         raise
     return draft

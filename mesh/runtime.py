@@ -21,6 +21,7 @@ from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import AlreadyRunning, FileRefused, NotRunning
 from mesh.paths import StatePaths
+from mesh.private_files import write_private
 
 if sys.platform == "win32":
     import msvcrt
@@ -86,12 +87,7 @@ class DaemonRecord:
 
     def write(self, file: Path) -> None:
         """Put the record in place in one step, readable by its owner only. Raises OSError."""
-        part = file.with_suffix(f".{self.pid}.part")
-        part.unlink(missing_ok=True)
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump(asdict(self), stream, indent=1)
-        part.replace(file)
+        write_private(file, json.dumps(asdict(self), indent=1).encode())
 
 
 def read_daemon(file: Path) -> DaemonRecord | None:

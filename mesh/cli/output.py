@@ -41,9 +41,18 @@ _EXIT_CODES = {
     "peer_refused": 6,
     "token_rejected": 6,
 }
+_WHOSE = "See whose it is: what `sudo` made belongs to root."
+_ROOM = "Free some room on that disk."
 _REFUSALS = {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EISDIR, errno.ENOTDIR,
-}  # fmt: skip
+    errno.EACCES: _WHOSE,
+    errno.EPERM: _WHOSE,
+    errno.EISDIR: "See what lies there.",
+    errno.ENOTDIR: "See what lies there.",
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: "That file system takes no writes: mount it for writing.",
+}
+"""What the system refuses a command, and what helps."""
 _BREAKS = re.compile(r"[\n\t\u2028\u2029]")
 
 
@@ -99,7 +108,7 @@ def report(error: Exception, *, debug: bool = False) -> int:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         error = FileRefused(
             f"{error.filename or 'What is printed'} cannot be used: {error.strerror}.",
-            fix="See whose it is (what `sudo` made belongs to root), and to its disk.",
+            fix=_REFUSALS[error.errno],
         )
     if not isinstance(error, MeshError):
         note(f"error: hearthnet failed: {one_line(error) or type(error).__name__}")

@@ -145,6 +145,6 @@ class SqliteStore(RecordStore):
         except (sqlite3.Error, OSError, ValueError) as error:
             raise StoreUnavailable(
                 f"{self._file} cannot be used: {error}.",
-                fix="Make the state directory writable, or delete the file if it is damaged: nodes"
-                " publish again what they hold.",
+                fix="Free space on the disk, make the state directory writable, or delete the file"
+                " if it is damaged: nodes publish again what they hold.",
             ) from error

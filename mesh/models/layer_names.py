@@ -87,6 +87,6 @@ def number_in(config: Mapping[str, Any], *names: str) -> int | None:
     """The first of these that is a number from 1; None where none is."""
     for name in names:
         value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return int(value)
+        if type(value) is int and value > 0:  # JSON's true is an int to Python
+            return value
     return None

@@ -387,7 +387,7 @@ def _eos_ids(
     for source in (*sources, config, text):
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int):
+            if type(item) is int:
                 ids.setdefault(item)
     return tuple(ids)
 

@@ -76,6 +76,17 @@ async def test_a_log_that_may_not_be_read_is_named(hearthnet: Run, paths: StateP
     assert f"error: {paths.daemon_log} cannot be used: Is a directory. [file_refused]" in told.err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+async def test_a_full_disk_is_no_matter_of_whose_it_is(environment: dict[str, str]) -> None:
+    with await asyncio.to_thread(open, "/dev/full", "wb") as full:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "--version", stdout=full, stderr=asyncio.subprocess.PIPE, env=environment
+        )
+        _, err = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 1
+    assert err.decode().splitlines()[1] == "fix:   Free some room on that disk."
+
+
 def test_what_follows_is_shown_also_when_the_file_is_moved_aside(
     environment: dict[str, str], paths: StatePaths
 ) -> None:

@@ -204,6 +204,15 @@ def test_a_file_is_not_a_checkpoint(copied: Path) -> None:
         read_manifest(copied / "model.safetensors")
 
 
+def test_true_is_no_number_in_a_config(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    said = {"max_position_embeddings": True, "n_positions": 12, "eos_token_id": [True, 5]}
+    (copied / "config.json").write_text(json.dumps(config | said))
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": True}))
+    manifest = read_manifest(copied)
+    assert (manifest.max_positions, manifest.eos_ids) == (12, (5,))
+
+
 @pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"[" * 100_000])
 def test_missing_or_damaged_config(copied: Path, content: bytes | None) -> None:
     (copied / "config.json").unlink()
