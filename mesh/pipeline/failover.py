@@ -66,21 +66,30 @@ class Failover:
         self._local_model = local_model
         self._excluded: set[ShardKey] = set()
         self._stays: set[ShardKey] = set()
+        self._doubts_refusal = True
 
     async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible, or CacheFull
         when it is room that nobody has.
 
-        Raises BadSteering when the hop is not at fault: any other would refuse the edits as well.
+        Raises BadSteering when a second hop refuses the edits, or none can be asked in the place of
+        the first.
         """
-        if isinstance(lost.error, BadSteering):
-            raise lost.error
         session, shard = self._session, lost.hop.shard
-        status = "full" if isinstance(lost.error, NO_ROOM) else "degraded"
-        yield ShardStatus(shard.shard_id, shard.node_name, status, lost.error.message)
         self._excluded.add(key_of(shard))
         session.failovers += 1
         hops: tuple[RouteHop, ...] = ()
+        if isinstance(lost.error, BadSteering):
+            if self._doubts_refusal:
+                hops = await self._replaced(lost.index, self._excluded)
+            if not hops:
+                raise lost.error
+            self._doubts_refusal = False
+        status = "full" if isinstance(lost.error, NO_ROOM) else "degraded"
+        yield ShardStatus(shard.shard_id, shard.node_name, status, lost.error.message)
+        if hops:
+            yield self._notice(lost.hop, hops, status)
+            return
         if session.failovers < self._settings.fallback_after or session.fallback:
             hops = await self._elsewhere(lost, ())
         if not hops:

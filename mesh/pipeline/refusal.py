@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from mesh.errors import Busy, CacheFull, ContextTooLong, DiskFull, MeshError, NoRoute, from_dict
+from mesh.errors import (
+    BadSteering,
+    Busy,
+    CacheFull,
+    ContextTooLong,
+    DiskFull,
+    MeshError,
+    NoRoute,
+    from_dict,
+)
 
 if TYPE_CHECKING:
     from mesh.pipeline.route import HopLost
@@ -32,7 +41,13 @@ def why_nobody(nobody: NoRoute, refused: Sequence[HopLost]) -> MeshError:
         return refused[-1].error
     if all(isinstance(lost.error, DiskFull) for lost in refused):
         return named(refused[-1])
-    return RouteRefused(nobody, refused)
+    return edits_refused(refused) or RouteRefused(nobody, refused)
+
+
+def edits_refused(refused: Iterable[HopLost]) -> BadSteering | None:
+    """What one of them says against the request's edits. A second one is asked, as any would refuse
+    edits that are bad."""
+    return next((lost.error for lost in refused if isinstance(lost.error, BadSteering)), None)
 
 
 def named(lost: HopLost) -> MeshError:

@@ -21,7 +21,7 @@ from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import rows_of, slice_rows
 from mesh.pipeline.hop import GenerationHop, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
-from mesh.pipeline.refusal import RouteRefused, why_nobody
+from mesh.pipeline.refusal import RouteRefused, edits_refused, why_nobody
 from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import ShardKey, key_of
@@ -69,7 +69,7 @@ async def open_route(
         RouteRefused, and what else `pick` raises.
         ContextTooLong: no shard holds that many positions.
         DiskFull: no shard has disk for a harvest; names a node.
-        BadSteering: a hop cannot apply one of the edits, nor would any other.
+        BadSteering: a hop cannot apply one of the edits, and a second one says so, or is not there.
     """
     refused: dict[ShardKey, HopLost] = {}
     delays = iter(delays_s)
@@ -90,7 +90,7 @@ async def open_route(
         try:
             return await open_hops(picked)
         except HopLost as lost:
-            if isinstance(lost.error, BadSteering):
+            if isinstance(lost.error, BadSteering) and edits_refused(refused.values()):
                 raise lost.error from None
             # Each round excludes one shard more, so this ends.
             refused[key_of(lost.hop.shard)] = lost

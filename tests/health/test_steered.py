@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import BadSteering, MeshError
-from mesh.types import Edit, Site
+from mesh.types import Edit, ShardFailover, Site
 from mesh.wire.messages import Step, WireTensor
-from tests.health.watched import PROMPT, halves, told, values_of, watched, with_values
-from tests.pipeline.toy_mesh import toy_request
+from tests.health.watched import PROMPT, halves, tokens_of, told, values_of, watched, with_values
+from tests.pipeline.toy_mesh import expected_tokens, toy_request
 
 
 def overflow(step: Step, computed: WireTensor) -> WireTensor:
@@ -39,6 +39,21 @@ async def test_a_hop_behind_an_edit_is_not_called_corrupt() -> None:
     assert "Lower the strength" in str(error)
     assert events == set()
     assert standings == [0, 0]
+
+
+async def test_edits_that_one_hop_alone_refuses_do_not_end_the_answer() -> None:
+    network, (liar, _) = halves("b", "c")
+    refusal = BadSteering("these edits are bad.", fix="Send others.")
+    steered = replace(toy_request(PROMPT, 4), edits=(Edit(Site(5), 1.0, b"x" * 32),))
+    with watched(network) as mesh:
+        liar.refuses_opens_with = refusal
+        assert tokens_of([f async for f in mesh.engine.chat(steered)]) == expected_tokens(PROMPT, 4)
+        liar.refuses_opens_with, liar.refuses_steps_with = None, refusal
+        again = replace(steered, prompt_ids=(7, 7, 7))
+        frames = [frame async for frame in mesh.engine.chat(again)]
+        assert tokens_of(frames) == expected_tokens([7, 7, 7], 4)
+        assert sum(isinstance(frame, ShardFailover) for frame in frames) == 1
+        await mesh.engine.close()
 
 
 async def test_a_hop_before_every_edit_is() -> None:

@@ -134,6 +134,7 @@ class ToyShard:
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
         self.before_seal: Callable[[], None] = lambda: None
+        self.refuses_opens_with: MeshError | None = None
         self.refuses_steps_with: MeshError | None = None
         self.delay_s = 0.0
         self.computes_in_turn = False
@@ -185,12 +186,9 @@ class ToyDoor:
     def message(self, message: Message) -> None:
         sessions, key = self._shard.sessions, (self._number, getattr(message, "session", 0))
         if isinstance(message, Open):
-            if self._shard.open_streams() >= self._shard.descriptor.max_concurrent_streams:
-                self._fail(key[1], Busy("full.", fix="Elsewhere."))
-                return
-            if message.max_tokens > self._shard.kv_tokens:
-                here = f"{message.max_tokens} of {self._shard.kv_tokens}."
-                self._fail(key[1], ContextTooLong(here, fix="Ask for less."))
+            refusal = self._refusal(message)
+            if refusal is not None:
+                self._fail(key[1], refusal)
                 return
             sessions[key] = self._shard.new_session(LayerRange(message.start, message.stop))
             self._open(message)
@@ -210,6 +208,14 @@ class ToyDoor:
             self._step(sessions[key], message)
         else:
             self._ask(sessions, key, message)
+
+    def _refusal(self, request: Open) -> MeshError | None:
+        if self._shard.open_streams() >= self._shard.descriptor.max_concurrent_streams:
+            return Busy("full.", fix="Elsewhere.")
+        if request.max_tokens > self._shard.kv_tokens:
+            here = f"{request.max_tokens} of {self._shard.kv_tokens}."
+            return ContextTooLong(here, fix="Ask for less.")
+        return self._shard.refuses_opens_with
 
     def _ask(
         self, sessions: dict[tuple[int, int], ToySession], key: tuple[int, int], message: Message
