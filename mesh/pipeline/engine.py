@@ -16,7 +16,7 @@ from typing import Any
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock
-from mesh.errors import MeshError
+from mesh.errors import ContextTooLong, MeshError
 from mesh.health.series import HopSteps
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop
@@ -224,6 +224,8 @@ class Engine:
                 oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
             try:
                 verdict = await self._wire_verdict()
+            except ContextTooLong:  # for these prompts, by those who are there now
+                return WireDtype.FP32
             except UNSERVED as nobody:
                 is_full = isinstance(nobody, RouteRefused) and nobody.all_full
                 if self._local_model is None and not is_full:

@@ -215,10 +215,13 @@ async def test_a_draining_hop_stays_where_only_a_stranger_could_take_over() -> N
     await sessions.close()
 
 
-async def test_home_answers_before_it_is_known_what_others_may_be_sent() -> None:
-    """The first request finds out the wire dtype from hops; there are none."""
+@pytest.mark.parametrize("says_too_long", [False, True], ids=["nobody", "who has no room, it says"])
+async def test_home_answers_before_it_is_known_what_others_may_be_sent(says_too_long: bool) -> None:
+    """The first request finds out the wire dtype from hops; there are none that serve."""
     network = ToyNetwork()
     home = network.home()
+    if says_too_long:
+        network.add("0-7").kv_tokens = 0
     with watched(network, fallback_to_local=True, activation_dtype="fp16") as mesh:
         mesh.home = home
         frames = await mesh.ask(COUNT, prompt=PROMPT)
