@@ -6,6 +6,7 @@ Knows sockets and DNS records; knows nothing of what the records mean to hearthn
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,13 @@ def joinable(address: str) -> str | None:
     return None
 
 
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """What zeroconf says of a network that is away tells nothing more by its traceback."""
+    if record.exc_info and isinstance(record.exc_info[1], OSError):
+        record.exc_info = None
+    return True
+
+
 class Multicast:
     """One announced service and one browser. Use `open`; `close` says goodbye."""
 
@@ -64,6 +72,7 @@ class Multicast:
         `on_state(instance, alive)` is called in the event loop, for our own instance as well.
         Raises OSError when the sockets cannot be had.
         """
+        logging.getLogger("zeroconf").addFilter(_in_one_line)
         multicast = cls(
             AsyncZeroconf(interfaces=list(addresses), ip_version=IPVersion.V4Only), ttl_s
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -211,3 +213,33 @@ def receive(mdns: Mdns, packet: bytes) -> None:
     """As if it had come from the network, but for this instance only."""
     zeroconf, _ = inside(mdns)
     zeroconf.engine.protocols[0].datagram_received(packet, ("127.0.0.1", 5353))
+
+
+_GOES_AWAY = """
+import asyncio, logging, subprocess
+from mesh.discovery.multicast import Multicast
+
+async def main():
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    multicast = await Multicast.open(["127.0.0.1"], None, lambda *_: None, ttl_s=60)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    await asyncio.sleep(2)
+    await multicast.close()
+
+logging.basicConfig()
+asyncio.run(main())
+"""
+
+
+def test_a_network_that_goes_away_is_one_line_in_the_log() -> None:
+    unshare = ["unshare", "--net", "--map-root-user", "--user"]
+    try:
+        subprocess.run([*unshare, "ip", "link", "set", "lo", "up"], check=True, timeout=20)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network of one's own here: {error}")
+    told = subprocess.run(
+        [*unshare, sys.executable, "-c", _GOES_AWAY],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stderr  # fmt: skip
+    assert told.count("Network is unreachable") == 1
+    assert "Traceback" not in told
