@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -384,6 +385,21 @@ async def test_a_table_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
         await a_queue(tmp_path).start()
 
 
+_KILLED = """
+import asyncio, os, sys
+from pathlib import Path
+import aiosqlite
+from mesh.interventions.jobs.queue.records import JobRecords
+run = aiosqlite.Connection.execute_fetchall
+def until_the_version(connection, query, *values):
+    if query.startswith("PRAGMA user_version ="):
+        os._exit(9)
+    return run(connection, query, *values)
+aiosqlite.Connection.execute_fetchall = until_the_version
+asyncio.run(JobRecords.open(Path(sys.argv[1])))
+"""
+
+
 @pytest.mark.parametrize(
     ("before", "owner"),
     [("0a1b2c3d", Principal(PrincipalKind.KEY, "0a1b2c3d")), ("local", ANONYMOUS)],
@@ -400,6 +416,8 @@ async def test_jobs_of_the_first_schema_keep_their_owners(
         table.execute("UPDATE jobs SET owner = ?", (before,))
         table.execute("PRAGMA user_version = 1")
     table.close()
+    killed = [sys.executable, "-c", _KILLED, str(tmp_path / "jobs/jobs.sqlite")]
+    assert await (await asyncio.create_subprocess_exec(*killed)).wait() == 9
     for _ in range(2):
         again = a_queue(tmp_path)
         await again.start()

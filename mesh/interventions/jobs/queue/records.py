@@ -174,10 +174,12 @@ async def _connect(path: Path) -> aiosqlite.Connection:
             await connection.execute_fetchall(pragma)
         ((found,),) = await connection.execute_fetchall("PRAGMA user_version")
         _require_known(found, path)
+        await connection.execute_fetchall("BEGIN IMMEDIATE")  # or a kill has owners changed twice
         await connection.execute_fetchall(_CREATE)
         if found == 1:
             await connection.execute_fetchall(_SINCE_1)
         await connection.execute_fetchall(f"PRAGMA user_version = {_SCHEMA}")
+        await connection.commit()
     except BaseException:
         await connection.close()
         raise
