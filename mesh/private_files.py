@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from mesh.errors import KeyUnreadable
+
+_DRAFT = re.compile(r"\.[0-9a-f]{8}")
 
 
 def read_private(path: Path, limit: int) -> bytes:
@@ -80,6 +85,16 @@ def mending(error: OSError, otherwise: str) -> str:
     if error.errno == errno.EROFS:
         return "That file system takes no writes: mount it for writing; the file is as it was."
     return otherwise
+
+
+def remove_stale_drafts(directory: Path) -> None:
+    """Remove what writers of these functions that were killed have left there and one level below;
+    what is younger than a day may be another process's. Raises nothing: it is asked again."""
+    before = time.time() - 86400
+    for file in (*directory.glob("*.????????"), *directory.glob("*/*.????????")):
+        with suppress(OSError):
+            if _DRAFT.fullmatch(file.suffix) and file.lstat().st_mtime < before:
+                file.unlink()
 
 
 def write_draft(path: Path, data: bytes) -> Path:

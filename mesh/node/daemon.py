@@ -18,6 +18,7 @@ from mesh.logs import log_file
 from mesh.models.local import find_local_models
 from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
+from mesh.private_files import remove_stale_drafts
 from mesh.processes.shared_pages import unmap_files
 from mesh.processes.tasks import abandonable
 from mesh.runtime import DaemonRecord, sole_use
@@ -32,6 +33,7 @@ def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = Non
     """
     paths = StatePaths(config.state_dir).create()
     with sole_use(paths):
+        remove_stale_drafts(paths.root)
         asyncio.run(_run(config, paths, on_ready))
 
 

@@ -337,6 +337,11 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
 ) -> None:
     impatient = "from mesh.cli import detached, main; detached._PATIENCE_S = 0.0; main.main()"
     state = ["--state-dir", str(tmp_path / "state")]
+    (tmp_path / "state").mkdir()
+    stale, fresh = (tmp_path / "state" / f"api-keys.json.{n}" for n in ("0badcafe", "1badcafe"))
+    for draft in (stale, fresh):
+        draft.write_text("of a writer that was killed")
+    os.utime(stale, (0, 0))
     (here := tmp_path / "here").mkdir()
     for name in ("mesh.py", "random.py"):
         (here / name).write_text("raise RuntimeError('a file of somebody else')")
@@ -352,6 +357,7 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
         assert up.startswith("hearthnet is up")
         assert holding.startswith("it serves no layers (--layers none)")
         assert finished.stderr.count("still starting") == 1
+        assert (stale.exists(), fresh.exists()) == (False, True)
         # The recovery code is on the screen and nowhere else.
         (code,) = re.findall(r"recovery code .*: ((?:[0-9A-Z]{4}-){6}[0-9A-Z]{4})", finished.stderr)
         files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
