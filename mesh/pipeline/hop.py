@@ -287,10 +287,9 @@ class HopSession:
                 self._awake()
         elif isinstance(message, Loading):
             self._loading()
-        elif isinstance(message, Failure):
+        elif isinstance(message, Failure) and message.step in (None, *self._sent):
             # That of a step behind a refused one, which is not waited for any more, says nothing.
-            if message.step is None or message.step in self._sent:
-                self.fail(from_dict(message.error))
+            self.fail(from_dict(message.error))
 
     def lost(self, error: MeshError) -> None:
         """The link is gone."""
