@@ -108,7 +108,7 @@ def make_embedding_model(checkpoint: Path) -> None:
         {"idx": number, "path": f"{number}_{kind}" if number else "", "type": f"models.{kind}"}
         for number, kind in enumerate(types)
     ]
-    (checkpoint / "1_Pooling").mkdir()
+    (checkpoint / "1_Pooling").mkdir(exist_ok=True)
     (checkpoint / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
     (checkpoint / "modules.json").write_text(json.dumps(modules))
 

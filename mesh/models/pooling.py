@@ -8,7 +8,7 @@ it (https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h, `llama_po
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from mesh.models.manifest import Manifest
 
 MODULES = "modules.json"
 POOLING_CONFIG = "1_Pooling/config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 Kind = Literal["", "last", "mean"]
 
@@ -26,16 +27,18 @@ _OF_MODE: dict[str, Kind] = {"mean": "mean", "lasttoken": "last"}
 _MODE, _FLAG = "pooling_mode", "pooling_mode_"
 _OF_FLAG = {"mean_tokens": "mean"}
 """Modes that are called otherwise where each has a flag of its own."""
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
     """`kind` is ``last``, the final hidden state of the last token, ``mean``, of all of them, or ''
-    for a model that makes none: `why_not` then says so, as the end of a sentence."""
+    for a model that makes none: `why_not` then says so, as the end of a sentence. `adds_end`: a
+    token that ends the text is to stand behind it, also where the tokenizer puts none there."""
 
     kind: Kind
     why_not: str = ""
+    adds_end: bool = False
 
 
 NO_POOLING = Pooling("", "its checkpoint does not say how one vector is made of a text")
@@ -55,10 +58,11 @@ def read_pooling(manifest: Manifest) -> Pooling:
     if not modules.is_file():
         return NO_POOLING
     try:
-        return _of_modules(
+        pooling = _of_modules(
             codec.convert(_json(modules), tuple[_Module, ...]),
             manifest.directory / POOLING_CONFIG,
         )
+        return replace(pooling, adds_end=_adds_end(manifest.directory / _TOKENIZER))
     except (OSError, ValueError) as error:
         return Pooling("", f"its {MODULES} or {POOLING_CONFIG} cannot be read: {error}")
 
@@ -91,6 +95,13 @@ def _modes(config: dict[str, Any]) -> list[str]:
         return [said]
     on = [key.removeprefix(_FLAG) for key, is_on in config.items() if is_on is True]
     return [_OF_FLAG.get(key, key) for key in on if _FLAG + key in config]
+
+
+def _adds_end(file: Path) -> bool:
+    """transformers 5 heeds only tokenizer.json, where older models (E5-Mistral) have nothing of
+    it."""
+    said = codec.convert(_json(file), dict[str, Any]) if file.is_file() else {}
+    return said.get("add_eos_token") is True
 
 
 def _json(file: Path) -> Any:

@@ -148,6 +148,12 @@ class Tokenizer:
         return cls(tokenizer, frozenset((*manifest.eos_ids, *([] if own is None else [own]))))
 
     @property
+    def end_id(self) -> int | None:
+        """The id of the token that ends a text, by the tokenizer alone."""
+        found: int | None = self._tokenizer.eos_token_id
+        return found
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` follows the model's own template or the plain one."""
         return bool(self._tokenizer.chat_template)

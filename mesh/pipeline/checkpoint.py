@@ -16,7 +16,7 @@ from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.models.pooling import read_pooling
+from mesh.models.pooling import NO_POOLING, Pooling, read_pooling
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
@@ -49,8 +49,11 @@ DEFAULT_MAX_POSITIONS = 4096
 class CheckpointText:
     """`mesh.pipeline.model.Text` over a checkpoint's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, pooling: Pooling = NO_POOLING
+    ) -> None:
         self._tokenizer = tokenizer
+        self._end = tokenizer.end_id if pooling.adds_end else None
         self._vocab_size = vocab_size
         self.eos_ids = tokenizer.eos_ids
         self.reasoning_marks = tokenizer.reasoning_marks()
@@ -108,6 +111,8 @@ class CheckpointText:
             chat = request.messages, most, request.begun, tools, request.think, request.effort
             return self._tokenizer.encode_chat(*chat)
         if request.prompt_ids is None and request.prompt is not None:
+            if request.embeds and self._end is not None:
+                return self._ended(request.prompt, most, self._end)
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
         if most is not None and len(ids) > most:
@@ -118,6 +123,10 @@ class CheckpointText:
                 param="prompt",
             )
         return ids
+
+    def _ended(self, prompt: str, most: int | None, end: int) -> list[int]:
+        ids = self._tokenizer.encode(prompt, None if most is None else most - 1)
+        return ids if ids[-1:] == [end] else [*ids, end]
 
     def _require_thinks(self, request: GenerationRequest) -> None:
         """Raise BadRequest where it is to think, or so hard, and its template knows of no such."""
@@ -214,9 +223,10 @@ def load_asker(
     """
     use(directory)
     manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
-    text = CheckpointText(Tokenizer.load(manifest), manifest.vocab_size)
+    pooling = read_pooling(manifest)
+    text = CheckpointText(Tokenizer.load(manifest), manifest.vocab_size, pooling)
     if _is_thin(manifest, options):
-        return _model(manifest, text, None), [_THIN]
+        return _model(manifest, text, pooling, None), [_THIN]
     device = choose_device(options.device)
     stored = short_dtype_name(manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
@@ -233,7 +243,7 @@ def load_asker(
             options.cache_dir,
         )  # fmt: skip
         loaded = load_computed(plan, progress)
-    model = _model(manifest, text, loaded)
+    model = _model(manifest, text, pooling, loaded)
     return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]
 
 
@@ -244,7 +254,9 @@ def _is_thin(manifest: Manifest, options: AskerOptions) -> bool:
     return options.thin == "always"
 
 
-def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) -> AskerModel:
+def _model(
+    manifest: Manifest, text: CheckpointText, pooling: Pooling, loaded: LoadedEnds | None
+) -> AskerModel:
     return AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
@@ -257,5 +269,5 @@ def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) 
         routed=_is_routed(manifest.config) or keeps_states(manifest),
         head_rows=loaded.rows if loaded is not None else 1,
         keeps_states=keeps_states(manifest),
-        pooling=read_pooling(manifest),
+        pooling=pooling,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.pooling import MODULES, POOLING_CONFIG, read_pooling
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
-from mesh.types import ModelId
+from mesh.types import GenerationRequest, ModelId
 from tests.checkpoints import make_checkpoint, make_embedding_model
 from tests.gguf_files import write_gguf
 
@@ -82,6 +84,24 @@ def test_what_makes_vectors_needs_no_head(tmp_path: Path) -> None:
     assert model.abilities() == ("embedding",)
     hidden = torch.randn(1, 3, model.hidden_size)
     assert torch.equal(model.own_ends.norm(hidden), whole.norm(hidden))
+
+
+def test_a_text_ends_as_the_checkpoint_has_it(checkpoint: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint, tmp_path / "toy")
+    make_embedding_model(directory)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    ends = {}
+    for said in (False, True):
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(settings | {"add_eos_token": said})
+        )
+        options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache")
+        model, _ = load_asker(directory, ModelId("toy"), options)
+        request = GenerationRequest("r", ModelId("toy"), prompt="The kettle", embeds=True)
+        ends[said] = model.text.prompt_ids(request, None)
+        assert model.text.prompt_ids(replace(request, embeds=False), None) == ends[False]
+    (end,) = ends[True][len(ends[False]) :]
+    assert (ends[True][:-1], end in model.text.eos_ids) == (ends[False], True)
 
 
 @pytest.mark.parametrize(
