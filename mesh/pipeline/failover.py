@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from random import uniform
 
 from mesh.errors import BadSteering, CacheFull, ContextTooLong, MeshError, NoRoute
 from mesh.pipeline.history import chunk_rows
+from mesh.pipeline.room_line import JITTER
 from mesh.pipeline.route import HopLost, open_route
 from mesh.pipeline.sessions import GenerationSession
 from mesh.routing.cover import ShardKey, key_of
@@ -97,14 +99,14 @@ class Failover:
             if at_home is not None:
                 yield at_home
                 return
-            hops = await self._elsewhere(lost, self._settings.retry_delays_s)
-        if not hops:
-            hops = await self._afresh(lost)
+            delays = self._settings.retry_delays_s
+            hops = await self._elsewhere(lost, delays) or await self._afresh(lost)
         if not hops:
             error = _no_room(lost) if status == "full" else _gone(lost)
             yield PipelineAborted(error.message)
             raise error
-        yield self._notice(lost.hop, hops, status)
+        if hops[0] is not lost.hop:
+            yield self._notice(lost.hop, hops, status)
 
     async def leave_draining_hops(self) -> AsyncGenerator[StreamFrame, None]:
         """Move off hops whose host is about to stop, where somebody else serves their layers.
@@ -125,7 +127,8 @@ class Failover:
     # Private
 
     async def _elsewhere(self, lost: HopLost, delays: Sequence[float]) -> tuple[RouteHop, ...]:
-        """Hops that now replace the lost one; empty when nobody could after all `delays`."""
+        """Hops that now replace the lost one, or itself where it had no room and has some now;
+        empty when nobody could after all `delays`."""
         session, waits = self._session, iter(delays)
         while session.failovers <= self._settings.max_failovers:
             if session.route.is_misled:
@@ -134,10 +137,26 @@ class Failover:
             wait = next(waits, None)
             if hops or wait is None:
                 return hops
-            await asyncio.sleep(wait)
+            # Of several that wait for each other's room, one gives up before the others do.
+            await asyncio.sleep(wait * uniform(1 - JITTER, 1 + JITTER))  # noqa: S311 - no secret
+            if isinstance(lost.error, CacheFull) and await self._has_room_by_now(lost.index):
+                return (lost.hop,)
             # Nobody else is left, so those who failed are as good as any: one may be back.
             self._excluded.clear()
         return ()
+
+    async def _has_room_by_now(self, index: int) -> bool:
+        """Whether the hop, which had no room for more of the session, goes on with it. Another
+        session in its place would have to have room beside it."""
+        session = self._session
+        hop = session.route.hops[index]
+        if not hop.go_on(self._rows):
+            return False
+        try:
+            await session.route.output(len(session.token_ids))
+        except HopLost:
+            return hop.error is None  # else another one is next to be replaced
+        return True
 
     async def _afresh(self, lost: HopLost) -> tuple[RouteHop, ...]:
         """A whole new route, after the sessions on all other hops were given back as well.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from math import inf
 
@@ -112,6 +113,22 @@ async def test_an_answer_that_nobody_has_room_for_ends_there_and_says_so() -> No
     assert "node-1001 has no room" in done.note
     assert passed_on(GenerationFrame.of("r", done)) == GenerationFrame.of("r", done)
     assert not sessions.known(), "what it held is given back to whoever waits for room"
+    await sessions.close()
+
+
+async def test_an_answer_goes_on_once_there_is_room_for_more_of_it_but_not_for_another() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7")
+    shard.room = 20
+    orchestrator, sessions = toy_orchestrator(network)
+    frames: list[StreamFrame] = []
+    async for frame in orchestrator.chat(toy_request(PROMPT, 30)):
+        frames.append(frame)
+        shard.kv_tokens = 0
+        if isinstance(frame, ShardStatus):
+            asyncio.get_running_loop().call_later(0.015, setattr, shard, "room", None)
+    assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    assert not frames[-1].note
     await sessions.close()
 
 
