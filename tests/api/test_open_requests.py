@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -77,6 +78,19 @@ async def test_what_needs_no_key_is_on_the_user_s_account(small: Owned) -> None:
             assert (await follow(http, stack, "unused")).status_code == 200
         assert code(await http.get("/result/any/x")) == (429, "limit_reached")
         assert (await http.get("/healthz")).is_success
+
+
+async def test_what_changes_nothing_is_not_kept_as_long_as_the_answer_takes(small: Owned) -> None:
+    api, http = small
+    # of 4 MB that can be a million lists, and of a hundred requests the memory of a machine
+    body = (
+        '{"model":"silent","messages":[{"role":"user","content":"hi"}],"metadata":{"nobodys":[]}}'
+    )
+    asking = asyncio.create_task(http.post("/v1/chat/completions", content=body))
+    await api.generations.started.wait()
+    assert not any(type(each) is dict and "nobodys" in each for each in gc.get_objects())
+    api.generations.proceed.set()
+    assert (await asking).is_success
 
 
 def test_the_numbers_leave_the_owner_an_eighth() -> None:

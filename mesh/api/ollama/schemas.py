@@ -33,7 +33,7 @@ class _AnswerBody(Strict):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Ollama's, not here
     shift: Annotated[None, only(False)] = None
-    keep_alive: Hint = None
+    keep_alive: str | float | None = None
 
     @field_validator("format", mode="before")
     @classmethod
@@ -55,7 +55,7 @@ class _AnswerBody(Strict):
     def unloads(self) -> bool:
         """Whether the model is to be let go of behind the answer."""
         value = self.keep_alive
-        return value in _ZERO if isinstance(value, str) else value == 0 and value is not False
+        return value in _ZERO if isinstance(value, str) else value == 0
 
     def _request(
         self, model: ModelId, request_id: str, principal: Principal, **asked: Any

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, only
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
@@ -25,7 +25,8 @@ Effort = Literal["none", "low", "medium", "high"]
 Truncation = Literal["auto", "disabled"]
 """How hard a model is to think, `none` being not at all."""
 Refused = Annotated[None, only()]
-Hint = Any
+Hint = Annotated[Any, BeforeValidator(lambda _: None)]
+"""Whatever it is: nobody reads it, so it is not kept as long as the answer takes."""
 
 
 class TemplateKwargs(Strict):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import Field, field_validator, model_validator
 
 from mesh.api.bodies import Strict, is_plain, require_plain
+from mesh.api.openai.sampling import Hint
 from mesh.errors import BadRequest
 from mesh.models.written_calls import object_in
 from mesh.types import ToolCallDelta, ToolUse
@@ -74,7 +75,7 @@ class CalledFunction(Strict):
 
     name: Annotated[str, Field(min_length=1, max_length=_MAX_ID)]
     arguments: str
-    parsed_arguments: Any = None  # beside `arguments` in what OpenAI's clients parsed
+    parsed_arguments: Hint = None  # beside `arguments` in what OpenAI's clients parsed
 
     def as_call(self, call_id: str) -> dict[str, Any]:
         """What a chat template is shown of a call: the arguments as an object, whose one field
@@ -91,7 +92,7 @@ class ToolCall(Strict):
     id: CallId
     type: Literal["function"]
     function: CalledFunction
-    index: Any = None  # of a stream; some clients send it back
+    index: Hint = None  # of a stream; some clients send it back
 
     def to_template(self) -> dict[str, Any]:
         """What a chat template is shown of it."""
