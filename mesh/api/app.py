@@ -28,6 +28,7 @@ from mesh.api.anthropic import elsewhere as not_of_anthropic
 from mesh.api.anthropic import messages as anthropic
 from mesh.api.anthropic import models as anthropic_models
 from mesh.api.auth import Access, Gate, require
+from mesh.api.bodies import LongBodies
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
 from mesh.api.ollama import asking as ollama
@@ -107,7 +108,7 @@ def create_app(
     )
     app.router.redirect_slashes = False  # no path here ends in one
     app.state.closing, app.state.kept = closing, kept
-    app.state.settings = settings
+    app.state.settings, app.state.long_bodies = settings, LongBodies()
     app.state.access = access
     return app
 

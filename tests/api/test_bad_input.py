@@ -9,6 +9,7 @@ import json
 import time
 import tracemalloc
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -285,6 +286,29 @@ async def test_the_collector_rests_while_a_body_is_parsed() -> None:
     assert response.status_code == 200
     assert len(begun) <= 2
     assert gc.isenabled()
+
+
+async def test_others_are_served_while_a_long_body_is_read() -> None:
+    """The hundred thousand parts of a message that 4 MB can hold take most of a second."""
+    parts = b'{"type": "text", "text": ""},' * 34 + b'{"type": "text", "text": ""}'
+    messages = b",".join([b'{"role": "user", "content": [%s]}' % parts] * 3_500)
+    loop, turns = asyncio.get_running_loop(), [0.0]
+
+    async def turn() -> None:
+        while True:
+            turns.append(loop.time())
+            await asyncio.sleep(0.001)
+
+    async with (
+        serving(replace(SETTINGS, max_body_bytes=4 << 20)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=60) as http,
+    ):
+        turning = asyncio.create_task(turn())
+        body = b'{"model": "echo", "messages": [%s]}' % messages
+        assert (await http.post("/v1/chat/completions", content=body)).status_code == 200
+        turning.cancel()
+    took_s = turns[-1] - turns[1]
+    assert max(b - a for a, b in pairwise(turns[1:])) < took_s / 2
 
 
 @pytest.mark.parametrize("depth", [5_000, 50_000, 500_000])
