@@ -59,8 +59,12 @@ def create(
     *,
     name: Annotated[str, typer.Option(help="Whose it is, or for what.")] = "key",
     scope: Annotated[
-        str, typer.Option(metavar="LIST", help="Of chat, interventions and admin, with commas.")
-    ] = "chat",
+        list[str] | None,
+        typer.Option(
+            metavar="LIST",
+            help="Of chat (the default), interventions and admin, with commas. Repeatable.",
+        ),
+    ] = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,7 +80,7 @@ def create(
     from mesh.clock import SystemClock
     from mesh.identity.api_keys import Quota, Scope, shown
 
-    scopes = [part.strip() for part in scope.split(",")]
+    scopes = [part.strip() for each in scope or ["chat"] for part in each.split(",")]
     limits = _parse(quota or [])
 
     def directly(keys: ApiKeys) -> dict[str, Any]:

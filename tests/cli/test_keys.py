@@ -39,18 +39,20 @@ async def test_keys_are_made_listed_and_revoked_through_the_daemon(
     hearthnet: Run, owned: Served
 ) -> None:
     made = await hearthnet(
-        "keys", "create", "--name", "lab", "--scope", "chat,interventions", "--trusted",
-        "--quota", "requests=60", "--quota", "tokens=1000", "--json",
+        "keys", "create", "--name", "lab", "--scope", "chat,admin", "--scope", "interventions",
+        "--trusted", "--quota", "requests=60", "--quota", "tokens=1000", "--json",
     )  # fmt: skip
     key = json.loads(made.out)
     kept = owned.keys.verify(key["key"])
     assert (kept.name, sorted(kept.scopes), kept.trusted) == (
-        "lab", ["chat", "interventions"], True,
+        "lab", ["admin", "chat", "interventions"], True,
     )  # fmt: skip
     assert (kept.requests_per_minute, kept.tokens_per_day) == (60, 1000)
     # Found by address too: the key goes to the daemon that wrote it down.
     listed = await hearthnet("keys", "list", "--host", owned.url)
-    assert f"{kept.id}  lab   chat, interventions (trusted)  60 requests a minute" in listed.out
+    assert (
+        f"{kept.id}  lab   admin, chat, interventions (trusted)  60 requests a minute" in listed.out
+    )
     assert key["key"] not in listed.out
     revoked = await hearthnet("keys", "revoke", kept.id)
     assert revoked.code == 0
