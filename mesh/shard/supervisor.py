@@ -161,8 +161,9 @@ class ShardSupervisor(Supervisor):
         try:
             return await self.ensure(request)
         except BaseException:
+            is_there = known.here is not None or known.loading is not None
             self._forget(name)
-            if known.loading is not None:  # it goes when it has come
+            if is_there:  # it goes when it has come: asked once more, the process would refuse it
                 self._leave(name, 0.0)
             raise
 

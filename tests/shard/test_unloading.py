@@ -52,6 +52,28 @@ async def test_a_running_answer_moves_off_a_shard_that_is_unloaded(tmp_path: Pat
         assert name not in host.wanted
 
 
+async def test_what_nobody_wants_just_as_it_has_loaded_is_loaded_when_it_is_wanted_again(
+    tmp_path: Path,
+) -> None:
+    manifest = await asyncio.to_thread(checkpoint, "llama")
+    (load,) = loads_of(Path(manifest.directory), [LayerRange(0, 1)])
+    request, tasks = secure.request(tmp_path, **load), list[asyncio.Task[object]]()
+
+    def has_changed() -> None:
+        if tasks and host.shards:
+            tasks.pop().cancel()
+
+    host = ShardSupervisor(secure.start_command(), [], has_changed)
+    try:
+        tasks.append(serving := asyncio.create_task(host.serve(request)))
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        await host.serve(request)
+        assert set(host.shards) == {request.shard_id}
+    finally:
+        await host.stop()
+
+
 async def test_who_does_not_move_is_ended_after_the_grace_and_memory_comes_back(
     tmp_path: Path,
 ) -> None:
