@@ -7,6 +7,7 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,12 +23,16 @@ from mesh.deployments.waking import Stay
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, merged
 from mesh.deployments.world import World
-from mesh.errors import BadRequest, Forbidden, NotFound
+from mesh.errors import BadRequest, Forbidden, MeshError, NotFound
 from mesh.identity.naming import called, nodes_meant, told_apart
+from mesh.processes.tasks import end, spawn
 from mesh.types import LayerRange, ModelId, NodeId
 
+logger = logging.getLogger(__name__)
 MAX_PLANS = 5
 """For one order: as many orders for a deployment at once all hold."""
+HOLD_LOOKS, HOLD_LOOK_S = 20, 0.25
+"""For how long others' wishes of the same moment may be on their way."""
 
 
 class Deploying:
@@ -52,6 +57,7 @@ class Deploying:
         self._up_s = up_s
         self._stay = stay
         self._signing = asyncio.Lock()
+        self._held: set[asyncio.Task[None]] = set()
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted or is still to be wished for, by model."""
@@ -169,6 +175,7 @@ class Deploying:
 
     async def close(self) -> None:
         """Read no model any more."""
+        await end(self._held)
         await self._reading.close()
 
     # Private
@@ -229,11 +236,31 @@ class Deploying:
                 now = self._of(wish.model_id, wish.weights_sha256)
                 is_known = before is not None and now is not None and now.event == before.event
                 if is_known or now is None or plans == MAX_PLANS:
-                    return await self._signed(asked, plan, before)
+                    signed, gaps = await self._signed(asked, plan, before)
+                    break
             wish, before = now.wish, now
+        spawn(self._hold(changed, signed), f"hold {signed.id}", among=self._held)
+        return {**self.require(signed.id), "gaps": gaps}
 
-    async def _signed(self, wish: Wish, plan: Plan, before: Deployment | None) -> dict[str, Any]:
-        """Sign it with its plan. Who makes room rests before."""
+    async def _hold(self, changed: Callable[[Wish], Wish], signed: Deployment) -> None:
+        """Order again what another node took back that wished at the same moment, and had not heard
+        of this."""
+        for _ in range(HOLD_LOOKS):
+            await asyncio.sleep(HOLD_LOOK_S)
+            now = self._of(signed.wish.model_id, signed.wish.weights_sha256)
+            if now is None or now.lamport > signed.lamport:
+                return
+            if now.event != signed.event and now.id == signed.id:
+                try:
+                    await self._wish(changed, now.wish, now)
+                except MeshError as error:
+                    logger.warning("deployment=%s not changed as ordered: %s", now.id, error)
+                return
+
+    async def _signed(
+        self, wish: Wish, plan: Plan, before: Deployment | None
+    ) -> tuple[Deployment, list[dict[str, str]]]:
+        """Sign it with its plan; the gaps that this opens. Who makes room rests before."""
         plan_before = None if before is None else before.plan
         others = self._others(wish)
         need, machines = self._house.need_of, self._house.machines()
@@ -253,7 +280,7 @@ class Deploying:
             {"node": each.machine, "drops": str(each.drops), "loads": str(each.loads)}
             for each in away
         ]
-        return {**self.require(wish.deployment), "gaps": gaps}
+        return signed, gaps
 
     def _change(self, wish: Wish, plan: Plan, before: Deployment | None) -> Change:
         """What a wish changes of what is up."""

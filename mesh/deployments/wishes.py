@@ -135,7 +135,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A wish with the plan that counts for it. `event` is the wish's, by `author` at `wall_ms`.
+    """A wish with the plan that counts for it. `event` is the wish's, by `author` at `wall_ms`; a
+    wish that was made knowing another has the higher `lamport`.
 
     A plan that was made for an earlier wish is followed until there is one for this. `merged_into`
     is the deployment of the same checkpoint that stands in its place, '' where it stands itself.
@@ -147,6 +148,7 @@ class Deployment:
     author: NodeId
     wall_ms: int
     merged_into: str = ""
+    lamport: int = 0
 
     @property
     def is_planned(self) -> bool:
@@ -199,7 +201,9 @@ def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dic
         if not wish.evicted:
             first = standing.setdefault((wish.model_id, wish.weights_sha256), name)
         merged_into = "" if first == name else first
-        found[name] = Deployment(wish, plan, event, fact.author, fact.wall_ms, merged_into)
+        found[name] = Deployment(
+            wish, plan, event, fact.author, fact.wall_ms, merged_into, fact.order[0]
+        )
     return found
 
 

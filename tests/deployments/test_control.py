@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.deployments.control import Deploying
+from mesh.deployments.control import HOLD_LOOK_S, Deploying
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import PhaseProgress, Phases
@@ -21,6 +21,7 @@ from mesh.errors import BadRequest, NotEnoughMemory, NotFound
 from mesh.identity.keys import short_id
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, mb_of
+from tests.waiting import until
 
 HOUR = 3600.0
 
@@ -193,6 +194,27 @@ async def test_what_operators_order_while_each_other_plans_all_holds() -> None:
     (wish,) = [each.wish for each in here.deployments().values()]
     found = (wish.quant, wish.keep_alive_s, wish.dedicated, wish.replicas)
     assert found == ("int8", 9.0, True, 2)
+
+
+async def test_an_order_that_another_of_the_same_moment_takes_back_is_given_again() -> None:
+    home = Verbs(1000, 1000)
+    row = await home.verbs.deploy({"model": "m-4"})
+    before = home.here.deployments()[row["deployment"]]
+    await home.verbs.deploy({"model": "m-4", "quant": "int8"})
+    other = replace(before.wish, replicas=2)
+    unheard = replace(before, wish=other, event="f" * 64, lamport=before.lamport)
+    home.house.deployments[before.id] = unheard
+
+    def wished() -> tuple[str, int]:
+        (now,) = home.here.deployments().values()
+        return now.wish.quant, now.wish.replicas
+
+    await until(lambda: wished() == ("int8", 2))
+    heard = replace(unheard, event="e" * 64, lamport=before.lamport + 1)
+    home.house.deployments[before.id] = heard
+    await asyncio.sleep(2 * HOLD_LOOK_S)
+    assert wished() == ("", 2), "it was meant so"
+    await home.verbs.close()
 
 
 async def test_a_member_that_claims_any_time_has_its_wishes_listed() -> None:
