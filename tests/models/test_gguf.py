@@ -372,8 +372,9 @@ def test_what_is_not_understood_is_refused(
 def test_an_architecture_that_no_test_compares_is_refused(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    file = write_gguf(checkpoint("olmoe", layers=2), tmp_path / "model.gguf")
-    with pytest.raises(UnsupportedFamily, match=r"'olmoe'.*only these are: deepseek2"):
+    directory = checkpoint("llama", layers=2)
+    file = write_gguf(directory, tmp_path / "model.gguf", arch=gguf.MODEL_ARCH.MINICPM)
+    with pytest.raises(UnsupportedFamily, match=r"'minicpm'.*only these are: apertus"):
         read_manifest(file)
     with pytest.raises(ModelNotFound):
         read_manifest(tmp_path / "none.gguf")
