@@ -308,7 +308,8 @@ async def test_others_are_served_while_a_long_body_is_read() -> None:
         assert (await http.post("/v1/chat/completions", content=body)).status_code == 200
         turning.cancel()
     took_s = turns[-1] - turns[1]
-    assert max(b - a for a, b in pairwise(turns[1:])) < took_s / 2
+    # Read on the loop it is 0.94 and more of that.
+    assert max(b - a for a, b in pairwise(turns[1:])) < 0.8 * took_s
 
 
 @pytest.mark.parametrize("depth", [5_000, 50_000, 500_000])
