@@ -71,6 +71,7 @@ class Askers:
                         self._on_frame(frame)
                         seen(frame)
                         yield frame
+                        await self._entrance.turn(request.request_id)
 
     async def load(self, request: GenerationRequest) -> None:
         """Wait until the request's model can be asked; raises as `generate` does."""

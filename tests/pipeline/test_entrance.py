@@ -106,6 +106,42 @@ async def test_the_wait_ends() -> None:
     assert door.told["c"] == []
 
 
+async def test_who_has_none_is_let_in_where_another_has_several() -> None:
+    entrance = Entrance(3, 5, 8, patience_s=0.02)
+    door = Door(entrance)
+    for name in ("a", "b", "c"):
+        await door.come(name, "x")
+    more, guest = door.come("d", "x"), door.come("e", "y")
+    await asyncio.wait_for(guest, 1)
+    for going in ("a", "b", "e"):
+        await asyncio.wait_for(entrance.turn(going), 1)
+    resting = asyncio.create_task(entrance.turn("c"))  # the youngest of those who have several
+    last = door.come("f", "z")
+    await asyncio.wait_for(last, 1)
+    assert door.inside == ["a", "b", "c", "e", "f"], "and no other of theirs comes in meanwhile"
+    assert not resting.done()
+    assert not more.done()
+    for leaving in ("e", "f", "a"):
+        entrance.leave(leaving)
+    await asyncio.wait_for(asyncio.gather(resting, more, entrance.turn("b")), 1)
+
+
+async def test_nobody_rests_who_has_but_one_nor_for_ever() -> None:
+    one_each = Door(Entrance(2, 0.1, 8, patience_s=0.01))
+    for name in ("a", "b"):
+        await one_each.come(name)
+    with pytest.raises(Busy):
+        await one_each.come("c")
+    entrance = Entrance(2, 5, 8, patience_s=0.01, rest_s=0.05)
+    door = Door(entrance)
+    for name, owner in (("a", "x"), ("b", "x"), ("c", "y")):
+        await asyncio.wait_for(door.come(name, owner), 1)
+    await asyncio.wait_for(entrance.turn("b"), 1)
+    entrance.leave("b")
+    entrance.leave("c")
+    await asyncio.wait_for(door.come("d", "y"), 1)
+
+
 async def test_who_gives_up_leaves_the_line_and_takes_nobodys_place() -> None:
     door = Door(Entrance(1, 5, 8))
     await door.come("a")
