@@ -15,7 +15,7 @@ from mesh.logs import REQUEST
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
-from mesh.types import BringingUp, GenerationRequest, ModelId, Queued, StreamFrame
+from mesh.types import BringingUp, Done, GenerationRequest, ModelId, Queued, StreamFrame
 
 BringUp = Callable[[GenerationRequest], AsyncGenerator[BringingUp, None]]
 
@@ -68,10 +68,11 @@ class Askers:
             with self._counts.counting(visit.request) as seen:
                 async with aclosing(asker.generate(visit.request)) as frames:
                     async for frame in frames:
+                        if not isinstance(frame, Done):  # the end keeps nobody else waiting
+                            await self._entrance.turn(request.request_id)
                         self._on_frame(frame)
                         seen(frame)
                         yield frame
-                        await self._entrance.turn(request.request_id)
 
     async def load(self, request: GenerationRequest) -> None:
         """Wait until the request's model can be asked; raises as `generate` does."""

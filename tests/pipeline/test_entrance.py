@@ -164,13 +164,14 @@ async def test_who_gives_up_leaves_the_line_and_takes_nobodys_place() -> None:
 
 
 class Asker:
-    """An asker's process that says one word."""
+    """An asker's process that says these words."""
 
-    def __init__(self, word: str) -> None:
-        self._word = word
+    def __init__(self, *words: str) -> None:
+        self._words = words
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
-        yield TokenDelta(self._word, (1,))
+        for word in self._words:
+            yield TokenDelta(word, (1,))
 
 
 async def no_steps(request: GenerationRequest) -> AsyncGenerator[BringingUp, None]:
@@ -182,16 +183,38 @@ async def as_it_is(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
+def behind(entrance: Entrance, askers: dict[ModelId, AskerSupervisor]) -> Askers:
+    return Askers(
+        askers, entrance=entrance, why_disabled=lambda model: None, prepared=as_it_is,
+        on_frame=lambda frame: None, counts=LiveCounts(SystemClock(), lambda: None),
+        bring_up=no_steps,
+    )  # fmt: skip
+
+
+async def test_what_rests_is_not_read() -> None:
+    model, entrance = ModelId("toy"), Entrance(2, 5, 8, patience_s=0.01)
+    askers = behind(entrance, {model: cast("AskerSupervisor", Asker("one", "two"))})
+    async with (
+        contextlib.aclosing(askers.generate(GenerationRequest("a", model))) as first,
+        contextlib.aclosing(askers.generate(GenerationRequest("b", model))) as second,
+    ):
+        for frames in (first, second):
+            assert await anext(frames) == TokenDelta("one", (1,))
+        await asyncio.wait_for(Door(entrance).come("guest"), 1)
+        resting = asyncio.ensure_future(anext(second))
+        assert await anext(first) == TokenDelta("two", (1,))
+        await settle()
+        assert not resting.done()
+        entrance.leave("guest")
+        assert await asyncio.wait_for(resting, 1) == TokenDelta("two", (1,))
+
+
 @pytest.mark.parametrize("then", ["another", None])
 async def test_who_stood_in_line_asks_whom_there_is_by_then(then: str | None) -> None:
     """The number format may have been changed meanwhile, or the model evicted."""
     model, entrance = ModelId("toy"), Entrance(1, 5, 8)
     found = {model: cast("AskerSupervisor", Asker("the first"))}
-    askers = Askers(
-        found, entrance=entrance, why_disabled=lambda model: None, prepared=as_it_is,
-        on_frame=lambda frame: None, counts=LiveCounts(SystemClock(), lambda: None),
-        bring_up=no_steps,
-    )  # fmt: skip
+    askers = behind(entrance, found)
     async for _ in entrance.enter("somebody", Principal(PrincipalKind.NODE, "x")):
         pass
     async with contextlib.aclosing(askers.generate(GenerationRequest("r", model))) as frames:
