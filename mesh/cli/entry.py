@@ -6,7 +6,7 @@ import sys
 from typing import NoReturn
 
 INTERRUPTED = 130
-"""As in `mesh.cli.output`, which is among what is imported."""
+"""The exit code of Ctrl-C, as shells have it. It is here as all else has to be imported first."""
 
 
 def main() -> NoReturn:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.output import INTERRUPTED, note, print_json
+from mesh.cli.entry import INTERRUPTED
+from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from mesh.errors import ConfigError, FileRefused, MeshError
 from mesh.terminal_text import printable
 
 FAILURE = 1
-INTERRUPTED = 130
 EXIT_CODES_HELP = (
     "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory, no route"
     " or not ready in time, 6 refused, 130 interrupted."

@@ -144,13 +144,15 @@ class CheckpointContents:
     """What is in a checkpoint of either kind. `config` is what config.json says, or would say;
     `tensors` have the names that they have in the model.
 
-    `heads` says of each GGUF file where its header ends; the first is the one with the metadata.
+    `heads` says of each GGUF file where its header ends; the first is the one with the metadata,
+    `pooling_type` what that says by this name, 0 for nothing.
     """
 
     heads: Mapping[Path, int]
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     eos_ids: tuple[int, ...]
+    pooling_type: int = 0
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -56,7 +56,7 @@ class Manifest:
     `eos_ids` come from generation_config.json and config.json, or from the GGUF file.
     `bytes_hashed` is 0 when the hashes came from `cache_dir`, or from the record of a partial
     checkpoint, some of whose `tensors` are not `present`. `heads` has every GGUF file, `gguf`
-    first, and where its header ends.
+    first, and where its header ends; `pooling_type` is what they say by this name, or 0.
     """
 
     model_id: ModelId
@@ -79,6 +79,7 @@ class Manifest:
     bytes_hashed: int
     cache_dir: Path | None
     heads: Mapping[Path, int]
+    pooling_type: int
 
     @property
     def gguf(self) -> Path | None:
@@ -216,6 +217,7 @@ def _manifest(
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
         heads=found.heads,
+        pooling_type=found.pooling_type,
     )
 
 

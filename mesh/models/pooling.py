@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mesh import codec
-from mesh.models.gguf.container import read_gguf_header
 from mesh.models.manifest import Manifest
 
 MODULES = "modules.json"
@@ -53,7 +52,7 @@ class _Module:
 def read_pooling(manifest: Manifest) -> Pooling:
     """That of a checkpoint here. Blocks."""
     if manifest.gguf is not None:
-        return _of_gguf(manifest.gguf)
+        return _of_gguf(manifest.pooling_type)
     modules = manifest.directory / MODULES
     if not modules.is_file():
         return NO_POOLING
@@ -67,13 +66,11 @@ def read_pooling(manifest: Manifest) -> Pooling:
         return Pooling("", f"its {MODULES} or {POOLING_CONFIG} cannot be read: {error}")
 
 
-def _of_gguf(file: Path) -> Pooling:
-    metadata = read_gguf_header(file).metadata
-    said = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+def _of_gguf(said: int) -> Pooling:
     if said == 0:
         return NO_POOLING
-    kind = _OF_GGUF.get(said) if type(said) is int else None
-    return Pooling(kind) if kind else Pooling("", f"its pooling_type {said!r} is not known here")
+    kind = _OF_GGUF.get(said)
+    return Pooling(kind) if kind else Pooling("", f"its pooling_type {said} is not known here")
 
 
 def _of_modules(modules: tuple[_Module, ...], config: Path) -> Pooling:

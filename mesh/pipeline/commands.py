@@ -177,8 +177,8 @@ class LiveGeneration:
 @dataclass(frozen=True, slots=True)
 class AskerReady:
     """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
-    are none here, hops run them. `abilities` as the model's
-    own (`mesh.pipeline.model.AskerModel`)."""
+    are none here, hops run them. `abilities` as `AskerModel` of
+    `mesh.pipeline.model` has them."""
 
     reasons: tuple[str, ...] = ()
     is_thin: bool = False

@@ -24,7 +24,7 @@ REST_S = 60.0
 
 class Entrance:
     """Lets in `most` at a time. Of others, `places` wait, half of them for one principal at most,
-    for `wait_s`."""
+    for `wait_s`. Who has none has another's rest after `patience_s`, for `rest_s` at most."""
 
     def __init__(
         self,

@@ -14,23 +14,22 @@ from mesh.pipeline.scoring import TokenPlaces
 from mesh.types import (
     Done,
     GenerationRequest,
-    LayerRange,
     PromptPiece,
     SamplingParams,
     ShardFailover,
     StreamFrame,
     TokenDelta,
 )
-from mesh.wire.messages import Step
 from tests.pipeline.toy_mesh import (
     PRIME,
     TOTAL_LAYERS,
     ToyEnds,
     ToyNetwork,
-    ToySession,
     expected_tokens,
+    lost_in_the_second_chunk,
     toy_orchestrator,
     toy_request,
+    whole_output,
 )
 
 PROMPT = [(7 * i * i + 3 * i + 5) % PRIME for i in range(300)]
@@ -44,10 +43,7 @@ def asked(count: int, prompt: list[int] = PROMPT) -> GenerationRequest:
 
 def strongest(prompt: list[int]) -> list[int]:
     """What the whole model says behind each token, with no mesh at all."""
-    ends, session = ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))
-    rows = [[int(v) for v in row] for row in ends.embed(torch.tensor([prompt]), 0)[0]]
-    out = torch.tensor([session.run(0, rows)], dtype=torch.float32)
-    return [int(token) for token in ends.logits(out)[0].argmax(-1)]
+    return [int(token) for token in ToyEnds().logits(whole_output(prompt))[0].argmax(-1)]
 
 
 async def frames_of(
@@ -130,16 +126,7 @@ async def test_a_slow_reader_loses_no_row() -> None:
 async def test_a_hop_lost_under_way_costs_no_row() -> None:
     network = ToyNetwork()
     network.add("0-3")
-    lost = network.add("4-7")
-
-    def die(step: Step) -> bool:
-        if step.position >= 128:
-            network.add("4-7", name="second")
-            lost.kill()
-            return False
-        return True
-
-    lost.before_step = die
+    lost_in_the_second_chunk(network, network.add("4-7"))
     orchestrator, _ = toy_orchestrator(network)
     frames = await frames_of(orchestrator, asked(2))
     assert any(isinstance(frame, ShardFailover) for frame in frames)

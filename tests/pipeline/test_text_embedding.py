@@ -13,8 +13,7 @@ from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.text_embedding import require_embeds, shortened
-from mesh.types import Done, GenerationRequest, LayerRange, ShardFailover, StreamFrame
-from mesh.wire.messages import Step
+from mesh.types import Done, GenerationRequest, ShardFailover, StreamFrame
 from tests.pipeline.toy_mesh import (
     HIDDEN,
     MODEL,
@@ -23,10 +22,11 @@ from tests.pipeline.toy_mesh import (
     WEIGHTS,
     ToyEnds,
     ToyNetwork,
-    ToySession,
     ToyText,
+    lost_in_the_second_chunk,
     toy_orchestrator,
     toy_request,
+    whole_output,
 )
 
 PROMPT = [(7 * i * i + 3 * i + 5) % PRIME for i in range(300)]
@@ -40,9 +40,7 @@ def asked(prompt: list[int] = PROMPT) -> GenerationRequest:
 
 def expected(pooling: Pooling, prompt: list[int] = PROMPT) -> torch.Tensor:
     """The same with one session over all layers and no mesh at all."""
-    ends, session = ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))
-    rows = [[int(v) for v in row] for row in ends.embed(torch.tensor([prompt]), 0)[0]]
-    normed = ends.norm(torch.tensor(session.run(0, rows), dtype=torch.float32))
+    normed = ToyEnds().norm(whole_output(prompt)[0])
     row = normed[-1] if pooling is LAST else normed.mean(dim=0)
     return row / row.norm()
 
@@ -74,16 +72,7 @@ async def test_a_text_is_one_vector(pooling: Pooling) -> None:
 async def test_a_hop_lost_under_way_costs_no_row(pooling: Pooling) -> None:
     network = ToyNetwork()
     network.add("0-3")
-    lost = network.add("4-7")
-
-    def die(step: Step) -> bool:
-        if step.position >= 128:
-            network.add("4-7", name="second")
-            lost.kill()
-            return False
-        return True
-
-    lost.before_step = die
+    lost_in_the_second_chunk(network, network.add("4-7"))
     orchestrator, _ = toy_orchestrator(network, pooling=pooling)
     frames = await frames_of(orchestrator, PROMPT)
     assert any(isinstance(frame, ShardFailover) for frame in frames)

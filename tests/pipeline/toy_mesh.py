@@ -482,6 +482,26 @@ def toy_request(
     )
 
 
+def whole_output(prompt: Sequence[int]) -> torch.Tensor:
+    """(1, rows, hidden): what one session over all layers puts out, with no mesh at all."""
+    session = ToySession(LayerRange(0, TOTAL_LAYERS))
+    rows = ToyEnds().embed(torch.tensor([list(prompt)]), 0)[0]
+    return torch.tensor([session.run(0, [[int(v) for v in row] for row in rows])]).float()
+
+
+def lost_in_the_second_chunk(network: ToyNetwork, lost: ToyShard) -> None:
+    """The shard dies in the middle of a prompt, when another with its layers has come."""
+
+    def die(step: Step) -> bool:
+        if step.position >= 128:
+            network.add(str(lost.descriptor.layers), name="second")
+            lost.kill()
+            return False
+        return True
+
+    lost.before_step = die
+
+
 def expected_tokens(prompt: Sequence[int], count: int, ends: ToyEnds | None = None) -> list[int]:
     """The same generation with one session over all layers and no mesh at all."""
     ends, session = ends or ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))

@@ -32,7 +32,7 @@ class _EmbeddingBody(Strict):
     keep_alive: Hint = None
 
 
-class EmbedBody(_EmbeddingBody):
+class OllamaEmbedBody(_EmbeddingBody):
     """The body of `POST /api/embed`: `input` is a text or several. With `dimensions` that many
     numbers of each vector are kept, made one long again, which is for models that were trained for
     it. The end of a text that is too long for the model is left out, as in Ollama, unless
@@ -45,7 +45,7 @@ class EmbedBody(_EmbeddingBody):
     dimensions: Annotated[int, Field(ge=1, le=MAX_DIMENSIONS)] | None = None
 
 
-class EmbeddingsBody(_EmbeddingBody):
+class OllamaEmbeddingBody(_EmbeddingBody):
     """The body of `POST /api/embeddings`: one text, as `prompt`. `options` and `keep_alive` have no
     effect."""
 
@@ -61,7 +61,7 @@ def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings
         long. Models that were not made for it refuse with `not_supported`.
         """
         began = time.monotonic_ns()
-        body = await read_body(request, EmbedBody, settings)
+        body = await read_body(request, OllamaEmbedBody, settings)
         work = embed_texts(
             generations,
             caller_of(request),
@@ -82,7 +82,7 @@ def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings
 
     async def embed_one(request: Request) -> Response:
         """The older form of `POST /api/embed`, for one text: `{"embedding"}`."""
-        body = await read_body(request, EmbeddingsBody, settings)
+        body = await read_body(request, OllamaEmbeddingBody, settings)
         texts = texts_of(body.prompt, "prompt")
         named = catalogue.named(body.model)
         work = embed_texts(generations, caller_of(request), named, texts, truncates=True)

@@ -105,7 +105,7 @@ def read_gguf(file: Path) -> CheckpointContents:
     stored = _joined(headers)
     architecture = ARCHITECTURES[kind]
     said = GgufSettings(first.file, kind, metadata, stored)
-    config = architecture.config(said)
+    config, pooling_type = architecture.config(said), said.whole("pooling_type", 0)
     said.require_all_read()
     _require_embedded(first, int(config["vocab_size"]))
     tensors: dict[str, TensorEntry] = {}
@@ -119,7 +119,8 @@ def read_gguf(file: Path) -> CheckpointContents:
             tensors[named.name] = named
     tensors |= _listed(first, architecture, said.layers())
     ids, heads = _ids(metadata), {header.file: header.end for header in headers}
-    return CheckpointContents(heads, config | ids, tensors, tuple(ids["eos_token_id"]))
+    ends = tuple(ids["eos_token_id"])
+    return CheckpointContents(heads, config | ids, tensors, ends, pooling_type)
 
 
 def _files(file: Path) -> list[Path]:

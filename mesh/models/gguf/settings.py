@@ -17,9 +17,8 @@ from mesh.models.header import TensorEntry
 _MOST = 1 << 31
 _LARGEST = 1e30
 _MAX_NUMBERS = 4096
-_NOTHING = ("vocab_size", "rope.scaling.finetuned", "pooling_type")
-"""Settings that say nothing which the tensors or others do not; and what is for embeddings, which
-`mesh.models.pooling` reads."""
+_NOTHING = ("vocab_size", "rope.scaling.finetuned")
+"""Settings that say nothing which the tensors or others do not."""
 
 
 @dataclass(slots=True)
