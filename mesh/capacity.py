@@ -5,7 +5,9 @@ Plain data with its bounds: it comes from files and from other nodes. Measures n
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated
 
 from msgspec import Meta
@@ -17,6 +19,47 @@ MAX_SPEEDS = 8
 
 Rate = Annotated[float, Meta(gt=0, le=1e9), finite]
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9), finite]
+
+
+_NAMED = re.compile(r"cpu|mps|cuda:\d{1,3}|cpu:\d{1,4}(-\d{1,4})?")
+
+
+def named_devices(text: str) -> tuple[str, ...]:
+    """The devices of ``cuda:0,cuda:1,cpu``, in that order; ``auto`` and ``all`` stand alone. Raises
+    ValueError for what is none, and where two are one."""
+    named = (name.strip() for name in text.split(","))
+    names = tuple("cuda:0" if name == "cuda" else name for name in named)
+    if names in {("auto",), ("all",)}:
+        return names
+    for name in names:
+        cores = cores_of(name)
+        if _NAMED.fullmatch(name) is None or (cores is not None and not cores):
+            alone = ", which is given alone" if name in ("auto", "all") else ""
+            raise ValueError(f"{name!r} is no device{alone}")
+    for one, other in combinations(names, 2):
+        if _overlap(one, other):
+            raise ValueError(f"{one} and {other} are not two devices")
+    return names
+
+
+def cores_of(device: str) -> range | None:
+    """The processor's cores that ``cpu:2`` or ``cpu:0-3`` names, both ends included; None for a
+    device that is no such part of it."""
+    kind, _, cores = device.partition(":")
+    if kind != "cpu" or not cores:
+        return None
+    first, _, last = cores.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _overlap(one: str, other: str) -> bool:
+    (kind, _, _), (its_kind, _, _) = one.partition(":"), other.partition(":")
+    if kind != its_kind:
+        return False
+    if kind == "cuda":
+        return one == other
+    cores, others = cores_of(one), cores_of(other)
+    return cores is None or others is None or not set(cores).isdisjoint(others)
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,7 +248,8 @@ class ShardDescriptor:
     `quant` is the format that was asked for, and `own_quant` that of its host's settings, which it
     has where nobody asks for one; '' where its host does not say. In steps of up to `short_rows`
     rows each has the bits that it has alone, and in longer ones it may have others; 0 where no such
-    number is known.
+    number is known. `device` is what its host calls the one that it is on; '' where it does not
+    say.
     """
 
     shard_id: Annotated[ShardId, _TEXT, printable]
@@ -271,6 +272,7 @@ class ShardDescriptor:
     quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
     own_quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
     short_rows: Count = 0
+    device: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
 
     @property
     def format(self) -> str:

@@ -24,7 +24,7 @@ from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import positions_held
-from mesh.shard.supervisor import ShardSupervisor
+from mesh.shard.several_devices import ShardHost
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
 
@@ -38,7 +38,7 @@ class NodeParts:
     store: ShardStore
     peers: Callable[[], list[PeerView]]
     askers: dict[ModelId, AskerSupervisor]
-    host: ShardSupervisor
+    host: ShardHost
     events: EventFeed
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
@@ -68,6 +68,7 @@ class Overview:
             "models": self.models(),
             "shards": self._local_shards(),
             "memory": _memory(parts.host),
+            "devices": _devices(parts.host),
             "processes": [process.standing.row() for process in parts.processes()],
             "sessions": parts.host.health.sessions,
             "generations": [
@@ -312,13 +313,14 @@ class Overview:
 
     def _local_shards(self) -> list[dict[str, Any]]:
         host = self._parts.host
+        serving = {shard.descriptor.shard_id for shard in host.serving}
         return [
             {
                 **_shard(Advertisement(hosted.descriptor, hosted.health)),
-                "online": hosted.health.online and host.is_up,
+                "online": hosted.health.online and name in serving,
                 "facts": hosted.facts,
             }
-            for hosted in host.shards.values()
+            for name, hosted in host.shards.items()
         ]
 
     def _reasons(self) -> list[str]:
@@ -375,9 +377,15 @@ def _context(model: LocalModel, shards: Sequence[Advertisement]) -> int | None:
     return min((each for each in (held, model.context) if each), default=None)
 
 
-def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
+def _memory(host: ShardHost) -> dict[str, Any] | None:
     memory = host.health.memory
     return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
+
+
+def _devices(host: ShardHost) -> list[dict[str, Any]]:
+    """Their memory, where there are several."""
+    said = {name: each.health.memory for name, each in host.processes.items() if name}
+    return [{"device": name, **asdict(memory.device)} for name, memory in said.items() if memory]
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:

@@ -80,7 +80,8 @@ class MeshView(Protocol):
         "why"}] on which others are met, and those left out; none with the mesh off,
         "memory_cap": {"limit_mb", "taken_mb", "setting"} of what models may take | None},
         "peers": [...], "models": [...], "shards": [local shards],
-        "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
+        "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device, or the first | None,
+        "devices": [{"device", "free_mb", "total_mb", "bound"}] where there are several,
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",

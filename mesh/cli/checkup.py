@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.cli.options import AskedDaemon
 from mesh.cli.ports import require_free
-from mesh.cli.starting import require_device
+from mesh.cli.starting import require_devices
 from mesh.config import Config, client_host, load_config
 from mesh.errors import (
     ConfigError,
@@ -89,7 +89,7 @@ def _machine(config: Config, *, is_running: bool) -> Iterable[Finding]:
     yield from machine.clock(datetime.now(UTC), paths)
     yield from machine.disks(paths, config.models_dir or models_dir())
     try:
-        require_device(config.device)
+        require_devices(config.device)
     except MeshError as error:
         yield failed("device", error)
     if is_running:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mesh.capacity import cores_of, named_devices
 from mesh.cli.ports import require_free
 from mesh.errors import BadValue
 
@@ -34,16 +35,24 @@ def require_there(config: Config) -> None:
     from mesh.models.local import find_local_models
     from mesh.paths import cache_dir
 
-    require_device(config.device)
+    require_devices(config.device)
     require_api_address(config)
     choose(config.interface)
     find_local_models(config, cache_dir(), is_hashed=False)
 
 
+def require_devices(text: str) -> None:
+    """Raise BadValue where one of the devices that a setting names cannot be there."""
+    for device in named_devices(text):
+        require_device(device)
+
+
 def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) -> None:
     """Raise BadValue for one that cannot be there. What may be there, torch finds out later."""
-    kind = device.partition(":")[0]
-    if kind == "mps" and platform != "darwin":
+    kind, cores = device.partition(":")[0], cores_of(device)
+    if cores is not None and (why_not := _why_no_cores(cores)):
+        why = why_not
+    elif kind == "mps" and platform != "darwin":
         why = "it is for Apple's machines"
     elif kind == "cuda" and platform == "darwin":
         why = "Apple's machines have none"
@@ -56,3 +65,13 @@ def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) 
         fix="Use --device auto, which takes the best that is there, or cpu.",
         param="device",
     )
+
+
+def _why_no_cores(cores: range) -> str:
+    from mesh.processes.processor import allowed_cores
+
+    usable = allowed_cores()
+    if usable is None:
+        return "parts of its processor cannot be chosen on this platform"
+    lacking = sorted(set(cores) - usable)
+    return f"there is no core {lacking[0]} that may be used" if lacking else ""

@@ -153,7 +153,9 @@ def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[
     if picture["shards"]:
         say()
     for shard in picture["shards"]:
-        say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
+        where = f" on {shard['device']}" if picture.get("devices") else ""
+        taken = _taken(shard.get("memory"))
+        say(f"held here: {shard['model_id']} {shard['layers']}{where}{taken}")
     _show_memory(picture)
     _show_work(picture)
     print_accounts(picture["accounts"], everything=everything)
@@ -164,9 +166,11 @@ def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[
 
 def _show_memory(picture: dict[str, Any]) -> None:
     """What is free, and what of it the owner gives to models."""
-    if (memory := picture.get("memory")) is not None:
+    devices = picture.get("devices") or [picture.get("memory")]
+    for memory in filter(None, devices):
         free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
-        say(f"free: {free} of {total} ({memory['bound']})")
+        where = f" on {memory['device']}" if "device" in memory else ""
+        say(f"free{where}: {free} of {total} ({memory['bound']})")
     if (cap := picture["node"].get("memory_cap")) is not None:
         taken, limit = (memory_size(cap[of] << 20) for of in ("taken_mb", "limit_mb"))
         say(f"given to models: {taken} of at most {limit} ({cap['setting']})")

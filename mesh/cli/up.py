@@ -10,7 +10,7 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
-from mesh.cli.starting import require_device, require_startable, require_there
+from mesh.cli.starting import require_devices, require_startable, require_there
 from mesh.logs import log_to_stderr
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def up(  # noqa: PLR0913 - flags
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
     quant: Annotated[str | None, typer.Option(help="none, int8, int4 or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, all, or some: cuda:0,cpu.")] = None,
     threads: Annotated[str | None, typer.Option(metavar="N", help="CPU threads, or auto.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: ConfigFile = None,
@@ -75,7 +75,7 @@ def up(  # noqa: PLR0913 - flags
 
 def prepare(config: Config, paths: StatePaths) -> None:
     """What a first start makes, and shows to people only: none of it goes to the daemon's log."""
-    require_device(config.device)
+    require_devices(config.device)
     make_first_key(config, paths)
     found_first_hearth(config, paths)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from mesh.capacity import named_devices
 from mesh.units import memory_limit_mb
 
 
@@ -23,6 +24,8 @@ def _memory_limit(value: object) -> object:
 
 
 MemoryLimit = Annotated[str, BeforeValidator(_memory_limit)]
+Devices = Annotated[str, AfterValidator(lambda text: ",".join(named_devices(text)))]
+"""One or several, see `named_devices`."""
 
 
 class HostSection(BaseModel):

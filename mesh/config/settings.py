@@ -37,6 +37,7 @@ from mesh.config.problems import first_problem, meanings, unknown
 from mesh.config.sections import (
     CoordinationSection,
     DeploymentsSection,
+    Devices,
     DistributedInferenceSection,
     JobsSection,
     PolicySection,
@@ -113,8 +114,9 @@ class Config(BaseSettings):
     quant: Literal["auto", "none", "int8", "int4"] = "none"
     """Bits of a weight where shards compute on a CPU: 8 or 4, at least twice as fast as 16 or 32
     and close to exact; auto takes 8 for the families that allow it."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
+    device: Devices = "auto"
+    """Where shards compute: ``auto``, the best one; ``all`` cards; or ``cpu``, ``cpu:LO-HI`` (these
+    cores), ``cuda``, ``cuda:N`` and ``mps``, several with commas, first the one to fill first."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

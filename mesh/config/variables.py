@@ -32,6 +32,12 @@ def client_host() -> str | None:
     return os.environ.get(CLIENT_VARIABLE) or None
 
 
+def visible_cards() -> int | None:
+    """To how many cards CUDA_VISIBLE_DEVICES holds torch; None where it does not."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else len([name for name in named.split(",") if name.strip()])
+
+
 def terminal_features() -> tuple[bool, bool]:
     """Whether a terminal can move its cursor (TERM), and may use colours (NO_COLOR)."""
     return os.environ.get("TERM", "dumb") != "dumb", not os.environ.get("NO_COLOR")

@@ -25,9 +25,9 @@ from mesh.deployments.reconcile import (
     OwnShard,
     ShardStage,
     View,
-    reconcile,
     wishes_of,
 )
+from mesh.deployments.seats import reconcile_devices, seated
 from mesh.deployments.turns import Turns
 from mesh.deployments.weights import WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live, merged
@@ -63,8 +63,10 @@ class Reconciler:
         self._cache_dir = cache_dir
         self._provisioning = Provisioning(self.phases, self._ended)
         self._loads: dict[ShardId, asyncio.Task[None]] = {}
-        self._left_mb: int | None = None
-        """What is free once what is loading has all that it will take."""
+        self._left_mb: dict[str, int] = {}
+        """What is free on a device once what is loading has all that it will take."""
+        self._seats: Mapping[ShardId, str] = {}
+        """The devices of what is held or wished for, when that was looked at last."""
         self._drops: dict[ShardId, asyncio.Task[None]] = {}
         self._asks: dict[ModelId, asyncio.Task[None]] = {}
         self._ends_of_asking: dict[ModelId, asyncio.Task[None]] = {}
@@ -115,13 +117,18 @@ class Reconciler:
             if shard in wanted and shard not in self._loads and shard not in self._drops:
                 self.phases.failed(shard, error, loop_time())
                 self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
-        decision = reconcile(view)
-        self._follow(view, decision)
+        free_mb = self._free_mb()
+        need_mb = self._world.need_mb
+        if len(free_mb) > 1:
+            await self._world.get_to_know(each.wish for each, _ in wanted.values())
+        seats = self._seats = seated(view, free_mb, need_mb, self._world.asking_mb)
+        decision = reconcile_devices(view, seats, free_mb, need_mb)
+        self._follow(view, free_mb, decision)
         self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
         self._note(view, wanted, decision)
         self._look_after_asking(view, decision.unfetched)
 
-    def _follow(self, view: View, decision: Decision) -> None:
+    def _follow(self, view: View, free_mb: Mapping[str, int | None], decision: Decision) -> None:
         """Begin and end what is decided."""
         coming = {held.shard for held in view.held if held.is_to_come}
         self._provisioning.keep_only(coming - {drop.shard for drop in decision.drops})
@@ -132,12 +139,13 @@ class Reconciler:
                 self._begin(self._drops, drop.shard, self._drop(drop))
         for fetch in decision.fetches:
             deployment = view.deployments[fetch.deployment]
-            shard = _not_held(fetch.shard, deployment, fetch.layers, fetch.mb)
+            shard = self._not_held(fetch.shard, deployment, fetch.layers, fetch.mb)
             self._provisioning.begin(shard, partial(self._fetch, deployment, fetch))
         if (load := decision.load) is not None:
             model = self._provisioning.take(load.shard)
-            if view.free_mb is not None:
-                self._left_mb = view.free_mb - load.mb
+            device = self._seats[load.shard]
+            if (free := free_mb[device]) is not None:
+                self._left_mb[device] = free - load.mb
             loading = self._load(view.deployments[load.deployment], load, model)
             self._begin(self._loads, load.shard, loading)
 
@@ -160,29 +168,36 @@ class Reconciler:
             if shard in held:
                 held[shard] = replace(held[shard], state=state)
             elif wished is not None:  # no process knows of it yet, or any more
-                held[shard] = replace(_not_held(shard, *wished), state=state)
+                held[shard] = replace(self._not_held(shard, *wished), state=state)
         for each in self._provisioning.to_come():
             wished = _wished(each.shard, deployments, world.node)
-            mb = each.mb if wished is None else world.need_mb(*wished)
+            mb = each.mb if wished is None else world.need_mb(*wished, each.device)
             held.setdefault(each.shard, replace(each, mb=mb))
         return View(
             world.node,
             deployments,
             list(held.values()),
             world.served(),
-            self._free_mb(),
-            world.need_mb,
+            None,
+            partial(world.need_mb, device=""),
             not_yet=self.phases.not_yet(loop_time()),
         )
 
-    def _free_mb(self) -> int | None:
-        """What is free beside what is loading, which takes its memory bit by bit."""
-        free_mb = self._world.free_mb()
-        if not self._loads:
-            self._left_mb = None
-        if free_mb is None or self._left_mb is None:
-            return free_mb
-        return min(free_mb, self._left_mb)
+    def _free_mb(self) -> dict[str, int | None]:
+        """What is free on each device beside what is loading, which takes its memory bit by bit."""
+        loading = {self._seats.get(shard) for shard in self._loads}
+        self._left_mb = {d: mb for d, mb in self._left_mb.items() if d in loading}
+        return {
+            device: mb if mb is None else min(mb, self._left_mb.get(device, mb))
+            for device, mb in self._world.free_mb().items()
+        }
+
+    def _not_held(
+        self, shard: ShardId, deployment: Deployment, layers: LayerRange, mb: int = 0
+    ) -> OwnShard:
+        """A shard that takes nothing now, and perhaps `mb` later."""
+        wish, device = deployment.wish, self._seats.get(shard, "")
+        return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, mb, device=device)
 
     def _note(
         self,
@@ -226,7 +241,8 @@ class Reconciler:
         self.phases.put(shard, Phase.DEPLOYING)
         await self._ask_as_wished(deployment, model)
         far = partial(self.phases.bytes, shard)
-        await self._world.serve(self._now(deployment), load.layers, far)
+        device = self._seats.get(shard, "")
+        await self._world.serve(self._now(deployment), load.layers, device, far)
 
     async def _ask_here(self, deployment: Deployment, shard: ShardId) -> None:
         await self._ask_as_wished(deployment, await self._provide(deployment, shard))
@@ -370,9 +386,3 @@ def _wished(
         if layers is not None:
             return each, layers
     return None
-
-
-def _not_held(shard: ShardId, deployment: Deployment, layers: LayerRange, mb: int = 0) -> OwnShard:
-    """A shard that takes nothing now, and perhaps `mb` later."""
-    wish = deployment.wish
-    return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, mb)

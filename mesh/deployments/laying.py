@@ -132,12 +132,19 @@ def rooms(
 
 
 def with_more(machine: Machine, more_bytes: int) -> Machine:
-    """The machine, were so much more free on its first device, or less."""
-    first = (
-        replace(each, free_bytes=max(0, each.free_bytes + more_bytes))
-        for each in machine.devices[:1]
-    )
-    return replace(machine, devices=(*first, *machine.devices[1:]))
+    """The machine, were so much more free, or less; nobody says on which device. What gets free
+    is added in their order, to each what it has at most. What is spoken for is taken from the
+    first that has it, or from all in turn."""
+    taking = (n for n, each in enumerate(machine.devices) if each.free_bytes >= -more_bytes)
+    order = [next(taking, 0), *range(len(machine.devices))] if machine.devices else []
+    devices, rest = list(machine.devices), more_bytes
+    for number in order:
+        each = devices[number]
+        most = max(0, each.total_bytes - each.free_bytes)
+        change = min(rest, most) if rest > 0 else max(rest, -each.free_bytes)
+        devices[number] = replace(each, free_bytes=each.free_bytes + change)
+        rest -= change
+    return replace(machine, devices=tuple(devices))
 
 
 def _room(bench: Bench) -> int:
@@ -165,13 +172,18 @@ def _ready(model: ModelShape, machine: Machine, demand: Demand, said: RoomAdjust
 
 
 def _humbled(model: ModelShape, machine: Machine, layers: LayerRange, demand: Demand) -> Machine:
-    """The machine with less free than these layers need: it has said that it lacks that."""
-    found = _benches(model, machine, demand)
-    if not found:
-        return machine
+    """The machine with less free than these layers need, on each device: it has said that it lacks
+    that."""
     part, whole = REFUSED_SHARE
-    excess = found[0].have_bytes - found[0].need(layers).total * part // whole
-    return with_more(machine, -max(0, excess))
+    excess = {
+        bench.device.name: bench.have_bytes - bench.need(layers).total * part // whole
+        for bench in _benches(model, machine, demand)
+    }
+    devices = (
+        replace(each, free_bytes=max(0, each.free_bytes - max(0, excess.get(each.name, 0))))
+        for each in machine.devices
+    )
+    return replace(machine, devices=tuple(devices))
 
 
 def _benches(model: ModelShape, machine: Machine, demand: Demand) -> list[Bench]:

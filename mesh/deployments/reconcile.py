@@ -34,7 +34,7 @@ from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 MAX_PROVISIONED = 4
 """So many shards have their weights fetched at a time: more would share the same line and disk."""
-_BOUNDLESS = 1 << 60
+BOUNDLESS = 1 << 60
 """MiB that are free where nobody knows what is."""
 
 Wishes = dict[ShardId, tuple[Deployment, LayerRange]]
@@ -56,7 +56,8 @@ class ShardStage(StrEnum):
 @dataclass(frozen=True, slots=True)
 class OwnShard:
     """A shard that this node holds or is busy with; `mb` is what it takes, or will take once it is
-    loaded. `by_hand`: its owner configured it."""
+    loaded, of its `device`, which is '' where there is one only. `by_hand`: its owner configured
+    it."""
 
     shard: ShardId
     model_id: ModelId
@@ -66,6 +67,7 @@ class OwnShard:
     state: ShardStage = ShardStage.READY
     by_hand: bool = False
     loaded: LoadedFormat = UNTOLD
+    device: str = ""
 
     @property
     def is_to_come(self) -> bool:
@@ -91,7 +93,9 @@ class View:
     `free_mb` is what is free beside all that is held or loading, not what is to come, None where
     nobody knows; then what loads is let in and refused by its process. Of `held`, what is to come
     stands in the order in which it was let in. `need_mb` says what some layers would take.
-    `not_yet` are shards whose last try failed and that wait for the next, with the reason.
+    `not_yet` are shards whose last try failed and that wait for the next, with the reason. Where
+    this is about one of several devices, `elsewhere` is held on the others and is for them
+    whatever is in `others`.
     """
 
     node: NodeId
@@ -101,6 +105,8 @@ class View:
     free_mb: int | None
     need_mb: Callable[[Deployment, LayerRange], int]
     not_yet: Mapping[ShardId, str] | None = None
+    elsewhere: Sequence[OwnShard] = ()
+    others: frozenset[ShardId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +149,10 @@ class Decision:
 
 def reconcile(view: View) -> Decision:
     """The next steps of one node; see the module."""
-    wanted = wishes_of(view)
+    wanted = {name: wish for name, wish in wishes_of(view).items() if name not in view.others}
     to_come = [held for held in view.held if held.is_to_come]
     coming = [held for held in to_come if _is_to_be(wanted, held)]
-    room_mb, short = _beside(coming, _BOUNDLESS if view.free_mb is None else view.free_mb)
+    room_mb, short = _beside(coming, BOUNDLESS if view.free_mb is None else view.free_mb)
     draft = _Draft(view, wanted, room_mb, is_kept=len(short) < len(coming))
     draft.drops += [drop for held in draft.surplus if (drop := _may_go(draft, held)) is not None]
     _replace(draft, [held for held in coming if held not in short])
@@ -330,13 +336,14 @@ def _may_go(draft: _Draft, held: OwnShard) -> DropAction | None:
         return DropAction(held.shard, "no deployment wants it")
     if any(each.plan is None for each in wishing):
         return None
-    if _is_covered(draft.view, draft.wanted, wishing, held):
+    if _is_covered(draft.view, wishing, held):
         return DropAction(held.shard, "its layers are served as wished")
     return None
 
 
-def _is_covered(view: View, wanted: Wishes, wishing: Sequence[Deployment], held: OwnShard) -> bool:
+def _is_covered(view: View, wishing: Sequence[Deployment], held: OwnShard) -> bool:
     """Whether shards that the plans wish for serve each of its layers now."""
+    wanted = wishes_of(view)
     planned = {
         (span.node, span.layers)
         for each in wishing
@@ -352,7 +359,7 @@ def _is_covered(view: View, wanted: Wishes, wishing: Sequence[Deployment], held:
     ]
     ready += [
         each.layers
-        for each in view.held
+        for each in (*view.held, *view.elsewhere)
         if each.state is ShardStage.READY
         and (each.by_hand or _is_wanted(wanted, each))
         and _same(each, held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,8 +85,14 @@ class World(Protocol):
         """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free. Raises
         MeshError where the wish cannot be planned at all."""
 
-    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
-        """What these layers would take here, in MiB."""
+    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int:
+        """What these layers would take on a device of this node, in MiB."""
+
+    async def get_to_know(self, wishes: Iterable[Wish]) -> None:
+        """Look what their layers take, where nobody has, and it does not take long."""
+
+    def asking_mb(self, wish: Wish) -> int:
+        """What asking this takes beside that, of the first device, in MiB; 0 where it is asked."""
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         """What they would take wherever they lie, in MiB."""
@@ -105,8 +111,9 @@ class World(Protocol):
     def failed(self) -> Mapping[ShardId, MeshError]:
         """Those of them that its process has given up."""
 
-    def free_mb(self) -> int | None:
-        """What is free on the device now; None while nobody knows."""
+    def free_mb(self) -> Mapping[str, int | None]:
+        """What is free on each device now, by its name, '' of the only one, in the order in which
+        they are filled; None while nobody knows."""
 
     def asked(self) -> Collection[ModelId]:
         """The models that this node asks, held by hand or because they are deployed."""
@@ -127,9 +134,9 @@ class World(Protocol):
         """Ask this model no longer, and perhaps know nothing of it any more."""
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
     ) -> None:
-        """Load these layers and serve them; returns once they are served."""
+        """Load these layers on a device and serve them; returns once they are served."""
 
     async def unserve(self, shard: ShardId) -> int:
         """Serve it no longer; how many sessions were ended."""

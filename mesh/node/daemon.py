@@ -19,6 +19,7 @@ from mesh.models.local import find_local_models
 from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
 from mesh.private_files import remove_stale_drafts
+from mesh.processes.cards import all_cards
 from mesh.processes.shared_pages import unmap_files
 from mesh.processes.tasks import abandonable
 from mesh.runtime import DaemonRecord, sole_use
@@ -41,6 +42,7 @@ async def _run(
     config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
 ) -> None:
     config = await asyncio.to_thread(with_known_name, config, paths)
+    config = await asyncio.to_thread(with_all_cards, config)
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
     # The first time that reads all weights: Ctrl-C is not to wait for it.
     models = await abandonable(find_local_models, config, cache_dir())
@@ -76,6 +78,13 @@ def with_known_name(config: Config, paths: StatePaths) -> Config:
     if record is None or not record.node_name or "name" in config.model_fields_set:
         return config
     return config.model_copy(update={"name": record.node_name})
+
+
+def with_all_cards(config: Config) -> Config:
+    """``all`` devices by their names; ``auto`` where nobody knows their number without torch."""
+    if config.device != "all":
+        return config
+    return config.model_copy(update={"device": ",".join(all_cards()) or "auto"})
 
 
 def _forget(file: Path) -> None:

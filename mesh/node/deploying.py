@@ -6,7 +6,7 @@ Part of the composition root, like `mesh.node.node`, which starts and stops it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from mesh.config import Config
 from mesh.deployments.laid import AvailableNode, Laid
@@ -30,7 +30,7 @@ from mesh.node import wiring
 from mesh.node.holdings import Holdings
 from mesh.node.layouts import Layouts
 from mesh.node.shards_as_seen import own_shards, served_shard
-from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId, shard_id
+from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId
 
 
 class House(World):
@@ -52,11 +52,8 @@ class House(World):
         self._held = held
         self._network = network
         self._store = store
-        self._by_hand = {
-            shard_id(model.model_id, model.layers)
-            for model in held.models.values()
-            if model.layers is not None
-        }
+        self.free_on_devices: Callable[[], Mapping[str, int]] = dict
+        """MiB, of those of which that is known; where there are several."""
         self._read: tuple[object, dict[str, Deployment]] | None = None
         self.layouts = Layouts(config, node, store, self.deployments)
 
@@ -107,12 +104,12 @@ class House(World):
         return {machine.node for machine in self.machines()}
 
     def _free_mb(self, node: NodeId) -> int | None:
-        """What is free on the first device of a node; None where it has not said."""
+        """What is free on the devices of a node; None where it has not said."""
         if node == self.node:
-            return self.free_mb()
+            return sum(mb or 0 for mb in self.free_mb().values())
         said = [view.offers.capacity for view in self._store.nodes() if view.info.node_id == node]
         devices = said[0].devices if said and said[0] is not None else ()
-        return devices[0].free_bytes >> 20 if devices else None
+        return sum(each.free_bytes for each in devices) >> 20 if devices else None
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
         view = self._store.node(node)
@@ -154,9 +151,12 @@ class House(World):
         loaded, or did not load."""
         host = self._held.host
         names = [name for name, each in host.wanted.items() if each.model_id == model_id]
-        if host.standing.trouble is not None or all(map(host.knows, names)):
+        processes = host.processes.values()
+        is_stuck = any(each.standing.trouble is not None for each in processes)
+        if is_stuck or all(map(host.knows, names)):
             return None
-        load = host.load() or {}
+        loads = (load for each in processes if (load := each.load()) is not None)
+        load = next((load for load in loads if load["name"] in names), {})
         total = load.get("total_bytes") if load.get("name") in names else None
         percent = load["done_bytes"] * 100 // total if total else None
         return BringingUp(model_id, Phase.DEPLOYING.value, percent)
@@ -229,18 +229,30 @@ class House(World):
     # What this node holds
 
     def held(self) -> list[OwnShard]:
-        return own_shards(self._held, self._by_hand)
+        return own_shards(self._held)
 
     def failed(self) -> Mapping[ShardId, MeshError]:
         host = self._held.host
-        return {name: why for name, why in host.failed.items() if name not in self._by_hand}
+        return {name: why for name, why in host.failed.items() if name not in self._held.by_hand}
 
-    def free_mb(self) -> int | None:
+    def free_mb(self) -> dict[str, int | None]:
+        processes = self._held.host.processes
+        if len(processes) > 1:
+            known = self.free_on_devices()
+            return {name: known.get(name) for name in processes}
         memory = self._held.host.health.memory
-        return wiring.free_mb(self._config) if memory is None else memory.free_mb
+        free_mb = wiring.free_mb(self._config) if memory is None else memory.free_mb
+        return dict.fromkeys(processes, free_mb)
 
-    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
-        return self.layouts.need_mb(deployment.wish, layers)
+    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int:
+        return self.layouts.need_mb(deployment.wish, layers, device)
+
+    async def get_to_know(self, wishes: Iterable[Wish]) -> None:
+        for wish in wishes:
+            await self.layouts.get_to_know(wish)
+
+    def asking_mb(self, wish: Wish) -> int:
+        return 0 if self.asks(wish) else self.layouts.asking_mb(wish)
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         return self.layouts.taken_mb(wish, layers)
@@ -277,12 +289,13 @@ class House(World):
         await self._held.ask_no_more(model_id, forget=forget)
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
     ) -> None:
         wish = deployment.wish
         await self._held.serve(
-            wish.model_id, layers, quant=wish.quant, context=wish.context, on_progress=on_progress
-        )
+            wish.model_id, layers, quant=wish.quant, context=wish.context, device=device,
+            on_progress=on_progress,
+        )  # fmt: skip
 
     async def unserve(self, shard: ShardId) -> int:
         return await self._held.unserve(shard)

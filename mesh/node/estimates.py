@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,9 +27,10 @@ from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.models.manifest import Manifest
 from mesh.node.fetched_weights import FetchedWeights
+from mesh.node.imagined import imagined
 from mesh.node.served_speed import AskedTimes
-from mesh.node.shards_as_seen import becomes_free_mb
-from mesh.routing.fitting import float_format, shard_bytes
+from mesh.node.shards_as_seen import becomes_free_mb, device_of
+from mesh.routing.fitting import asking_bytes, float_format, shard_bytes
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
@@ -40,8 +40,6 @@ _UNMEASURED_MS, _UNMEASURED_MB_S = 1.0, 100.0
 
 _MAX_MODELS = 64
 _AWAY = "it does not answer"
-
-_IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?))?")
 
 
 class OthersRoom(Protocol):
@@ -151,7 +149,7 @@ class Estimates:
         ]
         demand = Demand(
             asker=self._house.node,
-            quant=self._quant(model, wish.quant, machines),
+            quant=self._quant(model, wish.quant, _devices(machines)),
             context=context,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._is_thin,
@@ -164,17 +162,25 @@ class Estimates:
             return await asyncio.to_thread(rooms, model, machines, demand, said)
         return await asyncio.to_thread(lay, model, machines, wish, before, open_gaps, demand, said)
 
-    def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
+    def knows(self, wish: Wish) -> bool:
+        """Whether anybody has asked about the model."""
+        return (wish.model_id, wish.weights_sha256) in self._known
+
+    async def get_to_know(self, wish: Wish) -> None:
+        """Look at the model, as if somebody asked. Raises as `layout`."""
+        await self._look_up(wish.model_id, wish.context or DEFAULT_CONTEXT)
+
+    def need_mb(self, wish: Wish, layers: LayerRange, device_name: str = "") -> int | None:
         """What these layers take of this machine, caches and all, as a shard counts it before it
-        loads; None while nobody has asked about the model."""
+        loads; None while nobody has asked about the model. Without a device named it is the first.
+        """
         known = self._known.get((wish.model_id, wish.weights_sha256))
         if known is None:
             return None
         model = known.shape
-        own = [each for each in self.machines(model) if each.node_id == self._house.node]
-        quant = self._quant(model, wish.quant, own)
-        devices = own[0].devices if own else ()
-        device = devices[0] if devices else None
+        named = [each for each in self._own_devices() if device_name in ("", each.name)][:1]
+        device = next(iter(named), None)
+        quant = self._quant(model, wish.quant, named)
         if quant in ("none", "auto"):
             name = float_format(model, device) if device is not None else "fp32"
         else:
@@ -182,12 +188,24 @@ class Estimates:
         positions = max(wish.context, self._kv_tokens)
         return math.ceil(shard_bytes(model, layers, name, device, positions) / 2**20)
 
-    def _quant(self, model: ModelShape, wished: str, machines: Iterable[Machine]) -> str:
+    def asking_mb(self, wish: Wish) -> int:
+        """What the process that asks takes of this node's first device; 0 where nobody knows."""
+        known = self._known.get((wish.model_id, wish.weights_sha256))
+        devices = self._own_devices()
+        if known is None or not devices:
+            return 0
+        return math.ceil(asking_bytes(known.shape, devices[0], thin=self._is_thin) / 2**20)
+
+    def _own_devices(self) -> tuple[Device, ...]:
+        view = self._house.store.node(self._house.node)
+        capacity = None if view is None else view.offers.capacity
+        return () if capacity is None else capacity.devices
+
+    def _quant(self, model: ModelShape, wished: str, devices: Iterable[Device]) -> str:
         """The format that is planned with: of ``auto`` processors make int8 where they can, or
         int4 of a model that is stored so."""
         quant = wished or self._house.config.quant
-        kinds = {device.kind for each in machines for device in each.devices}
-        if quant == "auto" and kinds <= {"cpu"}:
+        if quant == "auto" and {device.kind for device in devices} <= {"cpu"}:
             few = "int4" if model.is_int4 else "int8"
             return few if few in model.quants else "none"
         return quant
@@ -228,7 +246,9 @@ class Estimates:
             for node, name in self._house.members().items()
         } | {each.node_id: each for each in self.machines(model)}
         for text in order["with"]:
-            one = self._imagined(text, machines) or machines[_node(text, machines.values())]
+            own = machines.get(self._house.node)
+            one = imagined(text, own, _UNMEASURED_MS, self._kv_tokens)
+            one = one or machines[_node(text, machines.values())]
             machines[one.node_id] = replace(one, refusal="")
         known = list(machines.values())
         only = frozenset(_node(text, known) for text in order["nodes"])
@@ -247,7 +267,7 @@ class Estimates:
             only=only,
             without=without,
             pins=tuple(_pin(text, known) for text in order["layers"]),
-            quant=self._quant(model, order["quant"] or "", usable),
+            quant=self._quant(model, order["quant"] or "", _devices(usable)),
             context=order["context"],
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
@@ -275,12 +295,11 @@ class Estimates:
             said, health = shard.descriptor, shard.health
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
-            device = devices[0].name if devices else ""
-            held.append(HeldLayers(said.layers, device, becomes_free_mb(shard) << 20))
+            device = device_of(said, devices)
+            held.append(HeldLayers(said.layers, device.name, becomes_free_mb(shard) << 20))
             if health.p50_latency_ms > 0:
-                visit_ms = devices[0].visit_ms if devices else 0.0
-                ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
-                timed.append(Timed(device, said.format, ms / len(said.layers)))
+                ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - device.visit_ms)
+                timed.append(Timed(device.name, said.format, ms / len(said.layers)))
         return Machine(
             node,
             view.info.name,
@@ -321,38 +340,15 @@ class Estimates:
         progress = view.offers.progress
         return PAUSED if progress is not None and progress.paused else ""
 
-    def _imagined(self, text: str, machines: Mapping[NodeId, Machine]) -> Machine | None:
-        """A machine that there is not, as fast as this one unless said; None for a name alone."""
-        said = _IMAGINED.fullmatch(text)
-        if said is None:
-            return None
-        name, memory, gb_s = said[1], int(float(said[2]) * 2**30), said[3]
-        own = machines.get(self._house.node)
-        if own is None or not own.devices or not own.devices[0].speeds:
-            raise BadRequest(
-                "This machine has not measured itself yet, so nothing is known of one like it.",
-                fix="Wait half a minute, and try again.",
-                param="with",
-            )
-        speeds = own.devices[0].speeds
-        if memory == 0 or (gb_s is not None and float(gb_s) == 0):
-            raise BadRequest(
-                f"{text!r} is no machine: neither its memory nor its speed is 0.",
-                fix="Give NAME=GIB or NAME=GIB:GB/S, as in attic=8:20.",
-                param="with",
-            )
-        if gb_s is not None:
-            speeds = tuple(replace(each, decode_gb_s=float(gb_s)) for each in speeds)
-        device = Device(own.devices[0].name, memory, memory, speeds)
-        return Machine(
-            NodeId(f"imagined {name}"), name, (device,), _UNMEASURED_MS, kv_tokens=self._kv_tokens
-        )
-
 
 def _known(manifest: Manifest, context: int) -> _KnownModel:
     is_read = bool(manifest.weights_sha256)  # else there are the headers alone
     here = manifest.layers_here() if is_read else ()
     return _KnownModel(shape_of(manifest, context), here)
+
+
+def _devices(machines: Iterable[Machine]) -> list[Device]:
+    return [device for machine in machines for device in machine.devices]
 
 
 def _is_measured(machine: Machine) -> bool:

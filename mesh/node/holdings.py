@@ -7,10 +7,11 @@ configuration at the start, then `mesh.deployments`. Part of the composition roo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mesh.capacity import named_devices
 from mesh.config import Config
 from mesh.deployments.weights import OnProgress
 from mesh.errors import BadRequest, WeightsDamaged, WeightsMismatch
@@ -22,12 +23,42 @@ from mesh.node.held_models import HeldModels
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
 from mesh.processes.tasks import end, spawn
-from mesh.shard.commands import KeepResident
+from mesh.shard.commands import KeepResident, ShardRequest
 from mesh.shard.local_shard import LocalShard
+from mesh.shard.several_devices import SeveralDevices, ShardHost
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, RouteHop, ShardId
 
 _LOOK_EVERY_S = 0.2
+
+
+def by_hand(config: Config, models: Iterable[LocalModel], devices: int) -> list[list[ShardRequest]]:
+    """What each of so many devices serves because the configuration names it: of each range of
+    layers an even part, as nobody knows yet what fits where."""
+    served: list[list[ShardRequest]] = [[] for _ in range(devices)]
+    for model in models:
+        layers = model.layers
+        if layers is None:
+            continue
+        count = min(devices, len(layers))
+        cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
+        for device in range(count):
+            part = LayerRange(cuts[device], cuts[device + 1])
+            served[device].append(wiring.shard(config, model, part))
+    return served
+
+
+def _host(
+    devices: Sequence[str], served: Sequence[Sequence[ShardRequest]], changed: Callable[[], None]
+) -> ShardHost:
+    if len(devices) == 1:
+        return ShardSupervisor(None, served[0], changed)
+    return SeveralDevices(
+        {
+            device: ShardSupervisor(None, requests, changed, device=device)
+            for device, requests in zip(devices, served, strict=True)
+        }
+    )
 
 
 class Holdings:
@@ -45,23 +76,32 @@ class Holdings:
         self.models = HeldModels(models)
         self.askers: dict[ModelId, AskerSupervisor] = {}
         named = list(self.models.values())
-        served = [wiring.shard(config, model, model.layers) for model in named if model.layers]
-        self.host = ShardSupervisor(None, served, owner.asker_changed)
+        devices = named_devices(config.device)
+        served = by_hand(config, named, len(devices))
+        self.by_hand = frozenset(request.shard_id for some in served for request in some)
+        """The shards that the configuration names."""
+        self.host = _host(devices, served, owner.asker_changed)
         self.home = HomeLayers(config, named, self.host, self.push_shards)
         self._config = config
         self._key = key
         self._owner = owner
         self._tls = tls
-        self._resident: tuple[int | None, tuple[ShardId, ...]] = (None, ())
-        """Which process was told last that the weights of which shards stay."""
+        self._resident: dict[str, tuple[int | None, tuple[ShardId, ...]]] = {}
+        """Which process of each device was told last that the weights of which shards stay."""
+        self.is_started = False
+        """Whether its processes know where they are to listen."""
         self._replacing: set[asyncio.Task[None]] = set()
 
     async def start(self, address: str) -> None:
         """Start what the configuration names; shards listen at `address`."""
         tls = await self._tls()
-        self.host.first_command = wiring.start_shards(self._config, self._key, address, tls)
-        if self.host.wanted:
-            self.host.start()
+        for device, process in self.host.processes.items():
+            process.first_command = wiring.start_shards(
+                self._config, self._key, address, tls, device
+            )
+            if process.wanted:
+                process.start()
+        self.is_started = True
         self.home.start()
         for model in self.models.values():
             self._start_asker(model, tls)
@@ -80,12 +120,14 @@ class Holdings:
         *,
         quant: str,
         context: int,
+        device: str,
         on_progress: OnProgress,
     ) -> LocalShard:
         """Serve these layers of a model whose files are here. Raises what loading raises.
 
-        `quant` is the number format and `context` the positions of its cache, '' and 0 for what
-        the configuration says. `on_progress` is told how far the load is, without a rate.
+        `device` is the one to load them on where they are on none yet, '' for any. `quant` is the
+        number format and `context` the positions of its cache, '' and 0 for what the configuration
+        says. `on_progress` is told how far the load is, without a rate.
         """
         request = wiring.shard(self._config, self._model(model_id), layers)
         if quant:
@@ -96,6 +138,8 @@ class Holdings:
         name = request.shard_id
         telling = spawn(self._tell_load(name, on_progress), f"progress of loading {name}")
         try:
+            if isinstance(self.host, SeveralDevices):
+                return await self.host.serve(request, device)
             return await self.host.serve(request)
         finally:
             await end([telling])
@@ -123,9 +167,12 @@ class Holdings:
     def keep_resident(self, shards: Collection[ShardId]) -> None:
         """Have the weights of exactly these stay on the device, used or not. A process that was
         started anew is told again."""
-        told = self.host.pid, tuple(sorted(shards))
-        if told != self._resident and self.host.is_up and self.host.tell(KeepResident(told[1])):
-            self._resident = told
+        for device, process in self.host.processes.items():
+            told = process.pid, tuple(sorted(shards))
+            if told == self._resident.get(device) or not process.is_up:
+                continue
+            if process.tell(KeepResident(told[1])):
+                self._resident[device] = told
 
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on, whose ends are on this disk, in its number format: who asks
@@ -228,9 +275,10 @@ class Holdings:
 
     async def _tell_load(self, name: ShardId, on_progress: OnProgress) -> None:
         while True:
-            load = self.host.load()
-            if load is not None and load["name"] == name and load["total_bytes"]:
-                on_progress(load["done_bytes"], load["total_bytes"], 0.0, "")
+            for process in self.host.processes.values():
+                load = process.load()
+                if load is not None and load["name"] == name and load["total_bytes"]:
+                    on_progress(load["done_bytes"], load["total_bytes"], 0.0, "")
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _model(self, model_id: ModelId) -> LocalModel:

@@ -23,7 +23,7 @@ from mesh.node import wiring
 from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import home_layers
 from mesh.shard.local_shard import LocalShard
-from mesh.shard.supervisor import ShardSupervisor
+from mesh.shard.several_devices import ShardHost
 from mesh.types import LayerRange, ModelId, ShardId, shard_id
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 
 
 async def load_at_home(
-    config: Config, model: LocalModel, layers: LayerRange, host: ShardSupervisor
+    config: Config, model: LocalModel, layers: LayerRange, host: ShardHost
 ) -> LocalShard:
     """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
     limit_mb = config.distributed.host.shard_max_vram_mb
@@ -57,7 +57,7 @@ class HomeLayers:
         self,
         config: Config,
         models: Sequence[LocalModel],
-        host: ShardSupervisor,
+        host: ShardHost,
         on_change: Callable[[], None],
     ) -> None:
         self._config = config
@@ -132,7 +132,7 @@ class HomeLayers:
 
     def shards(self, model_id: ModelId) -> list[Advertisement]:
         """Those of the model that are loaded, for this node's own routes."""
-        loaded = self._host.private if self._host.is_up else {}
+        loaded = self._host.private_serving
         here = [loaded[name] for name in self._wanted if name in loaded]
         return [
             Advertisement(hosted.descriptor, hosted.health)

@@ -25,11 +25,14 @@ from mesh.errors import MeshError, UnsupportedFamily, WeightsMismatch, from_dict
 from mesh.node.estimates import Estimates
 from mesh.node.shards_as_seen import becomes_free_mb, served_shard
 from mesh.routing.machines import ITEMSIZE
-from mesh.types import LayerRange, NodeId, ShardId
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 LAYOUT_S = 20.0
 """A checkpoint of this disk that is looked at for the first time is read whole; that is not waited
 for."""
+
+_LOOK_S, _LOOK_AGAIN_S = 3.0, 60.0
+"""One that is to be loaded waits for a look at its files, but not for long."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class Layouts:
         self._store = store
         self._deployments = deployments
         self._refusals = Refusals()
+        self._looks: dict[tuple[ModelId, str], float] = {}
+        """Models that were looked at, and when they are looked at again."""
 
     async def laid_out(
         self,
@@ -101,15 +106,32 @@ class Layouts:
                     taken[span.node] += self.need_mb(wish, span.layers)
         return taken
 
-    def need_mb(self, wish: Wish, layers: LayerRange) -> int:
-        """What these layers take; where nobody knows the model, no more than is certain: the
-        process that loads them counts again, and refuses."""
-        if (known := self._known_mb(wish, layers)) is not None:
+    def need_mb(self, wish: Wish, layers: LayerRange, device: str = "") -> int:
+        """What these layers take, on a device of this node if one is named. Where nobody knows the
+        model, no more than is certain: the process that loads them counts again, and refuses."""
+        if (known := self._known_mb(wish, layers, device)) is not None:
             return known
         quant = wish.quant or self._config.quant
         least = ITEMSIZE["bf16" if quant == "none" else "int8" if quant == "auto" else quant]
         part = wish.layers_mb * len(layers) / wish.total_layers
         return math.ceil(part * least / ITEMSIZE["fp32"])
+
+    async def get_to_know(self, wish: Wish) -> None:
+        """Look at a model that nobody has asked about, once in a while where that is in vain."""
+        what, now = (wish.model_id, wish.weights_sha256), loop_time()
+        if self.planner is None or self.planner.knows(wish) or self._looks.get(what, now) > now:
+            return
+        self._looks = {each: at for each, at in self._looks.items() if at > now}
+        self._looks[what] = now + _LOOK_AGAIN_S
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await self.planner.get_to_know(wish)
+        except (MeshError, TimeoutError) as error:
+            logger.info("what layers of %s take is not known yet: %s", wish.model_id, error)
+
+    def asking_mb(self, wish: Wish) -> int:
+        """What asking this takes of this node's first device; 0 where nobody knows the model."""
+        return self.planner.asking_mb(wish) if self.planner is not None else 0
 
     def taken_mb(self, wish: Wish, layers: LayerRange) -> int:
         """The same; where nobody knows the model here, the least that is said by who serves them as
@@ -124,8 +146,8 @@ class Layouts:
                 found.append(becomes_free_mb(shard))
         return min(found, default=self.need_mb(wish, layers))
 
-    def _known_mb(self, wish: Wish, layers: LayerRange) -> int | None:
-        return self.planner.need_mb(wish, layers) if self.planner is not None else None
+    def _known_mb(self, wish: Wish, layers: LayerRange, device: str = "") -> int | None:
+        return self.planner.need_mb(wish, layers, device) if self.planner is not None else None
 
     def refused(self, deployment: Deployment) -> Collection[Span]:
         """The spans of its plan for which their machines say that they have no room."""

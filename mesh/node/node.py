@@ -48,11 +48,12 @@ from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
-from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.node.own_capacity import OwnHooks
+from mesh.node.own_devices import OwnDevices
 from mesh.node.own_facts import own_facts
 from mesh.node.reach import ReachProbe
 from mesh.node.weights import Weights
-from mesh.paths import StatePaths, capacity_dir
+from mesh.paths import StatePaths
 from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
@@ -96,13 +97,15 @@ class Node:
         self._offers = Offers(network, self._store, self._watch, distances)
         held = self._held = Holdings(config, key, models, self, network.tls_material)
         looks = (self._is_idle, self._served, self.asker_changed, *wiring.blocking_looks(config))
-        kv_tokens = config.distributed.host.kv_tokens
-        hooks = OwnHooks(lambda: held.host.health.memory, *looks, kv_tokens=kv_tokens)
-        self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
+        hooks = OwnHooks(
+            lambda: held.host.health.memory, *looks, kv_tokens=config.distributed.host.kv_tokens
+        )
+        self._capacity = OwnDevices(config, held.host, hooks)
         self.weights = Weights(
             config, key, held, self._store, self._events, network.advertise, addresses[0]
         )
         house = House(config, key.node_id, held, network, self._store, self._counts.awaits)
+        house.free_on_devices = self._capacity.free_mb
         self._deployments = DeploymentsHere(
             config, house, held, self._events, self.weights, network.advertise
         )
@@ -277,7 +280,7 @@ class Node:
 
     def _serving(self) -> Serving:
         host, weights = self._held.host, self.weights.held()
-        if host.first_command is None:
+        if not self._held.is_started:
             return Serving(Offering(weights=weights))
         progress = self._deployments.progress(is_paused=self._is_paused)
         offers = Offering(tuple(self._served()), weights, self._capacity.now(), progress)
@@ -317,7 +320,12 @@ class Node:
         return await self._held.load_judge(model_id, layers)
 
     def _processes(self) -> list[Supervisor]:
-        return [self._held.host, *self._held.askers.values(), self._jobs, self.weights.fetcher]
+        return [
+            *self._held.host.processes.values(),
+            *self._held.askers.values(),
+            self._jobs,
+            self.weights.fetcher,
+        ]
 
     def _is_idle(self) -> bool:
         """Whether nothing loads here, and nobody is served."""

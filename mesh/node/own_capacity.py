@@ -26,12 +26,13 @@ from msgspec import structs
 
 import mesh
 from mesh import codec
-from mesh.capacity import Capacity, Device, Measurement
+from mesh.capacity import Capacity, Device, Measurement, cores_of
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import Busy, DeviceFailed, MeshError
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.partial_writer import lock_directory
 from mesh.node.served_speed import AskedTimes, ServedSpeed
+from mesh.processes.cards import card_files
 from mesh.processes.child import Child
 from mesh.processes.exchange import Exchange
 from mesh.processes.headroom import Headroom, ram
@@ -93,7 +94,8 @@ class OwnHooks:
     nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
     or what is free become known or move; `disk` reads what weights may take on theirs, in bytes,
     `cap` what the owner gives to models of the memory of a device that has so many MiB; these two
-    may block and raise OSError. `kv_tokens` is told as it is."""
+    may block and raise OSError. `kv_tokens` is told as it is. Of main memory the device has
+    `main_share`, 0 to 1."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
@@ -102,6 +104,7 @@ class OwnHooks:
     disk: Callable[[], int | None] = lambda: None
     cap: Callable[[str, int], CappedMemory | None] = lambda device, total_mb: None
     kv_tokens: int | None = None
+    main_share: float = 1.0
 
 
 async def measured(order: Measure) -> Measurement:
@@ -201,7 +204,10 @@ class OwnCapacity:
             return None
         if (cap := self.cap) is not None:
             free_mb, total_mb = min(free_mb, cap.left_mb), min(total_mb, cap.limit_mb)
-        device = replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
+        share = self._hooks.main_share
+        free_mb, total_mb = int(share * free_mb), int(share * total_mb)
+        name = self._order.device if cores_of(self._order.device) is not None else device.name
+        device = replace(device, name=name, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
         return Capacity((device,), self._disk_bytes, self._hooks.kv_tokens)
 
     def asker_ms(self) -> float:
@@ -333,8 +339,8 @@ class OwnCapacity:
 
 def _is_cpu(order: Measure) -> bool:
     """Whether the device is surely the processor, without importing what asks it."""
-    has_card = sys.platform == "darwin" or any(Path("/dev").glob("nvidia[0-9]*"))
-    return order.device == "cpu" or (order.device == "auto" and not has_card)
+    has_card = sys.platform == "darwin" or bool(card_files())
+    return order.device.startswith("cpu") or (order.device == "auto" and not has_card)
 
 
 def _differ(now: Capacity, told: Capacity) -> bool:
@@ -362,11 +368,10 @@ def _device_differs(one: Device, other: Device) -> bool:
 def _machine(order: Measure) -> str:
     """What a measurement holds for, without importing what measures."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    accelerators = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     able = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     parts = (
         VERSION, mesh.__version__, platform.machine(), cpu_model(), able, cores, order.device,
-        order.threads, order.dtype, accelerators, importlib.metadata.version("torch"),
+        order.threads, order.dtype, card_files(), importlib.metadata.version("torch"),
     )  # fmt: skip
     return "/".join(map(str, parts))
 

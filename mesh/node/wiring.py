@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mesh import __version__
+from mesh.capacity import named_devices
 from mesh.config import Config
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
@@ -33,15 +34,17 @@ from mesh.wire.messages import Hello
 SOFTWARE = f"hearthnet/{__version__}"
 
 
-def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -> StartShards:
-    """The shard process, listening at `address`."""
+def start_shards(
+    config: Config, key: NodeKey, address: str, tls: TlsMaterial, device: str = ""
+) -> StartShards:
+    """The shard process of a device, '' for the only one, listening at `address`."""
     paths = StatePaths(config.state_dir)
     return StartShards(
         hello=_hello(config, key),
         tls=tls,
         listen_host=address,
         interfaces=tuple(config.interface),
-        device=config.device,
+        device=device or config.device,
         threads=_threads(config),
         threads_dir=paths.threads_dir,
         harvest_dir=paths.harvest_dir,
@@ -68,10 +71,10 @@ def free_mb(config: Config) -> int:
     return main.free_mb if limit_mb is None else min(main.free_mb, limit_mb)
 
 
-def measure(config: Config) -> Measure:
-    """What this machine is to be measured with: what its shards would compute with."""
+def measure(config: Config, device: str) -> Measure:
+    """What a device of this machine is to be measured with: what its shards would compute with."""
     threads_dir = StatePaths(config.state_dir).threads_dir
-    return Measure(config.device, _threads(config), threads_dir, dtype=config.dtype)
+    return Measure(device, _threads(config), threads_dir, dtype=config.dtype)
 
 
 def blocking_looks(
@@ -130,7 +133,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
     )
     options = AskerOptions(
         config.dtype,
-        config.device,
+        named_devices(config.device)[0],
         _threads(config),
         cache_dir(),
         StatePaths(config.state_dir).threads_dir,

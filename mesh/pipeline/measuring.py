@@ -22,7 +22,7 @@ from mesh.processes.messages import Handlers
 from mesh.processes.processor import OthersLoad
 from mesh.processes.worker import Worker
 from mesh.shard.commands import Measure
-from mesh.shard.device import choose_device, headroom
+from mesh.shard.device import choose_device, headroom, occupy
 from mesh.shard.failures import device_failed
 from mesh.shard.speed import measure
 from mesh.shard.threads import kept_threads
@@ -48,7 +48,7 @@ async def _measured(command: Measure) -> Measurement:
     """The device, then the asker on it. Raises MeshError."""
 
     def look() -> tuple[Device, AskerModel, float]:
-        device = choose_device(command.device)
+        device = occupy(command.device)
         threads = kept_threads(command.threads, device.value, command.threads_dir)
         load = OthersLoad()
         found = measure(device.value, threads.value, command.dtype)

@@ -5,8 +5,10 @@ Reads what the kernel says. Imports nothing that computes, so that the daemon ma
 
 from __future__ import annotations
 
+import os
 import platform
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,20 @@ def cpu_model() -> str:
 def cpu_flags() -> frozenset[str]:
     """What it can do, in the kernel's words; none where the kernel does not say."""
     return frozenset(_field("flags", "features").split())
+
+
+def allowed_cores() -> frozenset[int] | None:
+    """Those that this process may run on; None where the platform does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return frozenset(os.sched_getaffinity(0))
+
+
+def run_on(cores: Collection[int]) -> None:
+    """Have all threads of this process, and those that they start, run on these cores alone. Raises
+    OSError; only where `allowed_cores` says which there are."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 class OthersLoad:

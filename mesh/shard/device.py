@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from mesh.capacity import cores_of
 from mesh.errors import BadValue
 from mesh.models.coded.scheme import is_decoded
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import MemoryBudget, MemoryCaps
-from mesh.processes.processor import cpu_flags
+from mesh.processes.processor import allowed_cores, cpu_flags, run_on
 from mesh.shard import int4
 from mesh.shard.compiled.formats import BITS, Quant
 
@@ -60,27 +61,40 @@ def plain_dtype(stored: str) -> torch.dtype:
 
 
 def choose_device(requested: str = "auto") -> Choice[torch.device]:
-    """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Raises BadValue when it is not there."""
+    """``auto``, ``cpu``, some of its cores (``cpu:0-3``), ``cuda``, ``cuda:N`` or ``mps``. Raises
+    BadValue when it is not there."""
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if requested == "auto":
         if cuda:
-            name = torch.cuda.get_device_name(0)
-            return Choice(torch.device("cuda:0"), f"device cuda:0: found {name}")
+            name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
+            more = f"; of {count} it is the first, --device all takes all" if count > 1 else ""
+            return Choice(torch.device("cuda:0"), f"device cuda:0: found {name}{more}")
         if mps:
             return Choice(torch.device("mps"), "device mps: Apple GPU found")
         return Choice(torch.device("cpu"), "device cpu: no CUDA or Apple GPU found")
+    if (cores := cores_of(requested)) is not None and set(cores) <= (allowed_cores() or set()):
+        return Choice(torch.device("cpu"), f"device cpu, cores {requested[4:]}: as requested")
     kind, _, index = requested.partition(":")
-    there = {"cpu": not index, "mps": mps and not index, "cuda": cuda}.get(kind, False)
+    there = {"cpu": requested == "cpu", "mps": mps and not index, "cuda": cuda}.get(kind, False)
     if there and kind == "cuda":
         there = (index or "0").isdigit() and int(index or 0) < torch.cuda.device_count()
     if not there:
         raise BadValue(
             f"device {requested!r} is not available here.",
-            fix="Use auto, cpu, cuda, cuda:N or mps, as far as this machine has it.",
+            fix="Use auto, cpu, cpu:LO-HI, cuda, cuda:N or mps, as far as this machine has it.",
             param="device",
         )
     device = torch.device(f"cuda:{index or 0}" if kind == "cuda" else kind)
     return Choice(device, f"device {device}: as requested")
+
+
+def occupy(requested: str) -> Choice[torch.device]:
+    """Choose the device as `choose_device` does, and compute on no other cores from now on. Raises
+    BadValue, OSError."""
+    chosen = choose_device(requested)
+    if (cores := cores_of(requested)) is not None:
+        run_on(cores)
+    return chosen
 
 
 def choose_dtype(

@@ -39,13 +39,15 @@ from mesh.types import Endpoint, NodeId, ShardId, ShardMemory
 
 @dataclass(frozen=True, slots=True)
 class HostedOn:
-    """Where a shard runs: the node, its address for askers, and the device."""
+    """Where a shard runs: the node, its address for askers, and the device, with what that is
+    called among the node's, '' where it has one."""
 
     node_id: NodeId
     node_name: str
     endpoint: Endpoint
     device: torch.device
     threads: int
+    device_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

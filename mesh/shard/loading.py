@@ -256,4 +256,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         quant=plan.request.quant,
         own_quant=plan.request.own_quant,
         short_rows=runtime.short_rows,
+        device=host.device_name,
     )

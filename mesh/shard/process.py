@@ -18,6 +18,7 @@ from functools import partial
 
 import psutil
 
+from mesh.capacity import cores_of
 from mesh.clock import SteadyClock, SystemClock, next_tick, set_by
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
@@ -46,7 +47,7 @@ from mesh.shard.commands import (
     ends_of,
     traces_of,
 )
-from mesh.shard.device import choose_device, headroom, memory_budget
+from mesh.shard.device import headroom, memory_budget, occupy
 from mesh.shard.failures import device_failed
 from mesh.shard.load_plan import HostedOn, LoadPlan, plan_shard
 from mesh.shard.loading import HeldShard, LoadedShard, load_shard
@@ -164,7 +165,7 @@ class ShardProcess(Worker):
         self._tell_askers(Drain("the node goes to sleep" if command.paused else ""))
 
     async def _start(self, command: StartShards) -> Listening:
-        device = await asyncio.to_thread(choose_device, command.device)
+        device = await asyncio.to_thread(occupy, command.device)
         threads = await asyncio.to_thread(
             kept_threads, command.threads, device.value, command.threads_dir
         )
@@ -191,7 +192,10 @@ class ShardProcess(Worker):
             limit_bytes = command.harvest_mb << 20
             self._service.shelf = HarvestShelf(command.harvest_dir, limit_bytes, own)
         endpoint = _endpoint(host, listener.port)
-        place = HostedOn(own, hello.node_name, endpoint, device.value, threads.value)
+        place = HostedOn(
+            own, hello.node_name, endpoint, device.value, threads.value,
+            command.device if cores_of(command.device) is not None else str(device.value),
+        )  # fmt: skip
         parts = self._parts = _Parts(place, listener, queue, room)
         self.keep(self._report(parts), "shard-health")
         await self.follow_members(self._keep_only)

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,9 +83,12 @@ class ShardSupervisor(Supervisor):
         limits: SilenceLimits | None = None,
         module: str = "mesh.shard.process",
         attempts: Attempts | None = None,
+        device: str = "",
     ) -> None:
-        """`module` calls `mesh.shard.process.main`; `attempts` says when a load is tried again."""
-        super().__init__("the shards' process", module, start, limits)
+        """`module` calls `mesh.shard.process.main`; `attempts` says when a load is tried again;
+        `device` is its name, where the node has several."""
+        super().__init__(f"the shards' process{device and f' on {device}'}", module, start, limits)
+        self.device = device
         self.wanted = {request.shard_id: request for request in shards}
         self.reasons: tuple[str, ...] = ()
         self.health = Health()
@@ -94,6 +97,11 @@ class ShardSupervisor(Supervisor):
         self._revoked: tuple[str, ...] = ()
         self._attempts = attempts or Attempts()
         self._known: defaultdict[ShardId, _Known] = defaultdict(_Known)
+
+    @property
+    def processes(self) -> Mapping[str, ShardSupervisor]:
+        """Those of the node's devices by their names: this is the only one."""
+        return {self.device: self}
 
     @property
     def shards(self) -> dict[ShardId, LocalShard]:
@@ -105,6 +113,11 @@ class ShardSupervisor(Supervisor):
         """What was loaded with `ensure`, for this node alone."""
         here = {name: known.here for name, known in self._known.items() if name not in self.wanted}
         return {name: shard for name, shard in here.items() if shard is not None}
+
+    @property
+    def private_serving(self) -> dict[ShardId, LocalShard]:
+        """Of that, what may be used now."""
+        return self.private if self.is_up else {}
 
     @property
     def failed(self) -> dict[ShardId, MeshError]:
@@ -184,9 +197,14 @@ class ShardSupervisor(Supervisor):
             raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
 
     def distrust(self, name: ShardId, error: MeshError) -> None:
-        """Load it anew, if it is here: what it was loaded from may have been wrong."""
+        """Load it anew, if it is here."""
         if self._known[name].here is not None:
             self.tell(Distrust(name, error))
+
+    def has(self, name: ShardId) -> bool:
+        """Whether it serves this, or is to, or has it for this node alone, or is busy with it."""
+        known = self._known[name]
+        return name in self.wanted or bool(known.here or known.loading or known.leaving)
 
     def knows(self, name: ShardId) -> bool:
         """Whether a wanted shard has loaded or failed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class World:
         self.is_odd = False
         """Asked what it serves it breaks."""
         self.drops = 0
+        self.looked_at: set[ModelId] = set()
         self.others: list[ServedShard] = []
 
     def deployments(self) -> dict[str, Deployment]:
@@ -64,11 +65,17 @@ class World:
             raise RuntimeError("a mistake of ours")
         return self.others
 
-    def free_mb(self) -> int | None:
-        return self.total_mb - sum(held.mb for held in self.has.values())
+    def free_mb(self) -> dict[str, int | None]:
+        return {"": self.total_mb - sum(held.mb for held in self.has.values())}
 
-    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
+    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int:
         return MB * len(layers)
+
+    async def get_to_know(self, wishes: Iterable[Wish]) -> None:
+        self.looked_at |= {wish.model_id for wish in wishes}
+
+    def asking_mb(self, wish: Wish) -> int:
+        return 0
 
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         return None
@@ -95,7 +102,7 @@ class World:
             self.models = {}
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
     ) -> None:
         if self.is_broken:
             self.loads.append("broken")

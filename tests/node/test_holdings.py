@@ -200,7 +200,12 @@ def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
 
         with pytest.raises(Busy):
             await held.serve(
-                MODEL.model_id, LayerRange(2, 4), quant="", context=0, on_progress=on_progress
+                MODEL.model_id,
+                LayerRange(2, 4),
+                quant="",
+                context=0,
+                device="",
+                on_progress=on_progress,
             )
         assert list(dict.fromkeys(told)) == [PhaseProgress(Phase.DEPLOYING, *d) for d in FAR[1:]]
         count = len(told)

@@ -17,13 +17,17 @@ class NodeMemory(Drawn):
 
     def text(self, picture: Picture, width: int) -> Text:
         lines = []
-        memory = picture.status.get("memory")
-        if memory is not None:
+        several = picture.rows("devices")
+        only = picture.status.get("memory")
+        for memory in several or ([only] if only else []):
             free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
-            lines.append(Text(f"{free} of {total} are free ({memory['bound']})"))
+            where = f"{memory['device']}: " if several else ""
+            lines.append(Text(f"{where}{free} of {total} are free ({memory['bound']})"))
         for shard in picture.rows("shards"):
             taken = shard.get("memory")
             line = f"{shard['model_id']} {shard['layers']}"
+            if several:
+                line += f" on {shard['device']}"
             if taken is not None:
                 weights, caches = (
                     memory_size(taken[of] << 20) for of in ("weights_mb", "caches_mb")

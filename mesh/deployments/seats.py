@@ -1,0 +1,96 @@
+"""On which of a node's devices its shards lie, and what it does next on all of them: pure.
+
+A plan says which node has which layers; which of its devices takes them the node says, as it alone
+knows what is free there now. The largest shard first, each goes on the first device that has room,
+one that has no other of its deployment if it can: of the layers of a node the planner cuts a part
+for each device. What is somewhere stays there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from mesh.deployments.reconcile import BOUNDLESS, Decision, View, reconcile, wishes_of
+from mesh.deployments.wishes import Deployment, Wish
+from mesh.types import LayerRange, ShardId
+
+NeedMb = Callable[[Deployment, LayerRange, str], int]
+"""What layers of a deployment take on a device, in MiB."""
+
+
+def seated(
+    view: View,
+    free_mb: Mapping[str, int | None],
+    need_mb: NeedMb,
+    asking_mb: Callable[[Wish], int],
+) -> dict[ShardId, str]:
+    """The device of everything that is held or wished for.
+
+    `free_mb` is what is free on each, as `View` has it of one, None where nobody knows; of the
+    first, what asking will take of it is for that. A shard that fits nowhere goes where most gets
+    free once what is held and not wished for is gone.
+    """
+    wanted = wishes_of(view)
+    seats = {held.shard: held.device for held in view.held}
+    if len(free_mb) == 1:
+        return dict.fromkeys((*wanted, *seats), *free_mb)
+    left: dict[str, int] = {}
+    surplus: Counter[str] = Counter()
+    for device, mb in free_mb.items():
+        here = [held for held in view.held if held.device == device]
+        left[device] = BOUNDLESS if mb is None else mb - sum(h.mb for h in here if h.is_to_come)
+        surplus[device] = sum(held.mb for held in here if held.shard not in wanted)
+    asked = {deployment.id: deployment.wish for deployment, _ in wanted.values()}
+    left[next(iter(left))] -= sum(map(asking_mb, asked.values()))
+    new = [(shard, *wished) for shard, wished in wanted.items() if shard not in seats]
+    for shard, deployment, layers in sorted(new, key=lambda row: -len(row[2])):
+        needs = {device: need_mb(deployment, layers, device) for device in free_mb}
+        same = {seats[name] for name in deployment.shards_of(view.node) if name in seats}
+        order = sorted(free_mb, key=same.__contains__)  # those without come first
+        fitting = next((device for device in order if needs[device] <= left[device]), None)
+        if fitting is not None:
+            left[fitting] -= needs[fitting]
+        roomiest = max(order, key=lambda d: left[d] + surplus[d] - needs[d])
+        seats[shard] = roomiest if fitting is None else fitting
+    return seats
+
+
+def reconcile_devices(
+    view: View,
+    seats: Mapping[ShardId, str],
+    free_mb: Mapping[str, int | None],
+    need_mb: NeedMb,
+) -> Decision:
+    """The next steps on all devices of a node, of which each is reconciled by itself."""
+    decisions = [
+        reconcile(_part(view, seats, device, free, need_mb)) for device, free in free_mb.items()
+    ]
+    return Decision(
+        next((each.load for each in decisions if each.load is not None), None),
+        tuple(fetch for each in decisions for fetch in each.fetches),
+        tuple(drop for each in decisions for drop in each.drops),
+        {shard: why for each in decisions for shard, why in (each.waiting or {}).items()},
+        frozenset().union(*(each.lacking for each in decisions)),
+        frozenset().union(*(each.unfetched for each in decisions)),
+    )
+
+
+def _part(
+    view: View, seats: Mapping[ShardId, str], device: str, free_mb: int | None, need_mb: NeedMb
+) -> View:
+    """What concerns one device."""
+    return replace(
+        view,
+        held=[held for held in view.held if held.device == device],
+        elsewhere=[held for held in view.held if held.device != device],
+        others=frozenset(name for name, seat in seats.items() if seat != device),
+        free_mb=free_mb,
+        need_mb=partial(_on, need_mb, device),
+    )
+
+
+def _on(need_mb: NeedMb, device: str, deployment: Deployment, layers: LayerRange) -> int:
+    return need_mb(deployment, layers, device)

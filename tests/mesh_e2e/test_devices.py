@@ -1,0 +1,111 @@
+"""A machine with several devices, here parts of its processor, holds a model that fits on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.conftest import StartNode
+from tests.mesh_e2e.test_daemons import hearthnet
+from tests.mesh_e2e.test_deployments import peers, until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores"),
+]
+
+CORES = sorted(os.sched_getaffinity(0))[:2]
+DEVICES = [f"cpu:{core}" for core in CORES]
+LIMIT_MB = 560
+"""Each device has half of it: too little for the model, which has 170 MiB of weights."""
+TOKENS = 160
+_HOST = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__"
+
+
+@pytest.fixture(scope="module")
+def house(
+    start_node: StartNode, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LocalNode, LocalNode]:
+    """A machine with two devices, and another that asks it."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "wide", "llama", layers=8, hidden=768)
+    shared = {"HEARTHNET_MODELS_DIR": str(folder), f"{_HOST}KV_TOKENS": "512"}
+    double = start_node(
+        "double", "--layers", "none", "--device", ",".join(DEVICES),
+        environment=shared | {f"{_HOST}MAX_MEMORY": f"{LIMIT_MB} MiB"},
+    )  # fmt: skip
+    study = start_node("study", "--layers", "none", environment=shared)
+    for node in (double, study):
+        node.wait_up()
+        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    return double, study
+
+
+def test_a_model_that_fits_on_no_device_lies_on_two_and_survives_the_end_of_one(
+    house: tuple[LocalNode, LocalNode],
+) -> None:
+    double, study = house
+    fitting = ("deploy", "wide", "--nodes", "double", "--context", "512")
+
+    def estimated() -> list[dict[str, Any]]:
+        asked = hearthnet(*fitting, "--estimate", "--json", node=study)
+        found: list[dict[str, Any]] = [
+            shard for each in json.loads(asked.stdout)["replicas"] for shard in each["shards"]
+        ]
+        return found if len(found) == 2 else []
+
+    planned = until(estimated, "both devices are measured")
+    assert {each["device"] for each in planned} == set(DEVICES)
+    deployed = hearthnet(*fitting, "--wait", node=study)
+    assert deployed.returncode == 0, deployed.stderr
+    picture = double.get("/mesh/v1/status")
+    held = {shard["layers"]: shard["device"] for shard in picture["shards"]}
+    assert held == {each["layers"]: each["device"] for each in planned}
+    assert [each["device"] for each in picture["devices"]] == DEVICES
+    assert "on " + DEVICES[1] in hearthnet("status", node=double).stdout
+    processes = {row["name"]: row["pid"] for row in picture["processes"]}
+    for core, device in zip(CORES, DEVICES, strict=True):
+        assert cores_of(processes[f"the shards' process on {device}"]) == {str(core)}
+
+    before = answer(study)
+    assert set(before["route"]) == set(held)
+    killing = Timer(
+        0.5, os.kill, (processes[f"the shards' process on {DEVICES[1]}"], signal.SIGKILL)
+    )
+    killing.start()
+    during = answer(study)
+    killing.join()
+    assert during["token_ids"] == before["token_ids"]
+    assert during["failovers"] or during["fallback"]
+
+    def is_back() -> bool:
+        shards = double.get("/mesh/v1/status")["shards"]
+        return {shard["layers"]: shard["device"] for shard in shards if shard["online"]} == held
+
+    until(is_back, "what the lost process had is loaded again, on its device", *house)
+    assert hearthnet("evict", "wide", "--wait", node=study).returncode == 0
+    assert double.get("/mesh/v1/status")["shards"] == []
+
+
+def cores_of(pid: int) -> set[str]:
+    """Where the threads of a process may run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
+    return {line.split()[1] for line in lines if line.startswith("Cpus_allowed_list")}
+
+
+def answer(node: LocalNode) -> dict[str, Any]:
+    """A long answer as the node tells of it, with the layers of its route."""
+    asked = {"model": "wide", "prompt": [5, 6, 7], "max_tokens": TOKENS, "temperature": 0}
+    response = node.post("/v1/completions", asked | {"ignore_eos": True})
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()["hearthnet"]
+    return told | {"route": [hop["layers"] for hop in told["route"]]}
