@@ -171,7 +171,7 @@ class Reconciler:
                 held[shard] = replace(self._not_held(shard, *wished), state=state)
         for each in self._provisioning.to_come():
             wished = _wished(each.shard, deployments, world.node)
-            mb = each.mb if wished is None else world.need_mb(*wished, each.device)
+            mb = each.mb if wished is None else world.need_mb(*wished, each.device) or each.mb
             held.setdefault(each.shard, replace(each, mb=mb))
         return View(
             world.node,
@@ -179,7 +179,7 @@ class Reconciler:
             list(held.values()),
             world.served(),
             None,
-            partial(world.need_mb, device=""),
+            lambda deployment, layers: world.need_mb(deployment, layers, "") or 0,
             not_yet=self.phases.not_yet(loop_time()),
         )
 

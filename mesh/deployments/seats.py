@@ -17,8 +17,9 @@ from mesh.deployments.reconcile import BOUNDLESS, Decision, View, reconcile, wis
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.types import LayerRange, ShardId
 
-NeedMb = Callable[[Deployment, LayerRange, str], int]
-"""What layers of a deployment take on a device, in MiB."""
+NeedMb = Callable[[Deployment, LayerRange, str], int | None]
+"""What layers of a deployment take on a device, in MiB; None where it does not compute them in the
+format that is wished."""
 
 
 def seated(
@@ -43,13 +44,17 @@ def seated(
         here = [held for held in view.held if held.device == device]
         left[device] = BOUNDLESS if mb is None else mb - sum(h.mb for h in here if h.is_to_come)
         surplus[device] = sum(held.mb for held in here if held.shard not in wanted)
-    asked = {deployment.id: deployment.wish for deployment, _ in wanted.values()}
-    left[next(iter(left))] -= sum(map(asking_mb, asked.values()))
+    wishes = {deployment.id: deployment.wish for deployment, _ in wanted.values()}
+    left[next(iter(left))] -= sum(map(asking_mb, wishes.values()))
     new = [(shard, *wished) for shard, wished in wanted.items() if shard not in seats]
     for shard, deployment, layers in sorted(new, key=lambda row: -len(row[2])):
-        needs = {device: need_mb(deployment, layers, device) for device in free_mb}
+        asked = {device: need_mb(deployment, layers, device) for device in free_mb}
+        needs = {device: need for device, need in asked.items() if need is not None}
+        if not needs:  # its process says why
+            seats[shard] = next(iter(free_mb))
+            continue
         same = {seats[name] for name in deployment.shards_of(view.node) if name in seats}
-        order = sorted(free_mb, key=same.__contains__)  # those without come first
+        order = sorted(needs, key=same.__contains__)  # those without come first
         fitting = next((device for device in order if needs[device] <= left[device]), None)
         if fitting is not None:
             left[fitting] -= needs[fitting]
@@ -93,4 +98,4 @@ def _part(
 
 
 def _on(need_mb: NeedMb, device: str, deployment: Deployment, layers: LayerRange) -> int:
-    return need_mb(deployment, layers, device)
+    return need_mb(deployment, layers, device) or 0

@@ -85,8 +85,9 @@ class World(Protocol):
         """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free. Raises
         MeshError where the wish cannot be planned at all."""
 
-    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int:
-        """What these layers would take on a device of this node, in MiB."""
+    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int | None:
+        """What these layers would take on a device of this node, in MiB; None where it does not
+        compute them as they are wished, which the only device is not asked."""
 
     async def get_to_know(self, wishes: Iterable[Wish]) -> None:
         """Look what their layers take, where nobody has, and it does not take long."""

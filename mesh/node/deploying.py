@@ -244,7 +244,9 @@ class House(World):
         free_mb = wiring.free_mb(self._config) if memory is None else memory.free_mb
         return dict.fromkeys(processes, free_mb)
 
-    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int:
+    def need_mb(self, deployment: Deployment, layers: LayerRange, device: str) -> int | None:
+        if not self.layouts.computes(deployment.wish, device):
+            return None
         return self.layouts.need_mb(deployment.wish, layers, device)
 
     async def get_to_know(self, wishes: Iterable[Wish]) -> None:

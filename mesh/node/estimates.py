@@ -188,6 +188,14 @@ class Estimates:
         positions = max(wish.context, self._kv_tokens)
         return math.ceil(shard_bytes(model, layers, name, device, positions) / 2**20)
 
+    def computes(self, wish: Wish, device_name: str) -> bool:
+        """Whether one of this node's devices computes in the format that is wished; so it is taken
+        to be while it is not measured."""
+        quant = wish.quant or self._house.config.quant
+        named = (each for each in self._own_devices() if each.name == device_name)
+        speeds = {speed.format for device in named for speed in device.speeds}
+        return not speeds or quant in ("none", "auto") or quant in speeds
+
     def asking_mb(self, wish: Wish) -> int:
         """What the process that asks takes of this node's first device; 0 where nobody knows."""
         known = self._known.get((wish.model_id, wish.weights_sha256))

@@ -129,6 +129,10 @@ class Layouts:
         except (MeshError, TimeoutError) as error:
             logger.info("what layers of %s take is not known yet: %s", wish.model_id, error)
 
+    def computes(self, wish: Wish, device: str) -> bool:
+        """Whether a device of this node computes in the format of the wish, as far as is known."""
+        return self.planner is None or self.planner.computes(wish, device)
+
     def asking_mb(self, wish: Wish) -> int:
         """What asking this takes of this node's first device; 0 where nobody knows the model."""
         return self.planner.asking_mb(wish) if self.planner is not None else 0

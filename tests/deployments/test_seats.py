@@ -21,8 +21,10 @@ ME = NodeId("me")
 OTHER = NodeId("you")
 
 
-def need_mb(deployed: Deployment, layers: LayerRange, device: str) -> int:
-    """A card has what a processor has in half the room."""
+def need_mb(deployed: Deployment, layers: LayerRange, device: str) -> int | None:
+    """A card has what a processor has in half the room, and not in 8 bit."""
+    if deployed.wish.quant == "int8" and device.startswith("cuda"):
+        return None
     return size_mb(deployed, layers) // (2 if device.startswith("cuda") else 1)
 
 
@@ -84,6 +86,14 @@ def test_each_device_has_a_part_the_largest_where_there_is_room_for_it() -> None
     node.wish(deployment(("me", "0-2"), ("me", "3-7"), layers=8))
     node.settle()
     assert node.seats == {"0-2": "cuda:0", "3-7": "cpu"}
+
+
+def test_what_a_device_does_not_compute_in_the_wished_format_goes_on_another() -> None:
+    node = Node({"cuda:0": 100, "cpu": 40})
+    wished = deployment(("me", "0-3"))
+    node.wish(replace(wished, wish=replace(wished.wish, quant="int8")))
+    assert node.step()
+    assert [each.device for each in node.held.values()] == ["cpu"]
 
 
 def test_both_parts_may_lie_on_one_device_where_the_other_has_no_room() -> None:
