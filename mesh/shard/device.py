@@ -269,7 +269,8 @@ def determinism_class(device: torch.device, dtype: torch.dtype, kernels: str, th
 
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+        with torch.cuda.device(device):  # it is asked of the current one
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         probe = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
         return bool((probe @ probe)[0, 0].item() == 2)
