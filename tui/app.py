@@ -17,6 +17,7 @@ from tui.commands import Verbs
 from tui.feed import follow
 from tui.journal import Journal
 from tui.messages import Arrived, Connected, FeedSaid
+from tui.palette import GREY_ON_DARK, GREY_ON_LIGHT, ON_LIGHT
 from tui.picture import Lost, Picture
 from tui.screens.overview import OverviewScreen
 from tui.screens.screen import TopScreen
@@ -96,6 +97,10 @@ class TopApp(App[None]):
             "doctor": _doctor,
         }
         super().__init__()
+        if self.no_color:
+            self.ansi_theme_dark, self.ansi_theme_light = GREY_ON_DARK, GREY_ON_LIGHT
+        else:
+            self.ansi_theme_light = ON_LIGHT
         self._verbs = verbs
         self._now_s = now_s
         self.picture = Picture()

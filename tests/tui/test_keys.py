@@ -10,6 +10,8 @@ from typing import cast
 
 import pytest
 from rich.cells import cell_len
+from rich.color import Color
+from rich.segment import Segment
 from textual._compositor import LayoutUpdate
 from textual.binding import Binding
 from textual.events import Paste
@@ -679,12 +681,50 @@ async def test_without_colours_everything_is_still_said(
         assert word in text
 
 
-def colours(app: TopApp) -> set[tuple[int, int, int]]:
+@pytest.mark.parametrize("no_color", [False, True])
+@pytest.mark.parametrize("key", ["", "d"])
+async def test_marks_stand_out_from_their_ground(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, key: str, no_color: bool
+) -> None:
+    """In both themes, also without colours; 3 is what WCAG 2.1 asks of what is no running text."""
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        if key:
+            await top.press(key)
+        await top.until(lambda: {"✖", "◌", "▲", "A", "D"} <= set(contrasts(top.app)))
+        assert min(contrasts(top.app)[mark] for mark in ("✖", "◌", "▲", "A", "D")) >= 3
+
+
+def contrasts(app: TopApp) -> dict[str, float]:
+    """What texts begin with, and the contrast of that to its ground, the least where several do."""
+    found: dict[str, float] = {}
+    for segment in segments(app):
+        style, text = segment.style, segment.text.strip()
+        if text and style and style.color and style.bgcolor:
+            dark, bright = sorted((luminance(style.color), luminance(style.bgcolor)))
+            mark = text.removeprefix("· ")[0]
+            found[mark] = min((bright + 0.05) / (dark + 0.05), found.get(mark, 21))
+    return found
+
+
+def luminance(colour: Color) -> float:
+    """As WCAG has it, all but for its straight piece near black."""
+    parts = [(part / 255) ** 2.2 for part in colour.get_truecolor()]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def segments(app: TopApp) -> list[Segment]:
     """All that are on the screen."""
     update = app.screen._compositor.render_update(full=True)
     assert isinstance(update, LayoutUpdate)
-    strips = (strip for line in update.strips for strip in line)
-    styles = {segment.style for strip in strips for segment in strip if segment.style}
+    return [segment for line in update.strips for strip in line for segment in strip]
+
+
+def colours(app: TopApp) -> set[tuple[int, int, int]]:
+    """All that are on the screen."""
+    styles = {segment.style for segment in segments(app) if segment.style}
     found = {colour for style in styles for colour in (style.color, style.bgcolor) if colour}
     return {(c.red, c.green, c.blue) for c in (colour.get_truecolor() for colour in found)}
 

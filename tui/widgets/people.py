@@ -45,4 +45,5 @@ _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 def node_style(letter: str) -> str:
     """The style of a node's letter, on bars and beside its name."""
-    return f"black on {_COLOURS[ord(letter) % len(_COLOURS)]}" if letter.isalpha() else "reverse"
+    colour = _COLOURS[ord(letter) % len(_COLOURS)] if letter.isalpha() else ""
+    return f"reverse {colour}".strip()
