@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RECENT = 50
 """Events that a picture carries."""
 
-_WIDTHS = [(0, "-narrow"), (60, "-wide")]
+_WIDTHS = [(0, "-narrow"), (80, "-wide")]
 _HEIGHTS = [(0, "-low"), (18, "-high")]
 """What the style sheet asks for: below these columns and lines, panels beside others give way."""
 
@@ -69,13 +69,13 @@ class TopApp(App[None]):
     HORIZONTAL_BREAKPOINTS = _WIDTHS
     VERTICAL_BREAKPOINTS = _HEIGHTS
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("1,f1", "switch_mode('overview')", "Home", key_display="1"),
-        Binding("2,f2", "switch_mode('nodes')", "Nodes", key_display="2"),
-        Binding("3,f3", "switch_mode('models')", "Models", key_display="3"),
-        Binding("4,f4", "switch_mode('chat')", "Chat", key_display="4"),
-        Binding("5,f5", "switch_mode('jobs')", "Jobs", key_display="5"),
-        Binding("6,f6", "switch_mode('log')", "Log", key_display="6"),
-        Binding("7,f7", "switch_mode('doctor')", "Doctor", key_display="7"),
+        Binding("1,f1", "switch_mode('overview')", "Home"),
+        Binding("2,f2", "switch_mode('nodes')", "Nodes"),
+        Binding("3,f3", "switch_mode('models')", "Models"),
+        Binding("4,f4", "switch_mode('chat')", "Chat"),
+        Binding("5,f5", "switch_mode('jobs')", "Jobs"),
+        Binding("6,f6", "switch_mode('log')", "Log"),
+        Binding("7,f7", "switch_mode('doctor')", "Doctor"),
         Binding("d", "light_or_dark", "Light/dark", show=False),
         Binding("question_mark", "keys", "Keys", key_display="?"),
         Binding("q,ctrl+q", "quit", "Quit", key_display="q", show=False),

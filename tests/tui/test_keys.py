@@ -658,6 +658,20 @@ async def test_on_a_small_screen_what_stands_beside_gives_way(daemon: Daemon) ->
         await top.until("ask something")
 
 
+async def test_keys_are_all_there_on_a_narrow_screen(daemon: Daemon) -> None:
+    """Also after another size; where numbers are typed, the keys that change screens are others."""
+    async with running(daemon.connect, (80, 24)) as top:
+        await top.until("working")
+        for key in ("f2", "f3", "f5", "f6", "f7"):
+            await top.press(key)
+            await top.until(lambda: top.text().splitlines()[-1].endswith("? Keys"))
+        await top.until("1 Home 2 Nodes")
+        await top.pilot.resize_terminal(60, 20)
+        await top.until("r Look again 1 2 3 4 5 6 7 ? Keys")
+        await top.press("f4")
+        await top.until("f1 f2 f3 f4 f5 f6 f7")
+
+
 async def test_names_cannot_act_on_the_terminal(daemon: Daemon) -> None:
     peers = [{**whole()["peers"][0], "name": "\x1b[2Jat\u202etic\n"}]
     daemon.house.change(peers=peers)

@@ -10,13 +10,13 @@ from textual.app import ComposeResult
 from textual.css.query import NoMatches
 from textual.reactive import var
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from mesh.errors import MeshError
 from tui.picture import Picture
 from tui.widgets.banner import Banner
 from tui.widgets.drawn import Drawn
 from tui.widgets.headline import Headline
+from tui.widgets.keys import Keys
 from tui.words import clean
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class TopScreen(Screen[None]):
         yield Banner()
         yield Headline()
         yield from self.body()
-        yield Footer(compact=True, show_command_palette=False)
+        yield Keys()
 
     def body(self) -> ComposeResult:
         """What is between the headline and the keys."""
