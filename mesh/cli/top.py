@@ -10,10 +10,13 @@ from mesh.errors import BadValue
 
 def top(state_dir: StateDir = None, host: Host = None, api_port: ApiPort = None) -> None:
     """Watch the mesh: who is here, what is held, what runs and what slows it; chat, jobs, log."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    from mesh.config import terminal_features
+
+    moves_cursor, _ = terminal_features()
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and moves_cursor):
         raise BadValue(
-            "`hearthnet top` draws on a terminal, and here is none.",
-            fix="Use `hearthnet status --json` in scripts.",
+            "`hearthnet top` draws on a terminal, and here is none that can be drawn on.",
+            fix="Use `hearthnet status --watch`, or `hearthnet status --json` in scripts.",
             param="terminal",
         )
 

@@ -60,6 +60,15 @@ async def test_it_is_drawn_anew_and_leaves_out_what_nobody_can_read(
         assert 1 <= drawn < 40 // 2  # of forty that were told
 
 
+async def test_a_dashboard_needs_a_terminal_that_can_be_drawn_on(
+    environment: dict[str, str],
+) -> None:
+    async with Terminal(environment | {"TERM": "dumb"}, "top") as terminal:
+        await terminal.until("status --watch")
+        assert await terminal.process.wait() == 2
+        assert "\x1b" not in terminal.everything
+
+
 async def test_what_was_noted_is_not_noted_again(
     daemon: Served, environment: dict[str, str]
 ) -> None:
