@@ -11,6 +11,7 @@ import pytest
 from mesh.config import Config, flatten, read_as
 from mesh.config.editing import replace_file, with_value, without_key
 from mesh.errors import BadValue, ConfigError, UnknownKey
+from tests.full_disk import file_size_limit
 
 FILE = Path("/somewhere/config.toml")
 WRITTEN = """\
@@ -142,3 +143,12 @@ def test_the_file_is_replaced_in_one_step_with_its_mode_and_its_link(tmp_path: P
     replace_file(new, "port = 3\n", None)
     assert new.stat().st_mode & 0o777 == 0o600
     assert sorted(each.name for each in tmp_path.iterdir()) == ["config.toml", "new", "real.toml"]
+
+
+def test_a_full_disk_leaves_the_file_and_says_what_helps(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("port = 1\n")
+    with file_size_limit(4), pytest.raises(BadValue, match="File too large") as refused:
+        replace_file(file, "port = 2\n", "port = 1\n")
+    assert refused.value.fix == "Free some room on that disk; the file is as it was."
+    assert file.read_text() == "port = 1\n"

@@ -17,7 +17,7 @@ import tomlkit
 from mesh.config.problems import meanings, unknown
 from mesh.config.settings import Config, Settings, flatten, parsed, read_as
 from mesh.errors import BadValue
-from mesh.private_files import write_draft
+from mesh.private_files import mending, write_draft
 
 
 def with_value(file: Path, text: str, key: str, value: str) -> tuple[str, Settings]:
@@ -76,7 +76,7 @@ def replace_file(file: Path, text: str, expected: str | None) -> None:
     except OSError as error:
         raise BadValue(
             f"{file} cannot be written: {error.strerror or error}.",
-            fix="See to its directory, or name another file with --config.",
+            fix=mending(error, "See to its directory, or name another file with --config."),
             param="config",
         ) from error
 
