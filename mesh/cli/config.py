@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import ConfigFile, Json, StateDir, prompted
 from mesh.cli.output import note, print_json, print_table, report, say
 from mesh.errors import BadRequest, ConfigError
@@ -17,7 +18,7 @@ from mesh.errors import BadRequest, ConfigError
 if TYPE_CHECKING:
     from mesh.config import Settings
 
-app = typer.Typer(help="Settings.", no_args_is_help=True)
+app = typer.Typer(cls=VerbGroup, help="Settings.", no_args_is_help=True)
 
 _HEADER = "# Settings of hearthnet; `hearthnet config show` prints all keys and what is in force.\n"
 _EDITORS = ("sensible-editor", "nano", "vi", "notepad")

@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import AskedDaemon, Json, asks
 from mesh.cli.output import print_json, say
 
-app = typer.Typer(help="Say what works on this machine, what does not, and what to do about it.")
+app = typer.Typer(
+    cls=VerbGroup, help="Say what works on this machine, what does not, and what to do about it."
+)
 
 
 @app.callback(invoke_without_command=True)

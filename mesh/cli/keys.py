@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import AskedDaemon, ask, asks, state_paths
 from mesh.cli.output import note, print_table, say
 from mesh.errors import BadValue, NotRunning
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-app = typer.Typer(help="Keys for the HTTP API: scopes, quotas, revoking.", no_args_is_help=False)
+app = typer.Typer(
+    cls=VerbGroup, help="Keys for the HTTP API: scopes, quotas, revoking.", no_args_is_help=False
+)
 
 _QUOTAS = {"requests": "requests_per_minute", "tokens": "tokens_per_day"}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from mesh import __version__
 from mesh.cli import (
@@ -45,6 +44,7 @@ from mesh.cli import (
     up,
 )
 from mesh.cli.glance import NO_DAEMON, three_lines
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import ask, locate_daemon
 from mesh.cli.output import EXIT_CODES_HELP, report, say
 from mesh.errors import NotRunning
@@ -59,7 +59,7 @@ _ELSEWHERE = {"serve": "up", "start": "up", "stop": "down", "ps": "status"}
 """What Ollama, Docker and services call some verbs; verbs that look like them do something else."""
 
 
-class _Verbs(TyperGroup):
+class _Verbs(VerbGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As typer does; one of another program, or typed without its group, is told its name."""
         typed = args[0]

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import AskedDaemon, Yes, asks, patiently, prompted, require_yes
 from mesh.cli.output import note, one_line, print_table, say
 from mesh.errors import NotFound
@@ -17,7 +18,9 @@ _FORKED = (
     " its key was copied."
 )
 
-app = typer.Typer(help="Who is in this hearth, and at which trust level.", no_args_is_help=False)
+app = typer.Typer(
+    cls=VerbGroup, help="Who is in this hearth, and at which trust level.", no_args_is_help=False
+)
 
 Member = Annotated[str, typer.Argument(help="A name, or an id.")]
 Level = Annotated[str | None, typer.Option("--to", help="member, trusted or anchor.")]

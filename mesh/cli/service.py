@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import Json, with_parameters
 from mesh.cli.output import note, print_json, say
 from mesh.cli.up import announce, arguments_of, prepare, up
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from mesh.cli.service_managers import ServiceManager
     from mesh.config import Config
 
-app = typer.Typer(help="Start this machine's node as you log in.", no_args_is_help=True)
+app = typer.Typer(
+    cls=VerbGroup, help="Start this machine's node as you log in.", no_args_is_help=True
+)
 
 
 @app.callback()

@@ -7,10 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from mesh.cli.groups import VerbGroup
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import print_table, say
 
-app = typer.Typer(help="Named steering edits that chat requests can use.", no_args_is_help=True)
+app = typer.Typer(
+    cls=VerbGroup, help="Named steering edits that chat requests can use.", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Argument(help="What requests call it.")]
 

@@ -65,6 +65,8 @@ async def test_every_verb_has_help(hearthnet: Run) -> None:
     verbs = ("up", "down", "status", "chat", "run", "peers", "models", "config", "demo")
     for verb in verbs:
         assert f" {verb} " in listing
+    narrow = [await hearthnet(*words, "-h", COLUMNS="80") for words in ((), ("members",))]
+    assert not [each.out for each in narrow if each.out.partition("Commands:")[2].count("...")]
     shown = await hearthnet("up", "--help")
     for flag in (
         "--model", "--layers", "--state-dir", "--port", "--api-port", "--peer", "--interface",
