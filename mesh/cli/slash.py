@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli import lens, why
@@ -163,8 +165,9 @@ class SlashCommands:
             asked = self._chat.asked
             async with self._daemon.client() as client:
                 seen = await lens.look(client, self._chat.model, asked, tokens, at)
-            return CommandResult(lens.table(seen))
-        return CommandResult(why.table(tokens, everything=text == "all") or "No answer yet.")
+            return CommandResult(_on_screen(lens.table(seen)))
+        table = why.table(tokens, everything=text == "all")
+        return CommandResult(_on_screen(table) or "No answer yet.")
 
     async def _retry(self, _: str) -> CommandResult:
         question = self._chat.undo()
@@ -208,3 +211,8 @@ class SlashCommands:
 
     async def _bye(self, _: str) -> CommandResult:
         return CommandResult(leaves=True)
+
+
+def _on_screen(table: str) -> str:
+    """Without what its lines have no room for, where they are shown on a terminal."""
+    return why.fitted(table, get_terminal_size().columns) if sys.stderr.isatty() else table

@@ -24,6 +24,16 @@ def table(tokens: Sequence[dict[str, Any]], *, everything: bool = False) -> str:
     return "\n".join(_line(number, tokens[number]) for number in numbers)
 
 
+def fitted(table: str, width: int) -> str:
+    """A table as far as lines of so many columns have room: what is likeliest comes first."""
+    return "\n".join(_cut(line, width) for line in table.splitlines())
+
+
+def _cut(line: str, width: int) -> str:
+    end = line.rfind("%  ", 0, width + 1)
+    return line if len(line) <= width or end < 0 else line[: end + 1]
+
+
 def _line(number: int, token: dict[str, Any]) -> str:
     others = [
         f"{visible(other['token'])} {percent(other['logprob'])}"

@@ -313,6 +313,12 @@ async def test_why_tells_what_else_each_token_could_have_been(screen: dict[str, 
         terminal.type("/why\r")
         await terminal.until_screen("   1  'hello'           60.7 %   'ö' <0.1 %")
         await terminal.until_screen("   2  ' you'            60.7 %   'ö' <0.1 %")
+        await terminal.prompt()
+        terminal.type(f"{'a' * 55}\r")  # what else could have been has no room beside it
+        await terminal.until_screen(f"\n{'a' * 55}\n")
+        await terminal.prompt()
+        terminal.type("/why\r")
+        await terminal.until_screen(f"   1  '{'a' * 55}'  60.7 %\n>>>")
         await leave(terminal)
 
 
