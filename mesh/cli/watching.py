@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, redirect_stderr, redirect_stdout
+from functools import partial
+from io import StringIO
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli.output import print_json_line, say
@@ -13,6 +18,7 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 _CLEAR = "\x1b[H\x1b[2J"
+_STYLE = re.compile("\x1b\\[[0-9;]*m")
 _REDRAW_S = 0.5
 """What changes faster is drawn together."""
 
@@ -23,11 +29,13 @@ Draw = Callable[[dict[str, Any], bool], None]
 
 
 async def watch(client: Client, pick: Pick, draw: Draw, *, as_json: bool) -> None:
-    """The picture, drawn anew when it changes; as JSON, a line for each. Ends with the daemon."""
+    """The picture, drawn anew when it changes, or its window; as JSON, a line for each. Ends with
+    the daemon."""
     import asyncio
 
     from mesh.config import terminal_features
 
+    clears = sys.stdout.isatty() and terminal_features()[0]
     picture: dict[str, Any] = {}
     news = asyncio.Event()
 
@@ -42,15 +50,13 @@ async def watch(client: Client, pick: Pick, draw: Draw, *, as_json: bool) -> Non
                         print_json_line(picture)
 
     async def show() -> None:
-        clears = sys.stdout.isatty() and terminal_features()[0]
         while await news.wait():
             news.clear()
             if not as_json:
-                sys.stdout.write(_CLEAR if clears else "")
-                draw(picture, clears)
-                say("" if clears else "---")
+                _draw(partial(draw, picture), clears=clears)
             await asyncio.sleep(_REDRAW_S)
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, news.set)
     tasks = [asyncio.create_task(hear(), name="hear"), asyncio.create_task(show(), name="show")]
     try:
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -60,3 +66,31 @@ async def watch(client: Client, pick: Pick, draw: Draw, *, as_json: bool) -> Non
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Page(StringIO):
+    """What is to be on a terminal at once, and is drawn as on one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _draw(draw: Callable[[bool], None], *, clears: bool) -> None:
+    """Draw below what is there, or clear the screen for as many lines as it has room for: without
+    that the first ones would leave it at its top."""
+    if not clears:
+        draw(False)
+        say("---")
+        return
+    page = _Page()
+    with redirect_stdout(page), redirect_stderr(page):
+        draw(True)
+    columns, left = get_terminal_size()
+    lines = page.getvalue().splitlines()
+    for number, line in enumerate(lines):
+        left -= max(1, -(-len(_STYLE.sub("", line)) // columns))
+        if left < (2 if number + 1 < len(lines) else 1):
+            lines[number:] = [f"and {len(lines) - number} more lines; the window has too few"]
+            break
+    sys.stdout.write(_CLEAR + "".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()

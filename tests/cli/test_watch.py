@@ -60,6 +60,19 @@ async def test_it_is_drawn_anew_and_leaves_out_what_nobody_can_read(
         assert 1 <= drawn < 40 // 2  # of forty that were told
 
 
+async def test_what_a_window_has_no_room_for_is_left_out_at_its_end(
+    daemon: Served, environment: dict[str, str]
+) -> None:
+    plain = daemon.view.status
+    told = {"reasons": [f"reason {number}" for number in range(30)], "accounts": []}
+    daemon.view.status = lambda: {**plain(), **told}  # type: ignore[method-assign]
+    screen = {key: value for key, value in environment.items() if key != "COLUMNS"}
+    async with Terminal(screen | {"TERM": "xterm"}, "status", "--watch") as terminal:
+        await terminal.until_screen("more lines; the window has too few")
+        assert "· mesh on" in terminal.screen.display[0]
+        assert "more lines" in terminal.screen.display[-2]
+
+
 async def test_a_dashboard_needs_a_terminal_that_can_be_drawn_on(
     environment: dict[str, str],
 ) -> None:
