@@ -440,7 +440,11 @@ def not_running(message: str) -> NotRunning:
 def _unreachable(url: str, pid: int) -> NotRunning:
     message = f"Nothing answers at {url}, though its daemon runs here, as process {pid}."
     if is_loopback(httpx.URL(url).host):
-        return NotRunning(message, fix="See `hearthnet logs`; `hearthnet restart` starts it anew.")
+        return NotRunning(
+            message,
+            fix="One that is being stopped lets running answers end: wait. Else see `hearthnet"
+            " logs`; `hearthnet restart` starts it anew.",
+        )
     return NotRunning(
         f"{message} Has this machine other addresses than when that started?",
         fix="`hearthnet down`, then `hearthnet up --api-host 0.0.0.0`, which is at any address that"

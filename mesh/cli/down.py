@@ -17,6 +17,8 @@ ENDING_S = 30.0
 """For the processes and the network, beside what running answers get."""
 _KILLING_S = 10.0
 _POLL_S = 0.05
+_SILENT_S = 2.0
+"""Who waits longer is told what for."""
 
 
 StopTimeout = Annotated[
@@ -58,7 +60,10 @@ def end_daemon(record: DaemonRecord, timeout: float | None, *, ending_s: float =
     try:
         process = psutil.Process(record.pid)
         process.terminate()
-        if not _ends(record, wait_s):
+        quiet_s = min(_SILENT_S, wait_s)
+        if not _ends(record, quiet_s) and wait_s > quiet_s:
+            note(f"stopping; what runs may end or move elsewhere first, for {wait_s:g} s at most")
+        if not _ends(record, wait_s - quiet_s):
             note(f"The daemon did not stop within {wait_s:g} s; killing it.")
             process.kill()
             if not _ends(record, _KILLING_S):

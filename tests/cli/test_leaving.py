@@ -91,3 +91,13 @@ def test_down_gives_a_daemon_the_time_it_gives_its_answers(
     down.end_daemon(record, None, ending_s=0.2)
     assert f"did not stop within {waited} s; killing it" in capsys.readouterr().err
     assert not stubborn.is_running() or stubborn.status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_waits_for_the_end_of_a_daemon_is_told_what_for(
+    stubborn: psutil.Process, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = DaemonRecord(stubborn.pid, stubborn.create_time(), "http://127.0.0.1:1", 1, 1)
+    down.end_daemon(record, 2.2)
+    waiting, killed = capsys.readouterr().err.splitlines()
+    assert waiting == "stopping; what runs may end or move elsewhere first, for 2.2 s at most"
+    assert killed == "The daemon did not stop within 2.2 s; killing it."
