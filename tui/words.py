@@ -148,10 +148,9 @@ def short(identity: str | None) -> str:
 
 
 def event_line(event: Mapping[str, Any]) -> str:
-    """``14:03:59 peer_up name=attic ...``."""
-    keys = [key for key in _FIRST if key in event]
-    keys += [key for key in event if key not in (*_HEAD, *_FIRST)]
-    told = (f"{key}={_short(event[key])}" for key in keys)
+    """``14:03:59 peer_up name=attic ...``; what an event has no value for is not said."""
+    keys = [*_FIRST, *(key for key in event if key not in (*_HEAD, *_FIRST))]
+    told = (f"{key}={_short(event[key])}" for key in keys if event.get(key) is not None)
     return f"{time_of(event['at'])} {event['type']} {' '.join(told)}".rstrip()
 
 

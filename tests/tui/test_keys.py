@@ -364,6 +364,10 @@ async def test_the_log_is_filtered_as_one_types_and_shows_what_was_signed(daemon
         await top.until("sofa member.added name=attic")
         await top.press("enter", "s")
         await top.until("name=n6")
+        daemon.house.stream.emit(
+            "deployment_span", reason=None, shard_id="llama:0-3", phase="READY"
+        )
+        await top.until("deployment_span shard_id=llama:0-3 phase=READY")
 
 
 async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> None:
