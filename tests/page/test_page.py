@@ -212,6 +212,7 @@ async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
         api.view.peers = lambda: peers  # type: ignore[method-assign]
         api.view.models = lambda: list(models)  # type: ignore[method-assign]
         api.view.happen("peer_up", name="attic")
+        api.view.happen("deployment_span", shard_id="m:0-3", phase="READY", reason=None)
 
         def look(page: Page) -> None:
             page.do("Emulation.setTimezoneOverride", timezoneId="Asia/Tokyo")
@@ -224,6 +225,7 @@ async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
             assert names == ("here", "attic\x1b[2J", "shed", "next door")
             assert states == ("● here", "● up", "◌ suspect", "○ other hearth")
             page.says("#events", "09:00:00 peer_up attic")
+            page.says("#events", "deployment_span m:0-3 READY")
             for reason, said in (
                 ("loading", "◌ starting"), (RESTING, "○ at rest"), ("missing 0-5", "✖ not working"),
             ):  # fmt: skip

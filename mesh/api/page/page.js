@@ -10,6 +10,7 @@ import { at, button, clock, dim, made, ms, row } from "./elements.js";
 const status = {};
 const happened = [];
 let lastId = 0;
+const EVENT_FIELDS = ["name", "state", "shard_id", "phase", "reason"];
 let following = new AbortController();
 const ABOUT_KEYS = "`hearthnet keys create --scope admin` makes one that may deploy, scale and evict."
   + " It is kept in this tab only.";
@@ -184,7 +185,7 @@ function draw() {
   drawDownloads(status.weights);
   drawChoice(status.models);
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
-    made("li", "dim", [clock(event.at, true), event.type, event.name].filter(Boolean).join(" "))) : [dim("none yet")]));
+    made("li", "dim", [clock(event.at, true), event.type, ...EVENT_FIELDS.map((name) => event[name])].filter(Boolean).join(" "))) : [dim("none yet")]));
 }
 
 function unready(model) {
