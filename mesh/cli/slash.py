@@ -205,7 +205,7 @@ class SlashCommands:
             for name, command in self._table.items()
         ]
         lines.append(
-            '"""               starts and ends a text of several lines, so does Alt-Enter each'
+            '"""               begins and ends several lines; Alt-Enter begins another one'
         )
         return CommandResult("\n".join([*lines, "Ctrl-C            stops a running answer"]))
 

@@ -135,6 +135,7 @@ async def test_commands_are_completed_and_listed(screen: dict[str, str]) -> None
             "/clear", "/bye",
         ):  # fmt: skip
             assert name in terminal.everything
+        await terminal.until_screen("Alt-Enter begins another one\nCtrl-C")
         await leave(terminal)
 
 
