@@ -29,7 +29,7 @@ async def test_prompt_forms(
     assert response.status_code == 200
     request = api.generations.requests[-1]
     assert (request.prompt, request.prompt_ids, request.messages) == (text, ids, None)
-    assert request.sampling.max_tokens == 16
+    assert (request.sampling.max_tokens, request.sampling.fits_context) == (16, True)
     choice = response.json()["choices"][0]
     assert choice == {
         "index": 0,

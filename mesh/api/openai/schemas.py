@@ -288,8 +288,8 @@ class CompletionBody(_ChoicesBody):
 
     With `echo` the prompt comes back in front of what follows it, with `logprobs` its tokens'
     log-probabilities as well; then `max_tokens` may be 0. As OpenAI has it, `temperature` and
-    `top_p` are 1 where they are left out, and `max_tokens` is 16. With `n` each prompt has so many
-    choices, one behind the other; a `seed` is that of the first.
+    `top_p` are 1 where they are left out, and `max_tokens` is 16, or what there is room for. With
+    `n` each prompt has so many choices, one behind the other; a `seed` is that of the first.
     """
 
     prompt: Annotated[Prompt, at_most(MAX_PROMPTS)]
@@ -335,7 +335,7 @@ class CompletionBody(_ChoicesBody):
 
     def _to_request(self, prompt: Any, request_id: str, principal: Principal) -> GenerationRequest:
         is_text = isinstance(prompt, str)
-        return self._generation(
+        asked = self._generation(
             request_id,
             principal,
             self._limit,
@@ -345,3 +345,6 @@ class CompletionBody(_ChoicesBody):
             echo=bool(self.echo),
             **self._bound(),
         )
+        # Who says no number is not refused for ours.
+        sampling = replace(asked.sampling, fits_context=self.max_tokens is None)
+        return replace(asked, sampling=sampling)
