@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from mesh.api.auth import Caller
 from mesh.api.openai.several import frames_of
-from mesh.api.openai.streaming import collected
+from mesh.api.openai.streaming import Bill, collected
 from mesh.api.services import Generations
 from mesh.errors import BadRequest, InternalError
 from mesh.types import GenerationRequest, ModelId, SamplingParams
@@ -73,7 +73,7 @@ async def embed_texts(
         )
         for number, text in enumerate(texts)
     ]
-    ended = await collected(frames_of(generations, asked), len(asked), caller)
+    ended = await collected(frames_of(generations, asked), len(asked), Bill(caller))
     vectors = tuple(_vector(done.embedding, dimensions) for _, done in ended)
     return EmbeddedTexts(vectors, sum(done.prompt_tokens for _, done in ended))
 

@@ -231,6 +231,18 @@ async def test_a_whole_answer_counts_its_prompt_once(
     assert code(await http.post("/v1/chat/completions", json=CHAT)) == (429, "quota_exceeded")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_of_several_answers_counts_once_as_in_their_usage(
+    stream: bool, owned: tuple[Served, httpx.AsyncClient]
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(tokens_per_day=12))))
+    body: dict[str, Any] = {**CHAT, "n": 2, "stream": stream}
+    for _ in range(2):  # 5 of the prompt, 3 more of each
+        assert (await http.post("/v1/chat/completions", json=body)).is_success
+    assert code(await http.post("/v1/chat/completions", json=body)) == (429, "quota_exceeded")
+
+
 async def test_handlers_see_who_calls() -> None:
     seen: dict[str, tuple[Principal, bool]] = {}
     async with serving(WITH_OWNER) as api:

@@ -45,7 +45,7 @@ async def whole(
 ) -> Response:
     """The whole answer as one object. Raises MeshError; the generation ends with the client."""
     watch = Stopwatch()
-    ended = await unless_gone(request.receive, collected(_watched(frames, watch), 1, caller))
+    ended = await unless_gone(request.receive, collected(_watched(frames, watch), 1, Bill(caller)))
     ((said, done),) = ended
     return JSONResponse({**head(model), **form(said.answer), **watch.last(done)})
 

@@ -89,7 +89,8 @@ async def whole(
 ) -> Response:
     """The whole answer as one object, with a choice for each of `styles`. Raises MeshError; the
     generation ends with the client."""
-    ended = await unless_gone(request.receive, collected(frames, len(styles), caller))
+    bill = Bill(caller, head.per_prompt)
+    ended = await unless_gone(request.receive, collected(frames, len(styles), bill))
     all_done = [done for _, done in ended]
     body = head.whole(
         [
@@ -129,13 +130,13 @@ async def events(
     openings = {index: style.opening() for index, style in enumerate(styles)}
     all_done: dict[int, Done] = {}
     thought = [ThoughtTokens() for _ in styles]
-    bill = Bill(caller)
+    bill = Bill(caller, head.per_prompt)
     last: dict[str, Any] = {}
     async with aclosing(frames):
         async for item in frames:
             index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
             style = styles[index]
-            bill.take(frame)
+            bill.take(frame, index)
             thought[index].take(frame)
             if (opening := openings.pop(index, None)) is not None:
                 yield encode(head.whole([opening]) | pending)
@@ -162,14 +163,13 @@ async def events(
     yield DONE
 
 
-async def collected(frames: Frames, count: int, caller: Caller) -> list[tuple[Said, Done]]:
+async def collected(frames: Frames, count: int, bill: Bill) -> list[tuple[Said, Done]]:
     """All that was said for each choice, and its end."""
     said = [Said() for _ in range(count)]
-    bill = Bill(caller)
     async with aclosing(frames):
         async for item in frames:
             index, frame = (item.index, item.frame) if isinstance(item, Of) else (0, item)
-            bill.take(frame)
+            bill.take(frame, index)
             said[index].take(frame)
             if isinstance(frame, Done) and all(each.done is not None for each in said):
                 break
@@ -185,17 +185,20 @@ class Bill:
     The prompt's are charged with the first token: whoever leaves after that has had it computed.
     """
 
-    def __init__(self, caller: Caller) -> None:
-        """`caller` pays."""
+    def __init__(self, caller: Caller, per_prompt: int = 1) -> None:
+        """`caller` pays: for a prompt once, as `usage` counts it, with `per_prompt` answers."""
         self._caller = caller
+        self._per_prompt = per_prompt
         self._left = MAX_LOGPROBS
 
-    def take(self, frame: StreamFrame) -> None:
-        """Count a frame. Raises BadRequest for more than `MAX_LOGPROBS`, and what charging does."""
+    def take(self, frame: StreamFrame, index: int = 0) -> None:
+        """Count a frame of the answer number `index`. Raises BadRequest for more than
+        `MAX_LOGPROBS`, and what charging does."""
+        is_first = index % self._per_prompt == 0
         if isinstance(frame, TokenDelta):
-            self._caller.charge(frame.prompt_tokens + len(frame.token_ids))
+            self._caller.charge(is_first * frame.prompt_tokens + len(frame.token_ids))
         elif isinstance(frame, PromptPiece):
-            self._caller.charge(len(frame.token_ids))
+            self._caller.charge(is_first * len(frame.token_ids))
             self._left -= sum(1 + len(each.top) for each in frame.logprobs)
             if self._left < 0:
                 raise BadRequest(
