@@ -10,16 +10,16 @@ import math
 import secrets
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from mesh.api.auth import Caller
-from mesh.api.openai.several import frames_of
+from mesh.api.openai.several import frames_of, heard
 from mesh.api.openai.streaming import Bill, collected
 from mesh.api.services import Generations
 from mesh.errors import BadRequest, InternalError
-from mesh.types import GenerationRequest, ModelId, SamplingParams
+from mesh.types import GenerationRequest, ModelId, SamplingParams, StreamFrame
 
 MAX_TEXTS = 2048
 """Of one request, as OpenAI has it."""
@@ -45,11 +45,12 @@ async def embed_texts(
     *,
     dimensions: int | None = None,
     truncates: bool = False,
+    hear: Callable[[StreamFrame], None] = lambda _: None,
 ) -> EmbeddedTexts:
     """What the model makes of each of `texts`, which are text or lists of token ids: vectors one
     long, of which the first `dimensions` are kept where that is said. Of a text that is too long
-    the end is left out where it `truncates`. Of no text it waits until the model is up. Raises
-    MeshError."""
+    the end is left out where it `truncates`. Of no text it waits until the model is up. `hear` is
+    told each frame of them. Raises MeshError."""
     name, several = f"embd-{secrets.token_hex(16)}", len(texts) > 1
     one = GenerationRequest(
         name,
@@ -73,7 +74,8 @@ async def embed_texts(
         )
         for number, text in enumerate(texts)
     ]
-    ended = await collected(frames_of(generations, asked), len(asked), Bill(caller))
+    frames = heard(frames_of(generations, asked), hear)
+    ended = await collected(frames, len(asked), Bill(caller))
     vectors = tuple(_vector(done.embedding, dimensions) for _, done in ended)
     return EmbeddedTexts(vectors, sum(done.prompt_tokens for _, done in ended))
 

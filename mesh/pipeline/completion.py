@@ -138,6 +138,11 @@ class Completion:
         thought, shown, calls = said
         return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought, calls)
 
+    def say_nothing(self) -> TokenDelta:
+        """In the place of a first token where none is wanted: the prompt is computed."""
+        self._first_at = self._last_at = time.monotonic()
+        return TokenDelta("", (), prompt_tokens=self._prompt_tokens)
+
     def end_early(self, full: CacheFull) -> TokenDelta:
         """It cannot go on: the text that was held back. Raises `full` when there is no token."""
         if not self.token_ids:
@@ -153,7 +158,8 @@ class Completion:
 
     @property
     def first_token_ms(self) -> float:
-        """From the request's arrival to its first token."""
+        """From the request's arrival to its first token, or where none is wanted to the prompt's
+        end; 0 where that is given back."""
         return (self._first_at - self._started) * 1e3
 
     @property

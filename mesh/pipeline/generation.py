@@ -48,7 +48,6 @@ from mesh.types import (
     Queued,
     SamplingParams,
     StreamFrame,
-    TokenDelta,
     WireDtype,
 )
 
@@ -169,7 +168,7 @@ class PipelineOrchestrator:
         if steps.answer.finish_reason and not request.echo:
             async for notice in feed.advance(prompt[feed.length :]):
                 yield notice
-            yield TokenDelta("", (), prompt_tokens=len(prompt))
+            yield steps.answer.say_nothing()
 
     @property
     def _most_drafted(self) -> int:

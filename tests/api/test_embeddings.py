@@ -90,6 +90,8 @@ async def test_ollamas_client_gets_them_too(api: Served) -> None:
         short = await client.embed("echo", "two words", truncate=False, dimensions=2)
         assert list(short.embeddings[0]) == pytest.approx(vector("two words")[:2])
         assert not api.generations.requests[-1].truncates
-        assert not (await client.embed("echo", "")).embeddings
+        loaded = await client.embed("echo", "")
+        assert not loaded.embeddings
+        assert loaded.load_duration == loaded.total_duration  # which is all that it was for
         one = await client.embeddings("echo", "one")
         assert list(one.embedding) == pytest.approx(vector("one"))

@@ -53,6 +53,7 @@ def embedding_of(frames: list[StreamFrame]) -> torch.Tensor:
     done = frames[-1]
     assert isinstance(done, Done)
     assert (done.completion_tokens, done.cached_tokens) == (0, 0)
+    assert done.first_token_ms > done.construct_ms  # when the text was computed
     return torch.from_numpy(np.frombuffer(done.embedding, "<f4").copy())
 
 

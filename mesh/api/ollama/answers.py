@@ -47,34 +47,40 @@ class Stopwatch:
     def __init__(self) -> None:
         self._began_ns = time.perf_counter_ns()
         self._first_ns: int | None = None
+        self._prompt_ns: int | None = None
 
     def take(self, frame: StreamFrame) -> None:
-        """Note when the first token came."""
+        """Note when the first token came, and what computing the prompt before it took."""
         if self._first_ns is None and isinstance(frame, TokenDelta):
             self._first_ns = time.perf_counter_ns()
+        if self._prompt_ns is None and isinstance(frame, Done):
+            prompt_ms = frame.first_token_ms - frame.construct_ms
+            self._prompt_ns = round(prompt_ms * _NS_PER_MS) if math.isfinite(prompt_ms) else 0
 
-    def last(self, done: Done) -> dict[str, Any]:
-        """The fields that the last object ends with.
-
-        Nanoseconds: `total_duration` of all, `eval_duration` from the first token to the end, and
-        before that `prompt_eval_duration`, of computing the prompt. `load_duration` is what is left
-        in front: until the model was up, there was room on a route and the text was tokens.
+    def durations(self) -> dict[str, int]:
+        """Nanoseconds: `total_duration` of all, `eval_duration` from the first token to the end,
+        and before that `prompt_eval_duration`, of computing the prompt. `load_duration` is what is
+        left in front: until the model was up, there was room on a route and the text was tokens.
         """
         now_ns = time.perf_counter_ns()
         first_ns = now_ns if self._first_ns is None else self._first_ns
         until_first_ns = first_ns - self._began_ns
-        prompt_ms = done.first_token_ms - done.construct_ms
-        prompt_ns = round(prompt_ms * _NS_PER_MS) if math.isfinite(prompt_ms) else 0
-        prompt_ns = min(max(prompt_ns, 0), until_first_ns)
+        prompt_ns = min(max(self._prompt_ns or 0, 0), until_first_ns)
+        return {
+            "total_duration": now_ns - self._began_ns,
+            "load_duration": until_first_ns - prompt_ns,
+            "prompt_eval_duration": prompt_ns,
+            "eval_duration": now_ns - first_ns,
+        }
+
+    def last(self, done: Done) -> dict[str, Any]:
+        """The fields that the last object ends with."""
         return {
             "done": True,
             "done_reason": _REASONS.get(done.finish_reason, done.finish_reason),
-            "total_duration": now_ns - self._began_ns,
-            "load_duration": until_first_ns - prompt_ns,
             "prompt_eval_count": done.prompt_tokens,
-            "prompt_eval_duration": prompt_ns,
             "eval_count": done.completion_tokens,
-            "eval_duration": now_ns - first_ns,
+            **self.durations(),
         }
 
 

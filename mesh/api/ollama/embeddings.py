@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import msgspec
@@ -13,6 +12,7 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.bodies import Strict, read_body
+from mesh.api.ollama.answers import Stopwatch
 from mesh.api.ollama.models import Catalogue
 from mesh.api.ollama.options import Options
 from mesh.api.openai.embeddings import written_out
@@ -60,7 +60,7 @@ def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings
         "total_duration" in nanoseconds, "load_duration", "prompt_eval_count"}`. Vectors are one
         long. Models that were not made for it refuse with `not_supported`.
         """
-        began = time.monotonic_ns()
+        watch = Stopwatch()
         body = await read_body(request, OllamaEmbedBody, settings)
         work = embed_texts(
             generations,
@@ -69,14 +69,16 @@ def routes(generations: Generations, catalogue: Catalogue, settings: ApiSettings
             texts_of(body.input, "input") if body.input else (),
             dimensions=body.dimensions,
             truncates=body.truncate is not False,
+            hear=watch.take,
         )
         found = await unless_gone(request.receive, work)
+        took = watch.durations()
         vectors = [*map(msgspec.Raw, await written_out(found))]
         return _json(
             model=body.model,
             embeddings=vectors,
-            total_duration=time.monotonic_ns() - began,
-            load_duration=0,
+            total_duration=took["total_duration"],
+            load_duration=took["load_duration"],
             prompt_eval_count=found.prompt_tokens,
         )
 

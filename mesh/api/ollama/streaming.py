@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from mesh.api.auth import Caller
 from mesh.api.faults import OLLAMA, error_body
 from mesh.api.ollama.answers import Stopwatch, Wording, head
+from mesh.api.openai.several import heard
 from mesh.api.openai.streaming import Bill, collected, is_empty, unfinished
 from mesh.api.sse import EventStream, unless_gone
 from mesh.errors import MeshError
@@ -45,8 +46,8 @@ async def whole(
 ) -> Response:
     """The whole answer as one object. Raises MeshError; the generation ends with the client."""
     watch = Stopwatch()
-    ended = await unless_gone(request.receive, collected(_watched(frames, watch), 1, Bill(caller)))
-    ((said, done),) = ended
+    work = collected(heard(frames, watch.take), 1, Bill(caller))
+    ((said, done),) = await unless_gone(request.receive, work)
     return JSONResponse({**head(model), **form(said.answer), **watch.last(done)})
 
 
@@ -69,10 +70,3 @@ async def lines(
 
 def _failure(error: MeshError) -> Sequence[bytes]:
     return [line(error_body(error, OLLAMA))]
-
-
-async def _watched(frames: Frames, watch: Stopwatch) -> Frames:
-    async with aclosing(frames):
-        async for frame in frames:
-            watch.take(frame)
-            yield frame

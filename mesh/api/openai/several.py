@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from mesh.api.services import Generations
 from mesh.errors import Busy
@@ -37,6 +38,14 @@ def frames_of(generations: Generations, requests: Sequence[GenerationRequest]) -
     if len(requests) == 1:
         return generations.generate(requests[0])
     return together(generations, requests)
+
+
+async def heard(frames: Frames, hear: Callable[[StreamFrame], None]) -> AsyncGenerator[Any, None]:
+    """The same, each frame told to `hear` first."""
+    async with aclosing(frames):
+        async for item in frames:
+            hear(item.frame if isinstance(item, Of) else item)
+            yield item
 
 
 async def together(
