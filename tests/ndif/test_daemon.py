@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
@@ -315,6 +317,41 @@ def test_a_function_without_what_its_decorator_hides_says_so(model: Transformers
         with model.trace(PROMPT, remote=True):
             last = last_of(model).save()  # noqa: F841
     assert "last = last_of(model).save()" in str(caught.value)
+
+
+@contextmanager
+def doubled_logits(model: TransformersModel) -> Iterator[torch.Tensor]:
+    yield 2 * model.output.logits
+
+
+def negated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(function)
+    def inner(values: torch.Tensor) -> torch.Tensor:
+        return -function(values)
+
+    return inner
+
+
+@negated
+def summed(values: torch.Tensor) -> torch.Tensor:
+    return values.sum()
+
+
+def test_what_a_decorator_did_is_missed_aloud(daemon: LocalNode, model: TransformersModel) -> None:
+
+    def doubled() -> None:
+        with model.trace(PROMPT, remote=True):  # noqa: SIM117 - all behind it runs there
+            with doubled_logits(model) as logits:
+                logits.save()
+
+    what = r"`doubled_logits` came without @contextmanager: .*Define it inside the trace"
+    with pytest.raises(RemoteError, match=what):
+        doubled()
+    via = client.Recording(client.KEY, host=daemon.url, api_key=daemon.record.api_key)
+    with model.trace(PROMPT, backend=via):
+        total = summed(model.output.logits).save()  # noqa: F841
+    said = [each.description for each in via.seen if each.status.value == "LOG"]
+    assert "`summed` runs here without @negated" in "".join(said)
 
 
 def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(

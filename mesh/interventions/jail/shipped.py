@@ -26,14 +26,23 @@ _CLASS = "__class__"
 _REFUSAL = "__refusal__"
 _fill = serialization._fill
 _decorated: WeakKeyDictionary[FunctionType, _Decorated] = WeakKeyDictionary()
+bare: dict[str, tuple[str, ...]] = {}
+"""The functions that came so far and may do something else without the decorators that they had."""
+
+_MAKES_CONTEXTS = frozenset(("contextmanager", "asynccontextmanager"))
+_CHANGES_NOTHING = frozenset((
+    "property", "setter", "getter", "deleter", "staticmethod", "classmethod",  # come as they are
+    "abstractmethod", "final", "override", "overload", "wraps", "no_grad", "inference_mode",
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Decorated:
-    """A function as its author wrote it, with decorators."""
+    """A function as its author wrote it, with decorators, which are of these `kinds`."""
 
     name: str
     decorators: tuple[str, ...]
+    kinds: frozenset[str]
     needed: frozenset[str]
     lacks_defaults: bool
 
@@ -77,6 +86,7 @@ def noting_decorators(load: Callable[..., Any]) -> Callable[..., Any]:
                 _decorated[function] = _Decorated(
                     name,
                     tuple(f"@{ast.unparse(each)}" for each in node.decorator_list),
+                    frozenset(map(_kind, node.decorator_list)),
                     frozenset(serialization._function_referenced_names(source)),
                     given < len(written),
                 )
@@ -97,16 +107,39 @@ def refusing_incomplete(fill: Callable[..., None]) -> Callable[..., None]:
         lacks = sorted(noted.needed - {*names, *vars(builtins), noted.name, _CLASS})
         if noted.lacks_defaults:
             lacks.insert(0, "its defaults")
-        if lacks:
-            function.__globals__[_REFUSAL] = BadRequest(
-                f"`{noted.name}` came without {', '.join(lacks)}: of a function below"
-                f" {', '.join(noted.decorators)} nnsight ships what the decorator has of these.",
-                fix="Do in its body what the decorator does, as with `with torch.no_grad():`, and"
-                " take the decorator off.",
-            )
+        refusal = _refusal(noted, lacks)
+        if refusal is not None:
+            function.__globals__[_REFUSAL] = refusal
             function.__code__ = _refuse.__code__
+        elif not noted.kinds <= _CHANGES_NOTHING:
+            bare[noted.name] = noted.decorators
 
     return filling
+
+
+def _refusal(noted: _Decorated, lacks: list[str]) -> BadRequest | None:
+    """What calling a function raises that `lacks` something; None where it can run."""
+    decorators = ", ".join(noted.decorators)
+    if noted.kinds & _MAKES_CONTEXTS:
+        return BadRequest(
+            f"`{noted.name}` came without {decorators}: nnsight ships a function without its"
+            " decorators, and it makes no context then.",
+            fix="Define it inside the trace, or as a class with `__enter__` and `__exit__`.",
+        )
+    if lacks:
+        return BadRequest(
+            f"`{noted.name}` came without {', '.join(lacks)}: of a function below {decorators}"
+            " nnsight ships what the decorator has of these.",
+            fix="Do in its body what the decorator does, as with `with torch.no_grad():`, and"
+            " take the decorator off.",
+        )
+    return None
+
+
+def _kind(decorator: ast.expr) -> str:
+    """What a decorator is called, without where it is from and what it is given."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return ast.unparse(called).rpartition(".")[2]
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -46,7 +46,7 @@ from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.ownership import Namespace
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
-from mesh.interventions.jail.shipped import CompleteUnpickler, complete_functions
+from mesh.interventions.jail.shipped import CompleteUnpickler, bare, complete_functions
 from mesh.interventions.jobs.left import CameContainers, LeftGradients
 from mesh.interventions.jobs.one_model import one_model
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
@@ -162,6 +162,11 @@ def execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[s
             tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
     except UnknownPersistentIdError as error:
         raise _unknown_part(error) from None
+    for name, decorators in bare.items():
+        _say(
+            f"`{name}` runs here without {', '.join(decorators)}: nnsight ships functions without"
+            " their decorators. Do in its body what they do."
+        )
     frame = tracer.info.frame
     gradients = LeftGradients({**frame.f_globals, **frame.f_locals})
     containers = CameContainers(frame.f_locals, frame.f_globals)
