@@ -157,6 +157,9 @@ def _answer() -> Iterator[Spoken]:
     yield from _say(hop, asker, m.Result(9, 1, top_to_wire(_TOP), 850, 40))
     yield from _say(asker, hop, m.RowAsk(9, 2, 1))
     yield from _say(hop, asker, m.Result(9, 2, _ROW, 0, 0))
+    normed = m.OpenNormed(10, "tiny", "5f" * 4, 0, 4, 64, WireDtype.FP32, token="sig", ids=True)
+    yield from _say(asker, hop, normed)
+    yield from _say(hop, asker, m.Opened(10, 64))
     yield from _say(asker, hop, m.OpenTaps(8, "tiny", "5f" * 4, 0, 4, token="sig"))
     yield from _say(asker, hop, m.Blob(8, m.BlobKind.QUESTION, 4, 0, b"run?"))
     yield from _say(

@@ -243,7 +243,8 @@ class ShardDescriptor:
     (architecture, dtype, kernels, threads, library versions). `vram_required_mb` is what it takes
     of its device when its caches are full (`ShardMemory.total_mb`). `embeds`: its sessions from
     layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
-    next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
+    next tokens, and where it `norms` with rows behind the final norm. All are for askers that hold
+    no ends. `kv_tokens` is how many positions its caches
     have, 0 where its host does not say. `halved`: `dtype` is fp32, and its weights have 16 bits.
     `quant` is the format that was asked for, and `own_quant` that of its host's settings, which it
     has where nobody asks for one; '' where its host does not say. In steps of up to `short_rows`
@@ -273,6 +274,7 @@ class ShardDescriptor:
     own_quant: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
     short_rows: Count = 0
     device: Annotated[str, Meta(max_length=MAX_TEXT), printable] = ""
+    norms: bool = False
 
     @property
     def format(self) -> str:

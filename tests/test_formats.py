@@ -76,6 +76,7 @@ from mesh.wire.messages import (
     Open,
     Opened,
     OpenEnds,
+    OpenNormed,
     OpenPart,
     OpenTaps,
     Park,
@@ -110,6 +111,7 @@ WIRE: dict[str, Message] = {
         1, "m", WEIGHTS, 0, 4, 9, WireDtype.FP16, token="tok", ids=True, candidates=64,  # noqa: S106
         rows=9, since=40,
     ),
+    "open_normed": OpenNormed(1, "m", WEIGHTS, 0, 4, 9, WireDtype.FP32, token="tok", ids=True),  # noqa: S106
     "row_ask": RowAsk(1, 7, 40),
     "open_taps": OpenTaps(1, "m", WEIGHTS, 0, 4, "tok"),
     "loading": Loading(1),

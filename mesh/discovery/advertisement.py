@@ -32,7 +32,9 @@ class _Health:
     health: ShardHealth
 
 
-_SINCE = ("embeds", "head", "kv_tokens", "halved", "quant", "own_quant", "short_rows", "device")
+_SINCE = (
+    "embeds", "head", "kv_tokens", "halved", "quant", "own_quant", "short_rows", "device", "norms",
+)  # fmt: skip
 _HEALTH_SINCE = ("memory", "jobs", "jobs_so_far")
 """Said only where there is something to say: earlier versions have none of them."""
 

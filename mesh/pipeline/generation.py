@@ -25,6 +25,7 @@ from functools import partial
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
+from mesh.models.candidates import CANDIDATES
 from mesh.models.constraint import Constraint
 from mesh.pipeline.completion import Completion
 from mesh.pipeline.decode_steps import DecodeSteps
@@ -253,6 +254,7 @@ class PipelineOrchestrator:
         rows, since = self._most_drafted + 1, fed - 1
         if request.scores_prompt:
             rows, since = chunk_rows(self._model.hidden_size), 0
+        candidates = 0 if request.embeds else CANDIDATES
         return SessionTerms(
             self._model.model_id,
             self._model.weights_sha256,
@@ -261,7 +263,9 @@ class PipelineOrchestrator:
             request.edits,
             limit=fed + limit,
             principal=request.principal,
-            remote_ends=self._model.remote_ends(rows=rows, since=since),
+            remote_ends=self._model.remote_ends(
+                candidates, normed=request.embeds, rows=rows, since=since
+            ),
         )
 
     def _token_limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:

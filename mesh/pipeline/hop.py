@@ -21,6 +21,7 @@ from mesh.errors import (
     CacheFull,
     LinkLost,
     MeshError,
+    NoRoute,
     PipelineStalled,
     SessionGone,
     from_dict,
@@ -489,6 +490,17 @@ class GenerationHop(HopSession):
     def length(self) -> int:
         """See `HopSession.length`: the inputs that are kept, whatever of them was replayed."""
         return self.history.length
+
+    async def open(self) -> None:
+        """As any session. Raises NoRoute where the shard's version knows not what is asked."""
+        if not self.terms.is_served_by(self.hop.shard, self.hop.layers):
+            model = self.terms.model_id
+            raise NoRoute(
+                f"The hearthnet of {self.hop.shard.node_name} does not run for others what of"
+                f" {model} this is for.",
+                fix=f"Update it, or have the ends here: `hearthnet pull {model} --layers none`.",
+            )
+        await super().open()
 
     async def resume_with(self, terms: SessionTerms) -> None:
         """`resume` on other terms."""

@@ -141,9 +141,11 @@ class AskerModel:
             )
         return self.ends
 
-    def remote_ends(self, candidates: int = CANDIDATES, **rows: int) -> RemoteEnds | None:
+    def remote_ends(
+        self, candidates: int = CANDIDATES, *, normed: bool = False, **rows: int
+    ) -> RemoteEnds | None:
         """What hops are to run of them, as `RemoteEnds` has it; None where they are here."""
         if self.ends is not None:
             return None
         sizes = self.total_layers, self.hidden_size, self.vocab_size
-        return RemoteEnds(*sizes, candidates, **rows)
+        return RemoteEnds(*sizes, candidates, normed=normed, **rows)

@@ -92,7 +92,8 @@ class TokenFeed:
     @property
     def has_candidates(self) -> bool:
         """Whether a hop runs the head."""
-        return self._model.ends is None
+        ends = self._session.route.terms.remote_ends
+        return ends is not None and ends.candidates > 0
 
     def candidates(self, start: int, stop: int) -> list[Candidates]:
         """The same rows where a hop runs the head: what may follow each of them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 from mesh.models.candidates import CANDIDATES
 from mesh.types import HIDDEN_DTYPES, LayerRange, ShardDescriptor
-from mesh.wire.messages import MAX_HEAD_ROWS, Open, OpenEnds, WireTensor
+from mesh.wire.messages import MAX_HEAD_ROWS, Open, OpenEnds, OpenNormed, WireTensor
 from mesh.wire.token_rows import behind_blanks, rows_due, top_layout
 
 _BYTES = frozenset({"int8"})
@@ -21,7 +21,8 @@ class RemoteEnds:
     """For a model of so many layers, such a width and such a vocabulary.
 
     Rows before position `since` are none that a token is chosen behind; behind it as many of a
-    step's last rows as `rows` says are. Without `candidates` the last hop gives hidden states.
+    step's last rows as `rows` says are. Without `candidates` the last hop gives hidden states,
+    behind the final norm if `normed`.
     """
 
     total_layers: int
@@ -30,23 +31,31 @@ class RemoteEnds:
     candidates: int = CANDIDATES
     rows: int = 1
     since: int = 0
+    normed: bool = False
 
     def opening(self, request: Open, layers: LayerRange) -> Open:
         """What asks a hop for a session on `layers`."""
-        ids, count = layers.start == 0, self._count(layers)
-        if not ids and not count:
+        ids, count, normed = layers.start == 0, self._count(layers), self._norms(layers)
+        if not (ids or count or normed):
             return request
         common = {each.name: getattr(request, each.name) for each in fields(request)}
         rows, since = (self.rows, self.since) if count else (0, 0)
-        return OpenEnds(**common, ids=ids, candidates=count, rows=rows, since=since)
+        kind = OpenNormed if normed else OpenEnds
+        return kind(**common, ids=ids, candidates=count, rows=rows, since=since)
 
     def is_served_by(self, shard: ShardDescriptor, layers: LayerRange) -> bool:
         """Whether a shard can do what its part of a route takes."""
-        return (layers.start > 0 or shard.embeds) and (not self._count(layers) or shard.head)
+        if layers.start == 0 and not shard.embeds:
+            return False
+        return (shard.head or not self._count(layers)) and (shard.norms or not self._norms(layers))
 
     def gives_candidates(self, layers: LayerRange) -> bool:
         """Whether the hop on these layers answers with candidates."""
         return self._count(layers) > 0
+
+    def bears_hidden(self, layers: LayerRange) -> bool:
+        """Whether the hop on these layers answers with what its last layer gave."""
+        return not (self._count(layers) or self._norms(layers))
 
     def fits(self, layers: LayerRange, position: int, rows: int, tensor: WireTensor) -> bool:
         """Whether a hop's answer to a step of `rows` from `position` on has shape and dtype."""
@@ -63,6 +72,9 @@ class RemoteEnds:
     def of_all_rows(self) -> RemoteEnds:
         """The same with candidates of as many rows as a host gives."""
         return replace(self, rows=MAX_HEAD_ROWS)
+
+    def _norms(self, layers: LayerRange) -> bool:
+        return self.normed and layers.stop == self.total_layers
 
     def _count(self, layers: LayerRange) -> int:
         at_the_end = layers.stop == self.total_layers

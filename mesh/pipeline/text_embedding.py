@@ -1,8 +1,8 @@
 """One vector for a whole text, as a model that was trained to makes it: an embedding.
 
 The text goes through the hops like a prompt that nothing follows. What leaves the last one comes
-here anyway; of it the rows that the model's pooling wants go through the final norm, and what they
-come to is made one long.
+here anyway; of it the rows that the model's pooling wants go through the final norm, which the last
+hop runs for an asker without the ends, and what they come to is made one long.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from mesh.types import StreamFrame
 
 
 def require_embeds(model: AskerModel) -> None:
-    """Raise NotSupported for a model that makes no embeddings, WeightsMissing where its ends, and
-    with them the final norm, are not here."""
+    """Raise NotSupported for a model that makes no embeddings."""
     if not model.pooling.kind:
         raise NotSupported(
             f"{model.model_id} makes no embeddings: {model.pooling.why_not}.",
             fix="Ask an embedding model, such as Qwen/Qwen3-Embedding-0.6B"
             " (`hearthnet deploy Qwen/Qwen3-Embedding-0.6B`).",
         )
-    _ = model.own_ends
 
 
 def shortened(prompt: list[int], most: int, text: Text) -> list[int]:
@@ -45,7 +43,8 @@ async def embed_text(
 ) -> AsyncGenerator[StreamFrame, None]:
     """Have the answer bear the embedding of its whole prompt. Yields and raises as
     `TokenFeed.advance`."""
-    norm, total, last = model.own_ends.norm, torch.zeros(model.hidden_size), torch.zeros(0)
+    norm = _as_it_came if model.ends is None else model.ends.norm
+    total, last = torch.zeros(model.hidden_size), torch.zeros(0)
     async for read in feed.read(answer.prompt):
         if not isinstance(read, range):
             yield read
@@ -58,3 +57,7 @@ async def embed_text(
     # The length takes care of what a mean is divided by.
     vector = F.normalize(total, dim=0)
     answer.embedding = vector.numpy().astype("<f4").tobytes()
+
+
+def _as_it_came(rows: torch.Tensor) -> torch.Tensor:
+    return rows

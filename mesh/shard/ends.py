@@ -1,7 +1,8 @@
 """A model's ends as they are computed with: embedding, final norm and head, on one device.
 
 An asker holds them for itself. A shard with the first or the last layers runs them for askers that
-hold none: it embeds the token ids of a session's steps, and answers with the strongest next tokens.
+hold none: it embeds the token ids of a session's steps, and answers with the strongest next tokens,
+or with rows behind the final norm.
 What it computes from, and hands to its layers, has been rounded as for the wire between, so that a
 token has the same bits whoever holds the ends.
 """
@@ -28,7 +29,7 @@ from mesh.shard.device import DTYPES, Choice, choose_quant, short_dtype_name
 from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.types import WireDtype
 from mesh.wire.activations import to_torch, to_wire
-from mesh.wire.messages import OpenEnds, Step, WireTensor
+from mesh.wire.messages import OpenEnds, OpenNormed, Step, WireTensor
 from mesh.wire.token_rows import Rows, ids_from_wire, rows_due, top_layout, top_to_wire
 
 MOST_ROWS = 8
@@ -169,6 +170,7 @@ class SessionEnds:
         self._count = min(request.candidates, loaded.ends.vocab_size)
         self._rows = request.rows
         self._since = request.since
+        self._norms = isinstance(request, OpenNormed)
         self._end = 0
         self._last: torch.Tensor | None = None  # (1, rows, hidden), the rows before `_end`
 
@@ -192,7 +194,8 @@ class SessionEnds:
     def given(self, step: Step, hidden: torch.Tensor) -> WireTensor:
         """What is answered to a step whose layers gave (1, rows, hidden)."""
         if not self._count:
-            return to_wire(hidden, self._wire_dtype)
+            last = self._ends.norm(self._rounded(hidden)) if self._norms else hidden
+            return to_wire(last, self._wire_dtype)
         self._end = step.position + hidden.shape[1]
         due = rows_due(step.position, hidden.shape[1], self._since, self._rows)
         self._last = self._rounded(hidden[:, -due:])

@@ -257,4 +257,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         own_quant=plan.request.own_quant,
         short_rows=runtime.short_rows,
         device=host.device_name,
+        norms=manifest.has_ends and plan.request.layers.stop == manifest.total_layers,
     )

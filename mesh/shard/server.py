@@ -23,7 +23,7 @@ from mesh.shard.sessions import ChatSession
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import SessionEdits
 from mesh.types import THIS_NODE, Edit, Principal, ShardDescriptor, ShardHealth
-from mesh.wire.messages import Blob, Failure, Open, OpenEnds, Result, Step
+from mesh.wire.messages import Blob, Failure, Open, OpenEnds, OpenNormed, Result, Step
 
 if TYPE_CHECKING:
     from mesh.shard.ends import LoadedEnds
@@ -276,7 +276,8 @@ class ShardServer:
         here = self.descriptor
         lacks_embedding = request.ids and not (here.embeds and request.start == 0)
         at_the_end = here.head and request.stop == here.total_layers
-        if self.ends is None or lacks_embedding or (request.candidates and not at_the_end):
+        needs_end = request.candidates > 0 or isinstance(request, OpenNormed)
+        if self.ends is None or lacks_embedding or (needs_end and not at_the_end):
             raise _no_ends(here)
         if request.candidates and not request.rows:
             raise BadRequest("Candidates of no rows.", fix="Ask for one row at least.")

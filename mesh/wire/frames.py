@@ -63,6 +63,7 @@ class FrameType(IntEnum):
     PREFIX_COPIED = 0x31
     OPEN_ENDS = 0x32
     ROW_ASK = 0x33
+    OPEN_NORMED = 0x34
 
 
 class FrameFlags(IntFlag):

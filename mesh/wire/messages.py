@@ -155,6 +155,11 @@ class OpenEnds(Open, frame=FrameType.OPEN_ENDS):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenNormed(OpenEnds, frame=FrameType.OPEN_NORMED):
+    """As `OpenEnds`, but results are rows behind the final norm. Only where a shard `norms`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Loading(Message, frame=FrameType.LOADING):
     """The session was admitted, and the weights it needs are being read; `Opened` follows."""
 
@@ -171,11 +176,8 @@ class Opened(Message, frame=FrameType.OPENED):
 
 @dataclass(frozen=True, slots=True)
 class OpenTaps(Message, frame=FrameType.OPEN_TAPS):
-    """Ask for an intervention session on layers [start, stop) of a checkpoint.
-
-    Answered with `Opened` or `Failure`. What is said in it are `Blob`s, see
-    `mesh.shard.taps.server`. `token` as in `Open`.
-    """
+    """Ask for an intervention session on layers [start, stop) of a checkpoint, where `Blob`s are
+    said (`mesh.shard.taps.server`). Answered with `Opened` or `Failure`. `token` as in `Open`."""
 
     session: UInt32
     model_id: ModelName
@@ -209,9 +211,7 @@ class Result(Message):
 @dataclass(frozen=True, slots=True)
 class RowAsk(Message, frame=FrameType.ROW_ASK):
     """Ask a session with `candidates` for all logits at `position`, one of those that its last
-    result has candidates of.
-
-    Answered as a step is: with the `Result` of number `step`, fp32 (1, 1, vocab), or a `Failure`.
+    result has some of. Answered as a step is: the `Result` of number `step` is fp32 (1, 1, vocab).
     """
 
     session: UInt32

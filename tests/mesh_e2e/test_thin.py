@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,9 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
+from mesh.errors import NoRoute
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.pooling import Pooling
 from mesh.types import LayerRange, ModelId, PromptPiece, SamplingParams, TokenDelta, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -180,3 +182,44 @@ async def test_prompts_are_scored_as_hugging_face_scores_them_whoever_runs_the_h
         assert sum(len(f.logprobs) for f in frames if isinstance(f, TokenDelta)) == 1
     ranks = (expected[:-1] > wanted[:, None]).sum(-1)
     assert (ranks >= 64).any()
+
+
+@asynccontextmanager
+async def embedding(spread: Spread, kind: str) -> AsyncIterator[Spread]:
+    """The same for its model as one that was made to embed texts."""
+    model = replace(spread.model, pooling=Pooling(kind))
+    made = Spread(model, spread.host, spread.model_id)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+async def test_the_last_hop_runs_the_final_norm_for_embeddings(
+    kind: str, pairs: dict[str, Pair]
+) -> None:
+    _, layers, *askers = pairs["gpt2"]
+    request = replace(greedy([40 + i for i in range(200)], 0), embeds=True)
+    found = []
+    for each in askers:
+        async with embedding(each, kind) as asker:
+            await asker.use(split(layers, 3))
+            vector = (await asker.generate(request)).embedding
+        found.append(torch.frombuffer(bytearray(vector), dtype=torch.float32))
+    assert torch.allclose(*found, atol=1e-6)
+
+
+async def test_a_host_that_runs_no_norm_for_others_is_asked_for_no_embedding(
+    pairs: dict[str, Pair],
+) -> None:
+    """As those of earlier versions, which would not know the question."""
+    _, layers, _, thin = pairs["gpt2"]
+    async with embedding(thin, "last") as asker:
+        await asker.use(split(layers, 1))
+        (shard,) = asker.candidates(asker.model_id)
+        await asker.use([])
+        asker.offer(replace(shard.descriptor, norms=False))
+        with pytest.raises(NoRoute, match="does not run for others"):
+            await asker.generate(replace(greedy([40, 41], 0), embeds=True))
+        assert len((await asker.generate(greedy([40, 41], 3))).token_ids) == 3

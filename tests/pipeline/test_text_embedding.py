@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mesh.errors import NotSupported, WeightsMissing
+from mesh.errors import NotSupported
 from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.model import AskerModel
@@ -91,6 +91,4 @@ def test_other_models_refuse_with_the_reason() -> None:
     sizes = TOTAL_LAYERS, HIDDEN, PRIME, 64
     with pytest.raises(NotSupported, match="makes no embeddings: its checkpoint does not say"):
         require_embeds(AskerModel(MODEL, WEIGHTS, *sizes, ToyEnds(), ToyText()))
-    with pytest.raises(WeightsMissing):
-        require_embeds(AskerModel(MODEL, WEIGHTS, *sizes, None, ToyText(), pooling=LAST))
     assert NO_POOLING.kind == ""

@@ -87,10 +87,11 @@ class Oversight:
         ends = hop.terms.remote_ends
         if ends is not None and ends.gives_candidates(hop.hop.layers):
             fault = impossible(top_from_wire(tensor), ends.vocab_size)
-        elif not hop.terms.edits:
+        elif not hop.terms.edits and (ends is None or ends.bears_hidden(hop.hop.layers)):
             fault = self.envelope.check(hop.hop.layers.stop, tensor, shard.host)
         else:
-            # The bounds are those of the model as it is; steered, only nonsense is noticed.
+            # The bounds are those of the model as it is, in front of its final norm; of others
+            # only nonsense is noticed.
             fault = not_finite(tensor)
             if fault and any(e.site.layer < hop.hop.layers.start for e in hop.terms.edits):
                 # What came in may have been larger than this hop's number format holds.
