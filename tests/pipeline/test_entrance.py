@@ -142,6 +142,24 @@ async def test_nobody_rests_who_has_but_one_nor_for_ever() -> None:
     await asyncio.wait_for(door.come("d", "y"), 1)
 
 
+async def test_who_has_only_one_that_had_its_turn_rests_for_who_has_none() -> None:
+    entrance = Entrance(2, 5, 8, patience_s=0.01, turn_s=0.1, rest_s=0.3)
+    door = Door(entrance)
+    for name in ("a", "b"):
+        await door.come(name)
+    guest, own = door.come("c"), door.come("d", "b")
+    await asyncio.wait_for(guest, 1)
+    await asyncio.wait_for(entrance.turn("b"), 1)
+    await asyncio.wait_for(entrance.turn("a"), 1)  # the oldest, for which the next oldest rests
+    assert not own.done()
+    resting = asyncio.create_task(entrance.turn("b"))
+    await settle()
+    assert not resting.done()
+    for leaving in ("a", "c"):
+        entrance.leave(leaving)
+    await asyncio.wait_for(asyncio.gather(resting, own), 1)
+
+
 async def test_who_gives_up_leaves_the_line_and_takes_nobodys_place() -> None:
     door = Door(Entrance(1, 5, 8))
     await door.come("a")
