@@ -17,8 +17,9 @@ from pathlib import Path
 from mesh.errors import ModelInUse
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry
-from mesh.models.manifest import read_tensors
+from mesh.models.manifest import read_manifest, read_tensors
 from mesh.models.partial import RECORD, PartialRecord, partial_directory
+from mesh.models.partial_draft import SparseFile, create_sparse
 from mesh.models.partial_writer import PartialWriter, WriteOutcome, lock_directory, remove_partial
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
@@ -31,6 +32,7 @@ from mesh.transfers.hub_files import (
     weights_files,
     write_small,
 )
+from mesh.transfers.hub_gguf import gguf_headers
 from mesh.transfers.hub_passing import HubPassing
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -60,8 +62,9 @@ class HubPull:
         is to be all or the disk has no room for more.
 
         Raises BadCheckpoint for a repository without safetensors, UnsupportedFamily for one whose
-        weights are stored quantised, DiskFull, TransferFailed for bytes that are wrong twice, Busy
-        while another process of this user does it, and what the hub raises.
+        weights are stored quantised, both for a GGUF model that is not read, DiskFull,
+        TransferFailed for bytes that are wrong twice, Busy while another process of this user does
+        it, and what the hub raises.
         """
         small, weights = dict[str, bytes](), self._model.gguf
         if not weights:
@@ -74,12 +77,21 @@ class HubPull:
         try:
             if is_part and (drop or not await asyncio.to_thread(has_room_for, files)):
                 return await self._passing.run(self.staging, small, weights, wanted)
+            if self._model.gguf:
+                await self._require_readable()
             await asyncio.to_thread(require_room_for, files)
             await asyncio.to_thread(write_small, self.staging, small)
             await self._download.fetch(files)
             return await asyncio.to_thread(self._finish)
         finally:
             os.close(lock)
+
+    async def _require_readable(self) -> None:
+        """Raise what a GGUF model is refused with for its headers, before all of it comes."""
+        files = self._model.gguf
+        directory = self.staging.with_name(f".{self.staging.name}.headers")
+        headers = await gguf_headers(self._hub, self._model.repository, files)
+        await asyncio.to_thread(_require_manifest, directory, headers, files[0].name)
 
     def _finish(self) -> Path:
         """Hash the tensors, and make the staging directory a checkpoint."""
@@ -99,6 +111,15 @@ class HubPull:
                 return directory
         become_checkpoint(self.staging, directory, record, names)
         return directory
+
+
+def _require_manifest(directory: Path, headers: Mapping[str, SparseFile], first: str) -> None:
+    shutil.rmtree(directory, ignore_errors=True)  # of one who was killed
+    try:
+        create_sparse(directory, headers, {}, first)
+        read_manifest(directory / first, is_hashed=False)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _fill(directory: Path, tensors: Mapping[str, TensorEntry]) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from mesh.errors import BadCheckpoint, BadRequest, TransferFailed, WeightsMissing
+from mesh.models.gguf.container import read_gguf_header
+from mesh.models.gguf.contents import settings_of
 from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import JOURNAL, journal_of, read_partial, read_record
@@ -24,6 +26,7 @@ from tests.gguf_files import write_gguf
 from tests.transfers.house import MODEL, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import right, sent, stored, weights_bytes
+from tests.transfers.test_hub_gguf import HEADER_BYTES
 
 LAYERS = 4
 
@@ -193,6 +196,8 @@ async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
     folder.mkdir()
     file = await asyncio.to_thread(write_gguf, checkpoint, folder / "toy-Q8_0.gguf", "Q8_0")
     whole = await asyncio.to_thread(read_manifest, file)
+    settings = settings_of(await asyncio.to_thread(read_gguf_header, file))
+    once = HEADER_BYTES + sum(each.nbytes for each in settings) + file.stat().st_size
     with HubStandin(folder) as hub:
         async with hub_house(tmp_path, hub.url, "one", "two", "three") as (_, (one, two, three)):
             pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
@@ -200,9 +205,9 @@ async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
                 assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
                 record = await asyncio.to_thread(read_record, directory)
                 assert record.origin == f"org/toy@{hub.commit}/toy-Q8_0.gguf"
-            assert hub.sent[file.name] == file.stat().st_size
+            assert hub.sent[file.name] == once
             part = await three.supervisor.pull("org/toy", [LayerRange(0, 1)], ends=False)
-            assert hub.sent[file.name] == file.stat().st_size
+            assert hub.sent[file.name] == once
             # What no neighbour has any more is asked for by ranges.
             for fetcher in (one, two):
                 (held,) = fetcher.supervisor.holdings
@@ -210,7 +215,7 @@ async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
             await three.supervisor.ensure(MODEL, whole.weights_sha256, [LayerRange(1, 2)])
             here = await asyncio.to_thread(right, part, whole)
             assert {entry.name for entry in whole.layer_tensors(LayerRange(0, 2))} < here
-            ranged = hub.sent[file.name] - file.stat().st_size
+            ranged = hub.sent[file.name] - once
             names = [*whole.layer_tensors(LayerRange(1, 2)), *whole.ends_tensors()]
             assert ranged == sum(entry.nbytes for entry in names)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesh.deployments.shape import shape_of
-from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound, TransferFailed
+from mesh.errors import BadCheckpoint, BadRequest, MeshError, ModelNotFound, TransferFailed
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.transfers.hub import HubSettings
@@ -20,6 +20,9 @@ from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.transfers.house import Fetcher, house, up
 from tests.transfers.hub_standin import HubStandin
+
+HEADER_BYTES = 1 << 20
+"""What is read of a file before it comes."""
 
 
 @pytest.fixture
@@ -50,12 +53,13 @@ async def test_the_only_one_comes_whole_and_is_removed_as_any(tmp_path: Path, fo
             directory = await one.supervisor.pull("org/toy")
             file = directory / "toy-Q8_0.gguf"
             assert await asyncio.to_thread(file.read_bytes) == content
-            assert sent(hub) == len(content)  # also where it broke off
+            all_of_it = HEADER_BYTES + len(content)
+            assert sent(hub) == all_of_it  # also where it broke off
             (held,) = one.supervisor.holdings
             assert (held.model_id, held.directory, held.is_partial) == ("org/toy", directory, True)
             assert held.here_bytes == held.total_bytes
             assert await one.supervisor.pull("org/toy") == directory
-            assert sent(hub) == len(content)
+            assert sent(hub) == all_of_it
             await one.supervisor.remove(directory)
             assert not await asyncio.to_thread(directory.exists)
 
@@ -82,7 +86,7 @@ async def test_of_several_one_is_to_be_named(tmp_path: Path, folder: Path) -> No
 
 async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
     with HubStandin(folder) as hub:
-        hub.mischief.wrong = 2
+        hub.mischief.wrong = 3  # the header as well, where it does not show
         async with fetcher(tmp_path, hub) as one:
             with pytest.raises(TransferFailed, match="other bytes than the hub says, 2 times"):
                 await one.supervisor.pull("org/toy")
@@ -121,6 +125,22 @@ async def test_what_is_no_gguf_file_is_refused_before_it_comes(
             with pytest.raises(BadCheckpoint, match=r"does not begin as a GGUF file does"):
                 await one.supervisor.headers("org/toy")
             assert sent(hub) <= 1 << 20
+
+
+@pytest.mark.parametrize("bad", ["truncated: tensor", "'zlama' that is not read"])
+async def test_what_its_header_refuses_is_refused_before_it_comes(
+    bad: str, tmp_path: Path, folder: Path
+) -> None:
+    file = folder / "toy-Q8_0.gguf"
+    content = await asyncio.to_thread(file.read_bytes)
+    is_cut = bad.startswith("truncated")
+    made = content[:-100_000] if is_cut else content.replace(b"llama", b"zlama")
+    await asyncio.to_thread(file.write_bytes, made)
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(MeshError, match=bad):
+                await one.supervisor.pull("org/toy")
+    assert sent(hub) <= HEADER_BYTES
 
 
 async def test_a_model_of_which_a_part_is_missing_is_refused_before_it_comes(
