@@ -473,13 +473,14 @@ class TokenLogprob:
     """One token with the natural-log probability it had and its strongest alternatives.
 
     Tokens are UTF-8 as in the middle of a text, and may be half a character. The first token of a
-    prompt has none: None.
+    prompt has none: None. What `is_hidden` leaves nothing in the text.
     """
 
     token_id: int
     token: bytes
     logprob: float | None
     top: tuple[tuple[int, bytes, float], ...] = ()
+    is_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

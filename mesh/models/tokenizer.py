@@ -249,6 +249,10 @@ class Tokenizer:
             self._spelling = TokenSpelling(self._backend, self._decode_all, self._some_text())
         return self._spelling.of(token_id)
 
+    def hides(self, token_id: int) -> bool:
+        """Whether a text has nothing of this token."""
+        return token_id in self._special
+
     def vocabulary(self) -> dict[str, int]:
         """Every token, those that were added included, and its id."""
         found: dict[str, int] = self._tokenizer.get_vocab()
@@ -301,6 +305,11 @@ class Tokenizer:
         if "description" not in function and self._trips_over_the_undescribed:
             function = {**function, "description": ""}
         return {**tool, "function": function}
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def _trips_over_the_undescribed(self) -> bool:

@@ -88,6 +88,10 @@ class CheckpointText:
         """What one token stands for in the middle of a text."""
         return self._tokenizer.token_bytes(token_id)
 
+    def hides(self, token_id: int) -> bool:
+        """Whether a text has nothing of this token."""
+        return self._tokenizer.hides(token_id)
+
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""
         return self._tokenizer.vocabulary()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -133,7 +134,8 @@ class Completion:
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._params.logprobs is not None and candidates is not None:
             rivals, bytes_of = self._params.logprobs, self._text.token_bytes
-            logprobs = (logprob_of(candidates, token, rivals, bytes_of, row),)
+            entry = logprob_of(candidates, token, rivals, bytes_of, row)
+            logprobs = (replace(entry, is_hidden=self._text.hides(token)),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         thought, shown, calls = said
         return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought, calls)

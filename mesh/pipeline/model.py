@@ -66,6 +66,9 @@ class Text(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for in the middle of a text: UTF-8, maybe half a character."""
 
+    def hides(self, token_id: int) -> bool:
+        """Whether a decoder leaves this token out, as special ones are."""
+
     def vocabulary(self) -> Mapping[str, int]:
         """Every token and its id."""
 

@@ -155,6 +155,14 @@ class TestAnswering:
             assert max(choice["logprobs"]["top_logprobs"][1].values()) >= values[1]
         assert answer.json()["usage"]["prompt_tokens"] == 59
 
+    def test_what_the_text_has_not_moves_no_offset(self, sofa: LocalNode) -> None:
+        body = {
+            "model": "builtin", "prompt": "The attic", "max_tokens": 3, "logprobs": 0,
+            "ignore_eos": True, "logit_bias": {"0": 100}, "temperature": 0,
+        }  # fmt: skip
+        (choice,) = sofa.post("/v1/completions", body).json()["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("", [0, 0, 0])
+
     def test_the_openai_client_streams(self, sofa: LocalNode) -> None:
         client = openai.OpenAI(
             base_url=f"{sofa.url}/v1", api_key="unused",

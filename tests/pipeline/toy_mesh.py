@@ -406,6 +406,9 @@ class ToyText:
     def vocabulary(self) -> dict[str, int]:
         return {str(token): token for token in range(97)}
 
+    def hides(self, token_id: int) -> bool:
+        return False
+
     def token_bytes(self, token_id: int) -> bytes:
         return str(token_id).encode()
 

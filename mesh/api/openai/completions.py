@@ -90,7 +90,7 @@ class _TextStyle:
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
-            self._offset += characters(entry.token)
+            self._offset += 0 if entry.is_hidden else characters(entry.token)
         return completion_logprobs(entries, offsets)
 
     def _choice(
