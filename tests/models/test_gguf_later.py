@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +369,23 @@ def test_what_is_not_understood_is_refused(
     file = write_gguf(checkpoint(family, layers=3), tmp_path / "model.gguf", edit=edit)
     with pytest.raises(error, match=said):
         read_manifest(file)
+
+
+def test_a_width_that_a_header_claims_takes_no_memory(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        for name in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            _other(name, 1 << 26)(writer)
+
+    file = write_gguf(checkpoint("gemma4", layers=3), tmp_path / "model.gguf", edit=edit)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedFamily, match="is not for heads of 67108864"):
+            read_manifest(file)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
 
 
 _SPLIT = (

@@ -69,12 +69,13 @@ def proportional(said: GgufSettings, width: int) -> dict[str, Any]:
     if not said.has(_FREQUENCIES):
         said.refuse(f"it has no {_FREQUENCIES}")
     stored = said.numbers(_FREQUENCIES, below=2 * _STILL)
-    turned = stored.count(1.0)
-    if stored != [1.0] * turned + [_STILL] * (width // 2 - turned) or not turned:
+    turned, count = stored.count(1.0), len(stored)
+    expected = [1.0] * turned + [_STILL] * (count - turned)
+    if count != width // 2 or stored != expected or not turned:
         said.refuse(f"{_FREQUENCIES} is not for heads of {width} of which a part is turned")
     return plain_rotary(said, width, 1_000_000.0) | {
         "rope_type": "proportional",
-        "partial_rotary_factor": turned / len(stored),
+        "partial_rotary_factor": turned / count,
     }
 
 
