@@ -110,12 +110,27 @@ class ShardService:
 
     def admit(self, request: Open | OpenTaps, edits: Sequence[Edit], peer: NodeId) -> Session:
         """Open on the first shard that can; raises the error of the best match otherwise."""
+        meant = self._meant(request)
         if isinstance(request, OpenTaps):
-            return _first(self._taps.values(), lambda each: each.admit(request, of_peer(peer)))
+            taps = [self._taps[name] for name in meant if name in self._taps]
+            return _first(taps, lambda each: each.admit(request, of_peer(peer)))
         return _first(
-            self._servers.values(),
+            [self._servers[name] for name in meant],
             lambda each: each.admit(request, of_peer(peer), edits, self._recording(request, peer)),
         )
+
+    def _meant(self, request: Open | OpenTaps) -> list[ShardId]:
+        """The shards that a session may be on. An asker names layers only: it means the shard of
+        just these, else the smallest that has them; one in another number format would answer
+        otherwise than it was chosen for."""
+        here = sorted((each.descriptor for each in self.servers), key=lambda each: len(each.layers))
+        model, start, stop = request.model_id, request.start, request.stop
+        formats = [
+            each.dtype
+            for each in here
+            if each.model_id == model and each.layers.start <= start < stop <= each.layers.stop
+        ]
+        return [each.shard_id for each in here if each.dtype in (formats[:1] or [each.dtype])]
 
     def _recording(self, request: Open, peer: NodeId) -> Recording | None:
         if not request.harvest:

@@ -18,6 +18,7 @@ import pytest
 from mesh.errors import (
     BadCheckpoint,
     BadRequest,
+    Busy,
     ConnectFailed,
     DeviceLost,
     MeshError,
@@ -153,6 +154,27 @@ async def test_a_shard_process_from_start_to_stop(
     assert await child.wait(TIMEOUT_S) == 0
     link.close()
     child.channel.close()
+
+
+async def test_a_session_is_on_the_shard_that_its_layers_name_among_others_that_have_them(
+    served: tuple[dict[str, Any], TorchRuntime], tmp_path: Path
+) -> None:
+    shard, span = served
+    rounded = shard | {"layers": "0-3", "quant": "int8"}
+    async with secure.hosting(tmp_path, rounded, shard) as host:
+        by_format = {each.descriptor.dtype: each.descriptor for each in host.serving}
+        assert set(by_format) == {"int8", "fp32"}
+        plain = by_format["fp32"]
+        asker = Asker()
+        port = int(plain.endpoint.rpartition(":")[2])
+        asker.use(await secure.dial("127.0.0.1", port, asker))
+        for number in range(2):
+            await asker.open(number, weights_sha256=plain.weights_sha256, start=1, stop=4)
+            found = await asker.step(0, 0, rows(30), session=number)
+            assert relative_error(found, step(span, span.new_cache(64), 0, rows(30))) < 1e-5
+        with pytest.raises(Busy):  # the other has room, and computes something else
+            await asker.open(2, weights_sha256=plain.weights_sha256, start=1, stop=4)
+        asker.link.close()
 
 
 async def test_the_process_ends_with_its_parent() -> None:
