@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -30,6 +30,7 @@ from mesh.errors import (
     MeshError,
     NotRunning,
     UntrustedPeer,
+    VersionMismatch,
     from_dict,
 )
 from mesh.paths import StatePaths
@@ -486,15 +487,29 @@ def _encoded(body: dict[str, Any]) -> bytes:
 
 def _object(answer: bytes | str) -> dict[str, Any]:
     try:
-        return codec.convert(codec.parse_json(answer), dict[str, Any])
+        said = codec.parse_json(answer, _Answer)
     except Fault:
         raise _not_a_daemon() from None
+    if not isinstance(said, _Answer):
+        raise _not_a_daemon()
+    return said
+
+
+class _Answer(dict[str, Any]):
+    """A map that a daemon said, which may be of another version than who reads it."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise VersionMismatch(
+            f"The daemon does not say {key!r}: it is of another version than this `hearthnet`.",
+            fix="Run `hearthnet restart` where it is older, or update hearthnet here.",
+            param=key,
+        )
 
 
 def _reported(body: bytes) -> MeshError:
     try:
         return _told(_object(body)["error"])
-    except (KeyError, AttributeError):
+    except (VersionMismatch, AttributeError):
         return _not_a_daemon()
 
 

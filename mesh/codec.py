@@ -214,10 +214,10 @@ def is_plain(value: object, depth: int) -> bool:
     return False
 
 
-def parse_json(text: bytes | str) -> Any:
+def parse_json(text: bytes | str, map_type: type[dict[str, Any]] | None = None) -> Any:
     """The value of a JSON text, as of a record on disk. Raises Fault."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_hook=map_type)
     except (ValueError, RecursionError) as error:
         raise Fault(f"is not JSON: {error!s:.200}") from error
 

@@ -69,7 +69,7 @@ def _listed(picture: dict[str, Any]) -> None:
             row["weights_sha256"][:12],
             _layers(row),
             data_size(row["here_bytes"]),
-            row["dtype"] or "",
+            row.get("dtype") or "",
             "in use" if row["in_use"] else "",
         ]
         for row in picture["models"]
@@ -97,7 +97,8 @@ def _shown(found: dict[str, Any]) -> None:
         say(f"{row['id']}  {row['weights_sha256']}")
         whole = "partial" if row["here_bytes"] < row["total_bytes"] else "complete"
         here, total = data_size(row["here_bytes"]), data_size(row["total_bytes"])
-        stored = f", stored as {row['dtype']}" if row["dtype"] else ""
+        kept_as = row.get("dtype")  # which daemons of earlier versions do not say
+        stored = f", stored as {kept_as}" if kept_as else ""
         say(f"{whole}: {here} of {total}, {_layers(row)}{stored}")
         say(f"in {row['directory']}{' (in use)' if row['in_use'] else ''}")
         if row["origin"]:

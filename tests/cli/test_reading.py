@@ -247,6 +247,14 @@ async def test_what_is_no_daemon_is_said_to_be_none(hearthnet: Run, answer: byte
     assert "is not a hearthnet daemon" in finished.err
 
 
+async def test_what_a_daemon_of_another_version_does_not_say_is_named(hearthnet: Run) -> None:
+    async with answering(b'{"models": [{"id": "toy", "total_layers": 4}]}') as host:
+        finished = await hearthnet("models", "--host", host)
+    assert (finished.code, finished.out) == (1, "")
+    assert "it is of another version than this `hearthnet`. [version_mismatch]" in finished.err
+    assert "hearthnet restart" in finished.err
+
+
 async def test_whoever_hangs_up_is_said_not_to_be_the_api(hearthnet: Run) -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
