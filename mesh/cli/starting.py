@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mesh.capacity import cores_of, named_devices
 from mesh.cli.ports import require_free
 from mesh.errors import BadValue
 
@@ -43,12 +42,16 @@ def require_there(config: Config) -> None:
 
 def require_devices(text: str) -> None:
     """Raise BadValue where one of the devices that a setting names cannot be there."""
+    from mesh.capacity import named_devices
+
     for device in named_devices(text):
         require_device(device)
 
 
 def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) -> None:
     """Raise BadValue for one that cannot be there. What may be there, torch finds out later."""
+    from mesh.capacity import cores_of
+
     kind, cores = device.partition(":")[0], cores_of(device)
     if cores is not None and (why_not := _why_no_cores(cores)):
         why = why_not
