@@ -86,9 +86,11 @@ class JobsSupervisor(Supervisor):
         try:
             return await self._run_once(spec, hearer)
         except ProcessLost:
+            said = None if self.ending is None else self.ending.said
             raise JobFailed(
-                "The process that runs jobs ended twice while the job ran.",
-                fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
+                f"The process that runs jobs ended twice while the job ran; {self.ending}",
+                fix=(said and said.fix)
+                or "Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
             ) from None
 
     # What a kind of process decides

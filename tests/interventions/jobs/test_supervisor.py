@@ -24,6 +24,7 @@ from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec, RunnerS
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import Offer, RouteLimits
 from mesh.processes.lifecycle import SilenceLimits
+from mesh.processes.messages import ProcessMessage
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId
 from tests import secure
@@ -173,6 +174,23 @@ async def test_a_job_survives_the_death_of_the_jobs_process(here: Here) -> None:
     assert here.jobs.pid != first
     _, left = await asyncio.to_thread(psutil.wait_procs, family, 5)
     assert not left  # neither the warmed parent nor the job outlived it
+
+
+class OfAnotherVersion(ProcessMessage, frozen=True):
+    """What the process finds no meaning in, as one whose package was updated meanwhile."""
+
+
+async def test_a_job_whose_process_ends_itself_each_time_is_told_why_and_what_to_do(
+    here: Here,
+) -> None:
+    job = asyncio.create_task(here.run("misread", await asyncio.to_thread(request_of, lingering)))
+    for _ in range(2):
+        await here.said("half way")
+        here.lines.clear()
+        here.jobs.send(OfAnotherVersion())
+    with pytest.raises(JobFailed, match="is not understood") as failed:
+        await job
+    assert "Start the daemon anew" in str(failed.value.fix)
 
 
 async def test_a_jobs_process_that_stands_still_is_replaced_and_its_job_run_again(
