@@ -121,7 +121,9 @@ class Reconciler:
         need_mb = self._world.need_mb
         if len(free_mb) > 1:
             await self._world.get_to_know(each.wish for each, _ in wanted.values())
-        seats = self._seats = seated(view, free_mb, need_mb, self._world.asking_mb)
+        seats = seated(view, free_mb, need_mb, self._world.asking_mb)
+        ending = {shard: seat for shard, seat in self._seats.items() if shard in self._loads}
+        self._seats = ending | seats
         decision = reconcile_devices(view, seats, free_mb, need_mb)
         self._follow(view, free_mb, decision)
         self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])

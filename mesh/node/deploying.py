@@ -151,7 +151,7 @@ class House(World):
         loaded, or did not load."""
         host = self._held.host
         names = [name for name, each in host.wanted.items() if each.model_id == model_id]
-        processes = host.processes.values()
+        processes = [p for p in host.processes.values() if not p.wanted.keys().isdisjoint(names)]
         is_stuck = any(each.standing.trouble is not None for each in processes)
         if is_stuck or all(map(host.knows, names)):
             return None
