@@ -53,21 +53,31 @@ def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) 
     from mesh.capacity import cores_of
 
     kind, cores = device.partition(":")[0], cores_of(device)
-    if cores is not None and (why_not := _why_no_cores(cores)):
-        why = why_not
+    why = ""
+    if cores is not None:
+        why = _why_no_cores(cores)
     elif kind == "mps" and platform != "darwin":
         why = "it is for Apple's machines"
     elif kind == "cuda" and platform == "darwin":
         why = "Apple's machines have none"
-    elif kind == "cuda" and platform == "linux" and not any(map(any, map(dev.glob, _CARDS))):
-        why = "no driver of a graphics card is loaded"
-    else:
+    elif kind == "cuda" and platform == "linux":
+        why = _why_no_card(device, dev)
+    if not why:
         return
     raise BadValue(
         f"There is no device {device} on this machine: {why}.",
         fix="Use --device auto, which takes the best that is there, or cpu.",
         param="device",
     )
+
+
+def _why_no_card(device: str, dev: Path) -> str:
+    from mesh.processes.cards import all_cards
+
+    if not any(map(any, map(dev.glob, _CARDS))):
+        return "no driver of a graphics card is loaded"
+    cards = all_cards(dev)
+    return f"it has {', '.join(cards)}" if cards and device not in cards else ""
 
 
 def _why_no_cores(cores: range) -> str:

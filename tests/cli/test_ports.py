@@ -114,5 +114,9 @@ def test_a_device_that_cannot_be_there_is_refused(tmp_path: Path) -> None:
     for device in ("auto", "cpu"):
         require_device(device, "linux", tmp_path)
     (tmp_path / "nvidia0").touch()
-    for device, platform in (("cuda:7", "linux"), ("mps", "darwin")):
+    for device, platform in (("cuda:0", "linux"), ("mps", "darwin")):
         require_device(device, platform, tmp_path)
+    with pytest.raises(BadValue, match="it has cuda:0"):
+        require_device("cuda:7", "linux", tmp_path)
+    (tmp_path / "nvidia0").rename(tmp_path / "kfd")  # that of AMD does not say how many
+    require_device("cuda:7", "linux", tmp_path)
