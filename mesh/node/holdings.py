@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from mesh.capacity import named_devices
@@ -32,18 +33,22 @@ from mesh.types import LayerRange, ModelId, RouteHop, ShardId
 _LOOK_EVERY_S = 0.2
 
 
-def by_hand(config: Config, models: Iterable[LocalModel], devices: int) -> list[list[ShardRequest]]:
-    """What each of so many devices serves because the configuration names it: of each range of
-    layers an even part, as nobody knows yet what fits where."""
-    served: list[list[ShardRequest]] = [[] for _ in range(devices)]
+def by_hand(
+    config: Config, models: Iterable[LocalModel], devices: Sequence[str]
+) -> list[list[ShardRequest]]:
+    """What each device serves because the configuration names it: of each range of layers an even
+    part on those of the first one's kind, as nobody knows yet what fits where."""
+    served: list[list[ShardRequest]] = [[] for _ in devices]
+    kinds = [device.partition(":")[0] for device in devices]
+    alike = [number for number, kind in enumerate(kinds) if kind == kinds[0]]
     for model in models:
         layers = model.layers
         if layers is None:
             continue
-        count = min(devices, len(layers))
+        count = min(len(alike), len(layers))
         cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
-        for device in range(count):
-            part = LayerRange(cuts[device], cuts[device + 1])
+        for device, (start, stop) in zip(alike, pairwise(cuts), strict=False):
+            part = LayerRange(start, stop)
             served[device].append(wiring.shard(config, model, part))
     return served
 
@@ -77,7 +82,7 @@ class Holdings:
         self.askers: dict[ModelId, AskerSupervisor] = {}
         named = list(self.models.values())
         devices = named_devices(config.device)
-        served = by_hand(config, named, len(devices))
+        served = by_hand(config, named, devices)
         self.by_hand = frozenset(request.shard_id for some in served for request in some)
         """The shards that the configuration names."""
         self.host = _host(devices, served, owner.asker_changed)

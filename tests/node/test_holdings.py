@@ -20,7 +20,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.deploying import House
-from mesh.node.holdings import Holdings
+from mesh.node.holdings import Holdings, by_hand
 from mesh.node.wiring import start_asker
 from mesh.pipeline.askers import Askers
 from mesh.pipeline.entrance import Entrance
@@ -53,6 +53,17 @@ MODEL = LocalModel(ModelId("toy"), "/nowhere", "ab" * 32, 4, None, None, 40)
 SHARD = ShardId("toy:2-3")
 FAR = ((0, 0), (10, 40), (30, 40))
 """Bytes done, of how many; before anything is read it is not known of how many."""
+
+
+def test_what_is_held_by_hand_is_cut_over_the_devices_of_the_first_one_s_kind() -> None:
+    models = [replace(MODEL, layers=LayerRange(0, 4)), replace(MODEL, layers=LayerRange(3, 4))]
+    devices = ("cuda:1", "cpu", "cuda:0", "cuda:2")
+    served = by_hand(Config(), models, devices)
+    assert [[str(request.layers) for request in some] for some in served] == [
+        ["0-0", "3-3"], [], ["1-1"], ["2-3"],
+    ]  # fmt: skip
+    (alone,) = by_hand(Config(), models, ("auto",))
+    assert [str(request.layers) for request in alone] == ["0-3", "3-3"]
 
 
 class SlowHost(ShardSupervisor):
