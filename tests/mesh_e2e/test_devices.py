@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -57,10 +56,9 @@ def test_a_model_that_fits_on_no_device_lies_on_two_and_survives_the_end_of_one(
     fitting = ("deploy", "wide", "--nodes", "double", "--context", "512")
 
     def estimated() -> list[dict[str, Any]]:
-        asked = hearthnet(*fitting, "--estimate", "--json", node=study)
-        found: list[dict[str, Any]] = [
-            shard for each in json.loads(asked.stdout)["replicas"] for shard in each["shards"]
-        ]
+        wanted = {"model": "wide", "nodes": ["double"], "context": 512}
+        replicas = study.post("/mesh/v1/plan", wanted).json()["replicas"]
+        found: list[dict[str, Any]] = [shard for each in replicas for shard in each["shards"]]
         return found if len(found) == 2 else []
 
     planned = until(estimated, "both devices are measured")
