@@ -52,6 +52,12 @@ def cores_of(device: str) -> range | None:
     return range(int(first), int(last or first) + 1)
 
 
+def device_name(asked: str, found: str) -> str:
+    """What a device is called that was `asked` for and that torch calls `found`: a part of the
+    processor by its cores."""
+    return found if cores_of(asked) is None else asked
+
+
 def _overlap(one: str, other: str) -> bool:
     (kind, _, _), (its_kind, _, _) = one.partition(":"), other.partition(":")
     if kind != its_kind:

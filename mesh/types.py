@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import total_ordering
 from ipaddress import IPv6Address
+from itertools import pairwise
 from typing import Annotated, Any, Final, NewType
 
 from msgspec import Meta
@@ -223,6 +224,12 @@ class LayerRange:
     def covers(self, other: LayerRange) -> bool:
         """Whether every layer of `other` is in this range."""
         return self.start <= other.start and other.stop <= self.stop
+
+    def parts(self, count: int) -> list[LayerRange]:
+        """So many even parts, in their order; fewer where there are fewer layers."""
+        count = min(count, len(self))
+        cuts = [self.start + len(self) * part // count for part in range(count + 1)]
+        return [LayerRange(start, stop) for start, stop in pairwise(cuts)]
 
     def overlaps(self, other: LayerRange) -> bool:
         """Whether they have a layer in common."""

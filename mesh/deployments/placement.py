@@ -290,9 +290,7 @@ def _least_loaded(
 
 def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:
     """Even parts of a range over nodes, in their order; no node gets none."""
-    count = min(len(nodes), len(layers))
-    cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
-    return [Span(nodes[i], LayerRange(cuts[i], cuts[i + 1])) for i in range(count)]
+    return [Span(*each) for each in zip(nodes, layers.parts(len(nodes)), strict=False)]
 
 
 def _split_within(

@@ -149,11 +149,12 @@ class Decision:
 
 def reconcile(view: View) -> Decision:
     """The next steps of one node; see the module."""
-    wanted = {name: wish for name, wish in wishes_of(view).items() if name not in view.others}
+    wishes = wishes_of(view)
+    wanted = {name: wish for name, wish in wishes.items() if name not in view.others}
     to_come = [held for held in view.held if held.is_to_come]
     coming = [held for held in to_come if _is_to_be(wanted, held)]
     room_mb, short = _beside(coming, BOUNDLESS if view.free_mb is None else view.free_mb)
-    draft = _Draft(view, wanted, room_mb, is_kept=len(short) < len(coming))
+    draft = _Draft(view, wishes, wanted, room_mb, is_kept=len(short) < len(coming))
     draft.drops += [drop for held in draft.surplus if (drop := _may_go(draft, held)) is not None]
     _replace(draft, [held for held in coming if held not in short])
     for held in coming:
@@ -182,9 +183,11 @@ def wishes_of(view: View) -> Wishes:
 
 @dataclass(slots=True)
 class _Draft:
-    """A decision in the making. `room_mb` is what is free beside all that `is_kept` room for."""
+    """A decision in the making; of all `wishes` some are `wanted` here. `room_mb` is what is free
+    beside all that `is_kept` room for."""
 
     view: View
+    wishes: Wishes
     wanted: Wishes
     room_mb: int
     is_kept: bool
@@ -336,14 +339,14 @@ def _may_go(draft: _Draft, held: OwnShard) -> DropAction | None:
         return DropAction(held.shard, "no deployment wants it")
     if any(each.plan is None for each in wishing):
         return None
-    if _is_covered(draft.view, wishing, held):
+    if _is_covered(draft, wishing, held):
         return DropAction(held.shard, "its layers are served as wished")
     return None
 
 
-def _is_covered(view: View, wishing: Sequence[Deployment], held: OwnShard) -> bool:
+def _is_covered(draft: _Draft, wishing: Sequence[Deployment], held: OwnShard) -> bool:
     """Whether shards that the plans wish for serve each of its layers now."""
-    wanted = wishes_of(view)
+    view = draft.view
     planned = {
         (span.node, span.layers)
         for each in wishing
@@ -361,7 +364,7 @@ def _is_covered(view: View, wishing: Sequence[Deployment], held: OwnShard) -> bo
         each.layers
         for each in (*view.held, *view.elsewhere)
         if each.state is ShardStage.READY
-        and (each.by_hand or _is_wanted(wanted, each))
+        and (each.by_hand or _is_wanted(draft.wishes, each))
         and _same(each, held)
     ]
     return all(

@@ -106,7 +106,9 @@ class House(World):
     def _free_mb(self, node: NodeId) -> int | None:
         """What is free on the devices of a node; None where it has not said."""
         if node == self.node:
-            return sum(mb or 0 for mb in self.free_mb().values())
+            free = self.free_mb().values()
+            known = [mb for mb in free if mb is not None]
+            return sum(known) if len(known) == len(free) else None
         said = [view.offers.capacity for view in self._store.nodes() if view.info.node_id == node]
         devices = said[0].devices if said and said[0] is not None else ()
         return sum(each.free_bytes for each in devices) >> 20 if devices else None
@@ -157,7 +159,7 @@ class House(World):
             return None
         loads = (load for each in processes if (load := each.load()) is not None)
         load = next((load for load in loads if load["name"] in names), {})
-        total = load.get("total_bytes") if load.get("name") in names else None
+        total = load.get("total_bytes")
         percent = load["done_bytes"] * 100 // total if total else None
         return BringingUp(model_id, Phase.DEPLOYING.value, percent)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from mesh.capacity import named_devices
@@ -45,10 +44,7 @@ def by_hand(
         layers = model.layers
         if layers is None:
             continue
-        count = min(len(alike), len(layers))
-        cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
-        for device, (start, stop) in zip(alike, pairwise(cuts), strict=False):
-            part = LayerRange(start, stop)
+        for device, part in zip(alike, layers.parts(len(alike)), strict=False):
             served[device].append(wiring.shard(config, model, part))
     return served
 

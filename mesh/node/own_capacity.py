@@ -26,7 +26,7 @@ from msgspec import structs
 
 import mesh
 from mesh import codec
-from mesh.capacity import Capacity, Device, Measurement, cores_of
+from mesh.capacity import Capacity, Device, Measurement, device_name
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import Busy, DeviceFailed, MeshError
 from mesh.models.hashing import read_cached, write_json_atomically
@@ -206,7 +206,7 @@ class OwnCapacity:
             free_mb, total_mb = min(free_mb, cap.left_mb), min(total_mb, cap.limit_mb)
         share = self._hooks.main_share
         free_mb, total_mb = int(share * free_mb), int(share * total_mb)
-        name = self._order.device if cores_of(self._order.device) is not None else device.name
+        name = device_name(self._order.device, device.name)
         device = replace(device, name=name, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
         return Capacity((device,), self._disk_bytes, self._hooks.kv_tokens)
 

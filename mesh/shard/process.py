@@ -18,7 +18,7 @@ from functools import partial
 
 import psutil
 
-from mesh.capacity import cores_of
+from mesh.capacity import device_name
 from mesh.clock import SteadyClock, SystemClock, next_tick, set_by
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
@@ -194,7 +194,7 @@ class ShardProcess(Worker):
         endpoint = _endpoint(host, listener.port)
         place = HostedOn(
             own, hello.node_name, endpoint, device.value, threads.value,
-            command.device if cores_of(command.device) is not None else str(device.value),
+            device_name(command.device, str(device.value)),
         )  # fmt: skip
         parts = self._parts = _Parts(place, listener, queue, room)
         self.keep(self._report(parts), "shard-health")

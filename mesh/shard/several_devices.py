@@ -7,14 +7,17 @@ that one's `ShardSupervisor` itself, which this stands in for. Imports no torch.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import TypeVar
 
 from mesh.errors import MeshError
 from mesh.shard.commands import Health, ShardRequest
 from mesh.shard.local_shard import LocalShard
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import ShardId
+
+T = TypeVar("T")
 
 
 class SeveralDevices:
@@ -29,22 +32,22 @@ class SeveralDevices:
     @property
     def wanted(self) -> dict[ShardId, ShardRequest]:
         """What is to be served."""
-        return {name: request for each in self._each for name, request in each.wanted.items()}
+        return _joined(each.wanted for each in self._each)
 
     @property
     def shards(self) -> dict[ShardId, LocalShard]:
         """What is here of that."""
-        return {name: shard for each in self._each for name, shard in each.shards.items()}
+        return _joined(each.shards for each in self._each)
 
     @property
     def private(self) -> dict[ShardId, LocalShard]:
         """What was loaded for this node alone."""
-        return {name: shard for each in self._each for name, shard in each.private.items()}
+        return _joined(each.private for each in self._each)
 
     @property
     def private_serving(self) -> dict[ShardId, LocalShard]:
         """Of that, what may be used now."""
-        return {name: shard for each in self._each for name, shard in each.private_serving.items()}
+        return _joined(each.private_serving for each in self._each)
 
     @property
     def serving(self) -> list[LocalShard]:
@@ -54,7 +57,7 @@ class SeveralDevices:
     @property
     def failed(self) -> dict[ShardId, MeshError]:
         """Why wanted ones are not here."""
-        return {name: why for each in self._each for name, why in each.failed.items()}
+        return _joined(each.failed for each in self._each)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -142,6 +145,10 @@ class SeveralDevices:
         """The one with the most room, of those that say what they have; else the first."""
         free = [0 if (said := each.health.memory) is None else said.free_mb for each in self._each]
         return self._each[free.index(max(free))]
+
+
+def _joined(parts: Iterable[Mapping[ShardId, T]]) -> dict[ShardId, T]:
+    return dict(chain.from_iterable(part.items() for part in parts))
 
 
 ShardHost = ShardSupervisor | SeveralDevices

@@ -53,15 +53,20 @@ def house(start_node: StartNode, models: Path) -> dict[str, LocalNode]:
         name: start_node(name, "--layers", "none", environment=settings)
         for name in ("attic", "kitchen", "study")
     }
-    for node in nodes.values():
-        node.wait_up()
-    for node in nodes.values():
-        until(lambda node=node: len(peers(node)) == len(nodes) - 1, "they see each other")
+    meet(*nodes.values())
     return nodes
 
 
 def peers(node: LocalNode) -> list[str]:
     return [p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"]
+
+
+def meet(*nodes: LocalNode) -> None:
+    """Wait until each is up and sees the others."""
+    for node in nodes:
+        node.wait_up()
+    for node in nodes:
+        until(lambda node=node: len(peers(node)) == len(nodes) - 1, "they see each other")
 
 
 def until(holds: Callable[[], object], what: str, *nodes: LocalNode) -> Any:

@@ -15,7 +15,7 @@ from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_daemons import hearthnet
-from tests.mesh_e2e.test_deployments import peers, until
+from tests.mesh_e2e.test_deployments import meet, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,9 +43,7 @@ def house(
         environment=shared | {f"{_HOST}MAX_MEMORY": f"{LIMIT_MB} MiB"},
     )  # fmt: skip
     study = start_node("study", "--layers", "none", environment=shared)
-    for node in (double, study):
-        node.wait_up()
-        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    meet(double, study)
     return double, study
 
 

@@ -16,7 +16,7 @@ from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_daemons import hearthnet
-from tests.mesh_e2e.test_deployments import EVEN, peers, until
+from tests.mesh_e2e.test_deployments import EVEN, meet, until
 
 pytestmark = pytest.mark.slow
 
@@ -41,9 +41,7 @@ def house(
     manners = {f"{_HOST}MAX_MEMORY": f"{LIMIT_MB} MiB", f"{_HOST}NICE": str(NICE)}
     guest = start_node("guest", "--layers", "none", environment=shared | manners)
     study = start_node("study", "--layers", "none", environment=shared)
-    for node in (guest, study):
-        node.wait_up()
-        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    meet(guest, study)
     return guest, study
 
 

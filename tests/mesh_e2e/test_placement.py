@@ -10,7 +10,7 @@ import pytest
 from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_daemons import hearthnet
-from tests.mesh_e2e.test_deployments import peers, ready, row, rows, until
+from tests.mesh_e2e.test_deployments import meet, ready, row, rows, until
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +20,7 @@ def house(start_node: StartNode) -> tuple[LocalNode, LocalNode]:
     less = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__KV_TOKENS": "4096"}
     attic = start_node("attic", "--layers", "none")
     study = start_node("study", "--layers", "none", environment=less)
-    for node in (attic, study):
-        node.wait_up()
-        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    meet(attic, study)
     return attic, study
 
 

@@ -23,7 +23,7 @@ from tests.mesh_e2e.test_deployments import (
     MODEL,
     PROMPT,
     answer,
-    peers,
+    meet,
     ready,
     row,
     rows,
@@ -44,10 +44,7 @@ def test_every_machine_fetches_its_own_layers_and_no_more(
         start_node(name, "--layers", "none", environment=EVEN) for name in ("kitchen", "study")
     ]
     house = [attic, *others]
-    for each in house:
-        each.wait_up()
-    for each in house:
-        until(lambda each=each: len(peers(each)) == len(house) - 1, "they see each other")
+    meet(*house)
 
     def heard() -> list[str]:
         return [found["id"] for found in others[0].get("/mesh/v1/weights")["neighbours"]]
@@ -78,10 +75,7 @@ def test_run_brings_up_what_only_the_hub_has_and_each_byte_of_it_comes_once(
     with HubStandin(checkpoint) as hub:
         settings = {**EVEN, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         house = [own_node(name, environment=settings) for name in ("attic", "kitchen")]
-        for node in house:
-            node.wait_up()
-        for node in house:
-            until(lambda node=node: len(peers(node)) == 1, "they see each other")
+        meet(*house)
         more = ("--raw", "--max-tokens", "4", "--ignore-eos", "--json")
         ran = hearthnet("run", "org/toy", "The kettle", *more, node=house[1])
         assert ran.returncode == 0, ran.stderr
@@ -187,10 +181,7 @@ def test_a_file_that_one_machine_has_is_spread_and_answers_as_there(
 ) -> None:
     file = write_gguf(checkpoint_dir(), tmp_path / "small.gguf", "F16")
     house = [own_node(name, environment=EVEN) for name in ("attic", "kitchen")]
-    for node in house:
-        node.wait_up()
-    for node in house:
-        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    meet(*house)
     attic, kitchen = house
     pins = ("--layers", "attic=0-3", "--layers", "kitchen=4-7")
     deployed = hearthnet("deploy", str(file), "--quant", "none", *pins, "--wait", node=kitchen)
