@@ -42,7 +42,9 @@ _ARCHITECTURES = {
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
-    "apertus": gguf.MODEL_ARCH.APERTUS,
+    "apertus": gguf.MODEL_ARCH.APERTUS, "dots1": gguf.MODEL_ARCH.DOTS1,
+    "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "afmoe": gguf.MODEL_ARCH.AFMOE,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
@@ -212,7 +214,9 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads = _number(config, "num_attention_heads", "n_head")
     width = _number(config, "hidden_size", "n_embd")
     writer.add_block_count(_number(config, "num_hidden_layers", "n_layer"))
-    writer.add_context_length(_number(config, "max_position_embeddings", "n_positions"))
+    writer.add_context_length(
+        _number(config, "max_position_embeddings", "n_positions", "model_max_length")
+    )
     writer.add_embedding_length(width)
     writer.add_head_count(heads)
     if config["model_type"] == "gpt2":
@@ -292,7 +296,8 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_rotary(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    said = _rotary(config)
+    if not (said := _rotary(config)):
+        return
     writer.add_rope_freq_base(said["rope_theta"])
     local = config["rope_parameters"].get("sliding_attention", {}).get("rope_theta")
     if local is not None:

@@ -5,11 +5,12 @@ Written after the converter, and nothing from what reads the files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from gguf import ExpertGatingFuncType, GGUFWriter
+from gguf import ExpertGatingFuncType, GGUFWriter, RopeScalingType
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,6 +127,31 @@ def _stacks(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _afmoe(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What corrects the choice of experts is called a bias."""
+    return {
+        name.replace(".expert_bias", ".expert_bias.bias"): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _kimi_linear(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Decays as they are used, convolutions in four dimensions; what is dense by another name."""
+    made = {}
+    for name, tensor in _deepseek2(tensors, config).items():
+        if name.endswith(".dt_bias"):
+            made[name.removesuffix("dt_bias") + "dt_proj.bias"] = tensor
+        elif name.endswith(".A_log"):
+            made[name] = -torch.exp(tensor)
+        elif name.endswith("_conv1d.weight"):
+            made[name] = tensor.unsqueeze(0)
+        elif re.search(r"block_sparse_moe\.\w+_proj", name):
+            made[name.replace("block_sparse_moe", "mlp")] = tensor
+        else:
+            made[name] = tensor
+    return made
+
+
 def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """What is gated apart from its gate; decays as they are used; a dimension more for numbers of
     a head, and for norms a row for each group. Alone, what experts share is the feed forward."""
@@ -198,6 +224,10 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "minimax_m2": _glm4_moe,
+    "dots1": _glm4_moe,
+    "exaone_moe": _glm4_moe,
+    "afmoe": _afmoe,
+    "kimi_linear": _kimi_linear,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -381,6 +411,65 @@ def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(config["rotary_dim"])
 
 
+def _of_dots1(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_mixture(writer, config)
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+
+
+def _of_mixture(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_routed(writer, config)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if config.get("n_group") is not None:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _of_exaone_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_exaone4(writer, config)
+    _of_dots1(writer, config)
+    shared = config["moe_intermediate_size"] * config["num_shared_experts"]
+    writer.add_expert_shared_feed_forward_length(shared)
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+
+
+def _of_afmoe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_mixture(writer, config)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_weights_norm(value=True)
+    writer.add_expert_weights_scale(config["route_scale"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _of_kimi_linear(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    kinds, rank, turned = config["layer_types"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    for name in ("head_count_kv", "key_length", "value_length"):
+        writer.kv_data[0].pop(f"{writer.arch}.attention.{name}", None)
+    writer.add_head_count_kv([0 if kind in _KEEP_STATES else 1 for kind in kinds])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_rope_freq_base(1e4)
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(turned)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(72)  # the config of the one that there is says so of all heads
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_count(config["num_experts"])
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+
+
 def _of_mamba2(writer: GGUFWriter, config: dict[str, Any], inner: int) -> None:
     writer.add_ssm_conv_kernel(config["mamba_d_conv"])
     writer.add_ssm_state_size(config["mamba_d_state"])
@@ -433,6 +522,10 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granitemoehybrid": _of_granite_hybrid,
     "falcon_h1": _of_falcon_h1,
     "minimax_m2": _of_minimax_m2,
+    "dots1": _of_dots1,
+    "exaone_moe": _of_exaone_moe,
+    "afmoe": _of_afmoe,
+    "kimi_linear": _of_kimi_linear,
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2_moe,
 }

@@ -35,7 +35,8 @@ FAMILIES = (
     "qwen3_5_moe", "qwen3_next", "glm4_moe", "gemma4", "mixtral", "exaone4", "ernie4_5",
     "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
-    "hunyuan_v1_moe", "olmoe", "apertus",
+    "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
+    "kimi_linear",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -52,7 +53,7 @@ def _settings(family: str) -> dict[str, Any]:
     mixed = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
-        "qwen2_moe": mixed | {"norm_topk_prob": False},
+        "qwen2_moe": mixed | {"norm_topk_prob": False}, "dots1": {"sliding_window": None},
     }.get(family, {})  # fmt: skip
 
 

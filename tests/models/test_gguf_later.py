@@ -112,6 +112,7 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
         "lfm2_moe",
         "granitemoehybrid",
         "minimax_m2",
+        "exaone_moe",
     ],
 )
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -157,16 +158,24 @@ def test_of_models_that_look_at_pictures_the_text_is_read(
     _require_same(read_manifest(file), expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3_5", "attention.recurrent_layers"),
+        ("exaone_moe", ""),  # whose files say of the others only what they are
+    ],
+)
 def test_layers_that_guess_further_tokens_are_left_out(
-    checkpoint: Checkpoint, tmp_path: Path
+    family: str, kinds: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    directory = checkpoint("qwen3_5", layers=6)
+    directory = checkpoint(family, layers=6)
 
     def edit(writer: GGUFWriter) -> None:
         said = writer.kv_data[0]
-        said["qwen35.block_count"] = replace(said["qwen35.block_count"], value=7)
-        kinds = said["qwen35.attention.recurrent_layers"]
-        kinds.value = [*kinds.value, False]
+        count = said[f"{writer.arch}.block_count"]
+        said[f"{writer.arch}.block_count"] = replace(count, value=7)
+        if kinds:
+            said[f"{writer.arch}.{kinds}"].value.append(False)
         writer.add_nextn_predict_layers(1)
         for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm", "nextn.shared_head_norm"):
             writer.add_tensor(f"blk.6.{name}.weight", torch.ones(64).numpy())
@@ -176,6 +185,29 @@ def test_layers_that_guess_further_tokens_are_left_out(
     assert guessing.config == plain.config
     assert guessing.tensors.keys() == plain.tensors.keys()
     assert guessing.weights_sha256 == plain.weights_sha256
+
+
+def test_ones_that_llama_quantize_drops_from_the_shapes_of_kimi_linear(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        stored = writer.tensors[0]
+        for name, each in [*stored.items()]:
+            dropped = each.tensor
+            if name.endswith("ssm_a"):
+                dropped = dropped[0, 0]
+            elif "conv1d" in name:
+                dropped = dropped[0]
+            else:
+                continue
+            del stored[name]
+            writer.add_tensor(name, dropped)
+
+    directory = checkpoint("kimi_linear", layers=3)
+    plain = read_manifest(write_gguf(directory, tmp_path / "plain.gguf"))
+    found = read_manifest(write_gguf(directory, tmp_path / "model.gguf", edit=edit))
+    shapes = [{n: t.shape for n, t in each.tensors.items()} for each in (plain, found)]
+    assert shapes[0] == shapes[1]
 
 
 def test_matrices_that_are_together_in_files_of_before_or_by_choice(
@@ -459,7 +491,36 @@ def _of_seed(model: dict[str, Any]) -> Any:
     return _cut(model, _SEED)
 
 
+def _of_exaone_moe(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of K-EXAONE, whose words go across spaces."""
+    contractions = "|".join(f"'(?i:{each})" for each in ("s", "t", "re", "ve", "m", "ll", "d"))
+    letter = r"\p{L}\p{M}*"
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{letter}(?: {letter})*)+"
+    marks = r" ?[^\s\p{L}\p{N}]+[\r\n/]?"
+    return _cut(model, rf"{contractions}|{words}|\p{{N}}|{marks}|\s*[\r\n]|\s+(?!\S)|\s+")
+
+
+def _of_afmoe(model: dict[str, Any]) -> Any:
+    """As that of Trinity: digits in threes from the last, then as DeepSeek's."""
+    return _cut(model, r"\d{1,3}(?=(?:\d{3})*(?:\D|\z))", *_DEEPSEEK[1:])
+
+
+def _of_kimi(model: dict[str, Any]) -> Any:
+    """As tokenization_kimi.py of Kimi K2 has it."""
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    before, after = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    patterns = (
+        r"[\p{Han}]+", f"{before}{upper}*{lower}+{after}", f"{before}{upper}+{lower}*{after}",
+        r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    )  # fmt: skip
+    return _cut(model, "|".join(patterns))
+
+
 _TOKENIZERS = {
+    "exaone-moe": ("exaone_moe", _of_exaone_moe),
+    "afmoe": ("afmoe", _of_afmoe),
+    "kimi-k2": ("deepseek_v3", _of_kimi),
     "qwen35": ("qwen3_5", _of_qwen35),
     "glm4": ("glm4_moe", _of_glm),
     "deepseek-v3": ("deepseek_v2", _of_deepseek),

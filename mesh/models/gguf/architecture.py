@@ -47,7 +47,7 @@ class Architecture:
     for ids. `by_layer` are lists in the metadata of which each number is a tensor of a layer's, by
     what that is called. `dimensions` says of tensors how many a model's has; where the file's has
     one less, the model's has a 1 before the last, and where the model's has one alone, the file's
-    are that.
+    are that. Else either has ones before the others.
     """
 
     config: Callable[[GgufSettings], dict[str, Any]]

@@ -183,12 +183,19 @@ def _named(
         unlike = None
     _require_fits(entry, unlike)
     shape = unlike.changed(entry.shape) if unlike else entry.shape
-    dimensions = architecture.dimensions.get(part, len(shape))
-    if dimensions == 1:
-        shape = (math.prod(shape),)
-    elif len(shape) + 1 == dimensions:
-        shape = (*shape[:-1], 1, shape[-1])
+    shape = _of_dimensions(shape, architecture.dimensions.get(part, len(shape)))
     yield replace(entry, name=before + own, shape=shape, unlike=unlike)
+
+
+def _of_dimensions(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The same numbers in so many dimensions, as `Architecture.dimensions` says."""
+    if count == 1:
+        return (math.prod(shape),)
+    while len(shape) > count and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) + 1 == count:
+        return (*shape[:-1], 1, shape[-1])
+    return (1,) * (count - len(shape)) + shape if len(shape) > 1 else shape
 
 
 def _listed(header: GgufHeader, architecture: Architecture, layers: int) -> dict[str, TensorEntry]:

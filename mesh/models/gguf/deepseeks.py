@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu; and
-GLM 4.5 to 4.7, which have the same mixtures.
+GLM 4.5 to 4.7, dots.llm1 and K-EXAONE, which have the same mixtures.
 
 What makes keys and values of a latent is stored as llama.cpp computes with it, in two stacks of a
 matrix for each head, the one for keys turned around; in files of before April 2025, as the models
@@ -33,7 +33,7 @@ MIXTURE = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 _OTHERS = ("attn_norm", "attn_q", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-_LATENT = {name: DECODER[name] for name in _OTHERS} | {
+LATENT = {name: DECODER[name] for name in _OTHERS} | {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
@@ -128,20 +128,55 @@ def _mixture(said: GgufSettings) -> dict[str, Any]:
 
 def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
     """GLM 4.5 to 4.7."""
-    config = decoder(said, "glm4_moe", "Glm4MoeForCausalLM")
-    width = head_width(said, config)
+    config = _by_sigmoid(said, "glm4_moe", "Glm4MoeForCausalLM")
+    return config | {
+        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
+        "rope_parameters": partial_rotary(said, config["head_dim"]),
+    }
+
+
+def _dots1(said: GgufSettings) -> dict[str, Any]:
+    config = _by_sigmoid(said, "dots1", "Dots1ForCausalLM")
+    return config | {
+        "sliding_window": None,
+        "rope_parameters": full_rotary(said, config["head_dim"]),
+    }
+
+
+def _exaone_moe(said: GgufSettings) -> dict[str, Any]:
+    """K-EXAONE, of which the layers that look at a window alone turn their heads."""
+    config = _by_sigmoid(said, "exaone_moe", "ExaoneMoeForCausalLM")
+    shared = config["moe_intermediate_size"] * config["n_shared_experts"]
+    if said.whole("expert_shared_feed_forward_length", shared) != shared:
+        said.refuse("what its experts share is of another width than it says")
+    return config | {
+        "num_experts": config["n_routed_experts"],
+        "num_shared_experts": config["n_shared_experts"],
+        "sliding_window": said.whole("attention.sliding_window"),
+        "layer_types": said.windows(),
+        "rope_parameters": full_rotary(said, config["head_dim"]),
+    }
+
+
+def _by_sigmoid(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+    """Of those with plain keys and values, whose experts are chosen by a sigmoid."""
+    config = decoder(said, model_type, class_name)
     if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
         said.refuse("its experts are not chosen by a sigmoid")
     return config | _mixture(said) | {
-        "head_dim": width,
+        "head_dim": head_width(said, config),
         "attention_bias": said.has("blk.0.attn_q.bias"),
-        "use_qk_norm": said.has("blk.0.attn_q_norm.weight"),
-        "rope_parameters": partial_rotary(said, width),
         "num_experts_per_tok": said.whole("expert_used_count"),
         "n_routed_experts": said.whole("expert_count"),
         "n_shared_experts": said.whole("expert_shared_count"),
     }  # fmt: skip
 
 
-DEEPSEEK2 = Architecture(_deepseek2, _LATENT | MIXTURE, experts=EXPERTS)
+DEEPSEEK2 = Architecture(_deepseek2, LATENT | MIXTURE, experts=EXPERTS)
 GLM4_MOE = Architecture(_glm4_moe, BY_PLACE | HEAD_NORMS | MIXTURE, experts=EXPERTS)
+DOTS1 = Architecture(_dots1, DECODER | HEAD_NORMS | MIXTURE, experts=EXPERTS)
+EXAONE_MOE = Architecture(
+    _exaone_moe,
+    DECODER | HEAD_NORMS | MIXTURE | {"exp_probs_b.bias": "mlp.e_score_correction_bias"},
+    experts=EXPERTS,
+)

@@ -14,6 +14,7 @@ from mesh.models.gguf.architecture import (
     head_width,
     kinds,
 )
+from mesh.models.gguf.deepseeks import MIXTURE, SIGMOID
 from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
@@ -65,6 +66,14 @@ _APERTUS = HEAD_NORMS | {
 } | {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}  # fmt: skip
 _OF_XIELU = ("alpha_n", "alpha_p", "beta", "eps")
 """What its layers are activated with, as `XIELU` of transformers names it."""
+_AFMOE = DECODER | HEAD_NORMS | MIXTURE | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "attn_gate": "self_attn.gate_proj",
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b.bias": "mlp.expert_bias",
+}  # fmt: skip
 _OLMOE = DECODER | HEAD_NORMS | {"ffn_gate_inp": "mlp.gate"}
 _OLMO2 = (
     {name: DECODER[name] for name in DECODER if not name.endswith("norm")}
@@ -181,6 +190,28 @@ def _apertus(said: GgufSettings) -> dict[str, Any]:
     return _headed(said, "apertus", "ApertusForCausalLM") | {"hidden_act": "xielu"}
 
 
+def _afmoe(said: GgufSettings) -> dict[str, Any]:
+    """AFM's mixtures, Trinity Nano and Mini."""
+    config = _headed(said, "afmoe", "AfmoeForCausalLM")
+    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
+        said.refuse("its experts are not chosen by a sigmoid")
+    if not said.flag("expert_weights_norm", default=False):
+        said.refuse("what its experts give is not weighed against each other")
+    layers = config["num_hidden_layers"]
+    pattern = "attention.sliding_window_pattern"
+    return config | {
+        "mup_enabled": True,  # no file says it; llama.cpp computes so
+        "num_dense_layers": said.whole("leading_dense_block_count", 0, least=0),
+        "num_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "num_shared_experts": said.whole("expert_shared_count"),
+        "moe_intermediate_size": said.whole("expert_feed_forward_length"),
+        "route_scale": said.real("expert_weights_scale", 1.0),
+        "sliding_window": said.whole("attention.sliding_window"),
+        "layer_types": said.windows() if said.says(pattern) else kinds(layers, 4),
+    }
+
+
 def _olmoe(said: GgufSettings) -> dict[str, Any]:
     config = _headed(said, "olmoe", "OlmoeForCausalLM")
     said.pass_over("expert_feed_forward_length")
@@ -241,6 +272,7 @@ APERTUS = Architecture(
     by_layer={f"xielu.{name}": f"mlp.act_fn.{name}" for name in _OF_XIELU},
     dimensions={"xielu.beta": 0, "xielu.eps": 0},
 )
+AFMOE = Architecture(_afmoe, _AFMOE, experts=EXPERTS)
 OLMOE = Architecture(_olmoe, _OLMOE, experts=EXPERTS)
 SEED_OSS = Architecture(_seed_oss, BY_PLACE)
 EXAONE4 = Architecture(_exaone4, _OLMO2)

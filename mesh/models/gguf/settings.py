@@ -73,10 +73,11 @@ class GgufSettings:
     def kinds(self, name: str, said_so: str, otherwise: str) -> list[str]:
         """Of each layer one of the two, by what `name` says of it. Raises BadCheckpoint where that
         is not said of each."""
-        said = self._value(name, None)
-        if not isinstance(said, list) or len(said) != self.blocks():
-            raise self._damaged(f"{name} does not say of {self.blocks()} layers what they are")
-        return [said_so if each else otherwise for each in said[: self.layers()]]
+        said, layers = self._value(name, None), self.layers()
+        # Some files leave out the layers that are there for guesses.
+        if not isinstance(said, list) or len(said) not in (layers, self.blocks()):
+            raise self._damaged(f"{name} does not say of {layers} layers what they are")
+        return [said_so if each else otherwise for each in said[:layers]]
 
     def windows(self) -> list[str]:
         """Of each layer, whether it looks at a window, as transformers names the two kinds. Raises
