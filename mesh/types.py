@@ -236,9 +236,15 @@ class LayerRange:
         return self.start < other.stop and other.start < self.stop
 
 
-def shard_id(model_id: ModelId, layers: LayerRange) -> ShardId:
-    """``<model_id>:<lo>-<hi>``, inclusive."""
-    return ShardId(f"{model_id}:{layers}")
+def shard_id(model_id: ModelId, layers: LayerRange, copy: int = 0) -> ShardId:
+    """``<model_id>:<lo>-<hi>``, inclusive; of a further copy there with ``#<copy>`` behind."""
+    return ShardId(f"{model_id}:{layers}" + (f"#{copy}" if copy else ""))
+
+
+def copy_of(shard: ShardId) -> int:
+    """Which copy of the same layers on its node a shard is, from 0 on, by what `shard_id` gave."""
+    _, mark, number = shard.rpartition(":")[2].partition("#")
+    return int(number) if mark and number.isascii() and number.isdecimal() else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,15 @@ class Reconciler:
             self._begin(self._loads, load.shard, loading)
 
     def _view(self) -> View:
-        world = self._world
+        world, devices = self._world, len(self._world.free_mb())
         held = {each.shard: each for each in world.held()}
         deployments = world.deployments()
         self.phases.wished(
-            {name: each.event for each in live(deployments) for name in each.shards_of(world.node)}
+            {
+                name: each.event
+                for each in live(deployments)
+                for name in each.shards_of(world.node, devices)
+            }
         )
         busy = [
             (shard, ShardStage.LEAVING if shard in self._drops else ShardStage.LOADING)
@@ -166,13 +170,13 @@ class Reconciler:
             or shard in self._drops
         ]
         for shard, state in busy:
-            wished = _wished(shard, deployments, world.node)
+            wished = _wished(shard, deployments, world.node, devices)
             if shard in held:
                 held[shard] = replace(held[shard], state=state)
             elif wished is not None:  # no process knows of it yet, or any more
                 held[shard] = replace(self._not_held(shard, *wished), state=state)
         for each in self._provisioning.to_come():
-            wished = _wished(each.shard, deployments, world.node)
+            wished = _wished(each.shard, deployments, world.node, devices)
             mb = each.mb if wished is None else world.need_mb(*wished, each.device) or each.mb
             held.setdefault(each.shard, replace(each, mb=mb))
         return View(
@@ -183,6 +187,7 @@ class Reconciler:
             None,
             lambda deployment, layers: world.need_mb(deployment, layers, "") or 0,
             not_yet=self.phases.not_yet(loop_time()),
+            devices=devices,
         )
 
     def _free_mb(self) -> dict[str, int | None]:
@@ -244,7 +249,7 @@ class Reconciler:
         await self._ask_as_wished(deployment, model)
         far = partial(self.phases.bytes, shard)
         device = self._seats.get(shard, "")
-        await self._world.serve(self._now(deployment), load.layers, device, far)
+        await self._world.serve(self._now(deployment), load, device, far)
 
     async def _ask_here(self, deployment: Deployment, shard: ShardId) -> None:
         await self._ask_as_wished(deployment, await self._provide(deployment, shard))
@@ -380,11 +385,11 @@ def _names(deployments: Mapping[str, Deployment], deployment: Deployment) -> set
 
 
 def _wished(
-    shard: ShardId, deployments: Mapping[str, Deployment], node: NodeId
+    shard: ShardId, deployments: Mapping[str, Deployment], node: NodeId, devices: int
 ) -> tuple[Deployment, LayerRange] | None:
     """Who has a node hold a shard now, and its layers."""
     for each in live(deployments):
-        layers = each.shards_of(node).get(shard)
+        layers = each.shards_of(node, devices).get(shard)
         if layers is not None:
             return each, layers
     return None

@@ -7,6 +7,7 @@ disks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,17 +85,14 @@ class DeploymentRows:
     def seen(self, deployment: Deployment) -> SeenDeployment:
         """One that was wished for."""
         replicas = deployment.plan.replicas if deployment.plan is not None else ()
-        now = self._moment()
-        spans = [
-            SeenSpan(
-                replica.number,
-                span,
-                now.names.get(span.node, span.node),
-                self._far(deployment, span, now),
-            )
-            for replica in replicas
-            for span in replica.spans
-        ]
+        now, copies = self._moment(), Counter[Span]()
+        spans = []
+        for replica in replicas:
+            for span in replica.spans:
+                far = self._far(deployment, span, now, copies[span])
+                name = now.names.get(span.node, span.node)
+                spans.append(SeenSpan(replica.number, span, name, far))
+            copies.update(replica.spans)
         ends = self._phases.get(deployment.ends)
         return SeenDeployment(deployment, self._missing(deployment), tuple(spans), ends)
 
@@ -149,9 +147,9 @@ class DeploymentRows:
             loaded.setdefault(each, []).append(each.loaded)
         return _Moment(self._names(), self._seen.alive(), loaded)
 
-    def _far(self, deployment: Deployment, span: Span, moment: _Moment) -> PhaseProgress:
+    def _far(self, deployment: Deployment, span: Span, moment: _Moment, copy: int) -> PhaseProgress:
         wish = deployment.wish
-        shard, is_own = deployment.shard(span.layers), span.node == self._seen.node
+        shard, is_own = deployment.shard(span.layers, copy), span.node == self._seen.node
         now = self._phases.get(shard) if is_own else self._seen.told(span.node, shard)
         if moment.serves(span, wish) and (now is None or now.phase is Phase.READY):
             now = PhaseProgress(Phase.READY)

@@ -93,9 +93,8 @@ class View:
     `free_mb` is what is free beside all that is held or loading, not what is to come, None where
     nobody knows; then what loads is let in and refused by its process. Of `held`, what is to come
     stands in the order in which it was let in. `need_mb` says what some layers would take.
-    `not_yet` are shards whose last try failed and that wait for the next, with the reason. Where
-    this is about one of several devices, `elsewhere` is held on the others and is for them
-    whatever is in `others`.
+    `not_yet` are shards whose last try failed and that wait for the next, with the reason. Of one
+    of several `devices`, `elsewhere` is held on the others, and is for them what is in `others`.
     """
 
     node: NodeId
@@ -107,6 +106,7 @@ class View:
     not_yet: Mapping[ShardId, str] | None = None
     elsewhere: Sequence[OwnShard] = ()
     others: frozenset[ShardId] = frozenset()
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def wishes_of(view: View) -> Wishes:
     """What this node is to hold; of two deployments that want the same shard, the first's."""
     wanted: Wishes = {}
     for deployment in live(view.deployments):
-        for shard, layers in deployment.shards_of(view.node).items():
+        for shard, layers in deployment.shards_of(view.node, view.devices).items():
             wanted.setdefault(shard, (deployment, layers))
     return wanted
 

@@ -3,19 +3,22 @@
 A plan says which node has which layers; which of its devices takes them the node says, as it alone
 knows what is free there now. The largest shard first, each goes on the first device that has room,
 one that has no other of its deployment if it can: of the layers of a node the planner cuts a part
-for each device. What is somewhere stays there.
+for each device. Copies of the same layers, of which several replicas have one, lie on a device
+each. What is somewhere stays there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from mesh.deployments.reconcile import BOUNDLESS, Decision, View, reconcile, wishes_of
+from mesh.deployments.reconcile import BOUNDLESS, Decision, View, Wishes, reconcile, wishes_of
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.types import LayerRange, ShardId
+
+_NO_OTHER = "no other device here computes its format"
 
 NeedMb = Callable[[Deployment, LayerRange, str], int | None]
 """What layers of a deployment take on a device, in MiB; None where it does not compute them in the
@@ -28,7 +31,7 @@ def seated(
     need_mb: NeedMb,
     asking_mb: Callable[[Wish], int],
 ) -> dict[ShardId, str]:
-    """The device of everything that is held or wished for.
+    """The device of everything that is held or wished for, but of copies for which there is none.
 
     `free_mb` is what is free on each, as `View` has it of one, None where nobody knows; of the
     first, what asking will take of it is for that. A shard that fits nowhere goes where most gets
@@ -48,12 +51,15 @@ def seated(
     left[next(iter(left))] -= sum(map(asking_mb, wishes.values()))
     new = [(shard, *wished) for shard, wished in wanted.items() if shard not in seats]
     for shard, deployment, layers in sorted(new, key=lambda row: -len(row[2])):
-        asked = {device: need_mb(deployment, layers, device) for device in free_mb}
+        copies = {seats[name] for name in _copies(wanted, deployment, layers) if name in seats}
+        asked = {d: need_mb(deployment, layers, d) for d in free_mb if d not in copies}
         needs = {device: need for device, need in asked.items() if need is not None}
-        if not needs:  # its process says why
-            seats[shard] = next(iter(free_mb))
+        if not needs:
+            if not copies:  # its process says why
+                seats[shard] = next(iter(free_mb))
             continue
-        same = {seats[name] for name in deployment.shards_of(view.node) if name in seats}
+        mine = deployment.shards_of(view.node, view.devices)
+        same = {seats[name] for name in mine if name in seats}
         order = sorted(needs, key=same.__contains__)  # those without come first
         fitting = next((device for device in order if needs[device] <= left[device]), None)
         if fitting is not None:
@@ -73,11 +79,14 @@ def reconcile_devices(
     decisions = [
         reconcile(_part(view, seats, device, free, need_mb)) for device, free in free_mb.items()
     ]
+    waiting = dict.fromkeys(wishes_of(view).keys() - seats.keys(), _NO_OTHER)
+    for each in decisions:
+        waiting |= each.waiting or {}
     return Decision(
         next((each.load for each in decisions if each.load is not None), None),
         tuple(fetch for each in decisions for fetch in each.fetches),
         tuple(drop for each in decisions for drop in each.drops),
-        {shard: why for each in decisions for shard, why in (each.waiting or {}).items()},
+        waiting,
         frozenset().union(*(each.lacking for each in decisions)),
         frozenset().union(*(each.unfetched for each in decisions)),
     )
@@ -91,10 +100,17 @@ def _part(
         view,
         held=[held for held in view.held if held.device == device],
         elsewhere=[held for held in view.held if held.device != device],
-        others=frozenset(name for name, seat in seats.items() if seat != device),
+        others=frozenset(name for name in (*wishes_of(view), *seats) if seats.get(name) != device),
         free_mb=free_mb,
         need_mb=partial(_on, need_mb, device),
     )
+
+
+def _copies(wanted: Wishes, deployment: Deployment, layers: LayerRange) -> Iterator[ShardId]:
+    """What the shards of these layers are called."""
+    for shard, (each, its) in wanted.items():
+        if each.id == deployment.id and its == layers:
+            yield shard
 
 
 def _on(need_mb: NeedMb, device: str, deployment: Deployment, layers: LayerRange) -> int:

@@ -13,6 +13,7 @@ Pure data and its strict form; nothing here knows the log, the network or what a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
@@ -118,6 +119,12 @@ class Plan:
         mine = {s.layers for replica in self.replicas for s in replica.spans if s.node == node}
         return sorted(mine)
 
+    def copies_on(self, node: NodeId) -> Counter[LayerRange]:
+        """In how many replicas a node holds the same layers."""
+        return Counter(
+            s.layers for replica in self.replicas for s in replica.spans if s.node == node
+        )
+
     @property
     def spans(self) -> set[Span]:
         """All that it puts somewhere."""
@@ -166,20 +173,25 @@ class Deployment:
         """The deployment's id."""
         return self.wish.deployment
 
-    def shard(self, layers: LayerRange) -> ShardId:
+    def shard(self, layers: LayerRange, copy: int = 0) -> ShardId:
         """What a shard of these layers is called."""
-        return shard_id(self.wish.model_id, layers)
+        return shard_id(self.wish.model_id, layers, copy)
 
     @property
     def ends(self) -> ShardId:
         """What the ends of its model, which who asks it has, are called among the shards."""
         return ShardId(f"{self.wish.model_id}:ends")
 
-    def shards_of(self, node: NodeId) -> dict[ShardId, LayerRange]:
-        """What a node is to hold of it now."""
+    def shards_of(self, node: NodeId, devices: int = 1) -> dict[ShardId, LayerRange]:
+        """What a node with so many devices is to hold of it now: of the same layers in several
+        replicas a copy on each device, as far as those go."""
         if self.plan is None or not self.is_wanted:
             return {}
-        return {self.shard(layers): layers for layers in self.plan.spans_of(node)}
+        return {
+            self.shard(layers, copy): layers
+            for layers, count in sorted(self.plan.copies_on(node).items())
+            for copy in range(min(count, devices))
+        }
 
 
 def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dict[str, Deployment]:

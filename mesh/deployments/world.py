@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.phases import PhaseProgress
-from mesh.deployments.reconcile import OwnShard, ServedShard
+from mesh.deployments.reconcile import LoadAction, OwnShard, ServedShard
 from mesh.deployments.weights import OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish
 from mesh.discovery.weights import HeldWeights
@@ -135,9 +135,9 @@ class World(Protocol):
         """Ask this model no longer, and perhaps know nothing of it any more."""
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
+        self, deployment: Deployment, load: LoadAction, device: str, on_progress: OnProgress
     ) -> None:
-        """Load these layers on a device and serve them; returns once they are served."""
+        """Load layers on a device and serve them; returns once they are served."""
 
     async def unserve(self, shard: ShardId) -> int:
         """Serve it no longer; how many sessions were ended."""

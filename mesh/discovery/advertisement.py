@@ -14,7 +14,15 @@ from typing import Any
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadAdvertisement
-from mesh.types import Endpoint, NodeId, ShardDescriptor, ShardHealth, host_port, shard_id
+from mesh.types import (
+    Endpoint,
+    NodeId,
+    ShardDescriptor,
+    ShardHealth,
+    copy_of,
+    host_port,
+    shard_id,
+)
 
 MAX_SHARDS_PER_NODE = 64
 
@@ -70,7 +78,8 @@ def decode(data: object, *, host: NodeId) -> Advertisement:
 
 
 def _check_whole(shard: ShardDescriptor, host: NodeId) -> None:
-    layers, expected = shard.layers, shard_id(shard.model_id, shard.layers)
+    layers = shard.layers
+    expected = shard_id(shard.model_id, layers, copy_of(shard.shard_id))
     if shard.shard_id != expected:
         raise Fault(f"must be {expected!r}", "shard_id")
     if shard.host != host:

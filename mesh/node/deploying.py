@@ -12,7 +12,7 @@ from mesh.config import Config
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.levels import Level, level_of
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.reconcile import OwnShard, ServedShard
+from mesh.deployments.reconcile import LoadAction, OwnShard, ServedShard
 from mesh.deployments.weights import OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
 from mesh.deployments.world import Use, World
@@ -30,7 +30,7 @@ from mesh.node import wiring
 from mesh.node.holdings import Holdings
 from mesh.node.layouts import Layouts
 from mesh.node.shards_as_seen import own_shards, served_shard
-from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId
+from mesh.types import BringingUp, LayerRange, ModelId, NodeId, ShardId, copy_of
 
 
 class House(World):
@@ -293,12 +293,12 @@ class House(World):
         await self._held.ask_no_more(model_id, forget=forget)
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
+        self, deployment: Deployment, load: LoadAction, device: str, on_progress: OnProgress
     ) -> None:
         wish = deployment.wish
         await self._held.serve(
-            wish.model_id, layers, quant=wish.quant, context=wish.context, device=device,
-            on_progress=on_progress,
+            wish.model_id, load.layers, quant=wish.quant, context=wish.context, device=device,
+            copy=copy_of(load.shard), on_progress=on_progress,
         )  # fmt: skip
 
     async def unserve(self, shard: ShardId) -> int:

@@ -83,8 +83,9 @@ class DeploymentsHere:
         """What neighbours are told: the spans that this node works at, or keeps back while it is
         paused, what it asks, and whether it is paused."""
         spans = []
+        devices = len(self._held.host.processes)
         for deployment in live(self.house.deployments()):
-            for shard in deployment.shards_of(self.house.node):
+            for shard in deployment.shards_of(self.house.node, devices):
                 now = self.reconciler.phases.get(shard)
                 if is_paused and (now is None or now.phase is Phase.READY):
                     now = _PAUSED

@@ -123,14 +123,16 @@ class Holdings:
         context: int,
         device: str,
         on_progress: OnProgress,
+        copy: int = 0,
     ) -> LocalShard:
         """Serve these layers of a model whose files are here. Raises what loading raises.
 
-        `device` is the one to load them on where they are on none yet, '' for any. `quant` is the
+        `device` is the one to load them on where they are on none yet, '' for any; which `copy` of
+        them it is counts from 0. `quant` is the
         number format and `context` the positions of its cache, '' and 0 for what the configuration
         says. `on_progress` is told how far the load is, without a rate.
         """
-        request = wiring.shard(self._config, self._model(model_id), layers)
+        request = replace(wiring.shard(self._config, self._model(model_id), layers), copy=copy)
         if quant:
             request = replace(request, quant=quant)
         if context:

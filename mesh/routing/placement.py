@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from mesh.models.standard import other_formats
 from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
@@ -179,7 +180,7 @@ def _replicas(
     sharing: bool,
 ) -> Laid | None:
     """One replica after the other on what those before have left, each where as few others are as
-    can be; beside none unless they are `sharing`."""
+    can be, and on devices of its own; beside none unless they are `sharing`."""
     used: dict[tuple[str, str], int] = {}
     beside: Counter[NodeId] = Counter()
     laid: list[tuple[tuple[Bench, LayerRange], ...]] = []
@@ -187,8 +188,13 @@ def _replicas(
         awaited = Counter({node for later in pins[number + 1 :] for node in later})
         others = {b.machine.node_id: (beside + awaited)[b.machine.node_id] for b in found}
         others.update(dict.fromkeys(own, 0))
-        for most in sorted({0, *others.values()}) if sharing else [0]:
-            free = [bench for bench in found if others[bench.machine.node_id] <= most]
+        levels = sorted({0, *others.values()}) if sharing else [0]
+        for most, is_apart in product(levels, (True, False)):
+            free = [
+                bench
+                for bench in found
+                if others[bench.machine.node_id] <= most and not (is_apart and bench.key in used)
+            ]
             parts = _replica(model, free, own, demand, frugal=frugal, used=used)
             if parts is not None:
                 break

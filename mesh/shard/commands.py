@@ -22,7 +22,8 @@ from mesh.types import LayerRange, ModelId, ShardDescriptor, ShardHealth, ShardI
 class ShardRequest:
     """Which layers of which checkpoint to serve, and how.
 
-    `dtype` is auto, fp32, bf16 or fp16; `quant` is auto, none, int8 or int4, and `own_quant` what
+    `copy` tells it from others of the same layers in other processes of the node. `dtype` is auto,
+    fp32, bf16 or fp16; `quant` is auto, none, int8 or int4, and `own_quant` what
     it is where nobody asks for one. Askers dial
     `advertise_host`, or where the process listens if that is empty. Jobs get `max_tap_sessions` at
     a time, with `tap_memory_mb` each.
@@ -39,11 +40,12 @@ class ShardRequest:
     max_tap_sessions: int = 4
     tap_memory_mb: int = 4096
     own_quant: str = ""
+    copy: int = 0
 
     @property
     def shard_id(self) -> ShardId:
         """Of the shard that it asks for."""
-        return shard_id(self.model_id, self.layers)
+        return shard_id(self.model_id, self.layers, self.copy)
 
 
 @dataclass(frozen=True, slots=True)

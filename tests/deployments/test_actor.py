@@ -13,7 +13,13 @@ import pytest
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.formats import LoadedFormat
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.reconcile import MAX_PROVISIONED, OwnShard, ServedShard, ShardStage
+from mesh.deployments.reconcile import (
+    MAX_PROVISIONED,
+    LoadAction,
+    OwnShard,
+    ServedShard,
+    ShardStage,
+)
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
 from mesh.errors import MeshError, NotFound, TransferFailed, WeightsMismatch
@@ -102,13 +108,13 @@ class World:
             self.models = {}
 
     async def serve(
-        self, deployment: Deployment, layers: LayerRange, device: str, on_progress: OnProgress
+        self, deployment: Deployment, load: LoadAction, device: str, on_progress: OnProgress
     ) -> None:
         if self.is_broken:
             self.loads.append("broken")
             raise RuntimeError("a mistake of ours")
-        wish = deployment.wish
-        name, quant = shard_id(wish.model_id, layers), wish.quant or self.own_quant
+        wish, layers = deployment.wish, load.layers
+        name, quant = load.shard, wish.quant or self.own_quant
         loading = OwnShard(
             name, wish.model_id, wish.weights_sha256, layers, MB * len(layers), ShardStage.LOADING,
             loaded=LoadedFormat(quant=quant, own=self.own_quant),

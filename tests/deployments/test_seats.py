@@ -52,12 +52,17 @@ class Node:
         up = [each for each in self.held.values() if each.state is ShardStage.READY]
         return {str(each.layers): each.device for each in up}
 
-    def wish(self, deployed: Deployment) -> None:
-        self.wishes = {deployed.id: deployed}
+    def wish(self, deployed: Deployment, copies: int = 1) -> None:
+        assert deployed.plan is not None
+        (replica,) = deployed.plan.replicas
+        replicas = tuple(replica._replace(number=number) for number in range(copies))
+        plan = replace(deployed.plan, replicas=replicas)
+        self.wishes = {deployed.id: replace(deployed, plan=plan)}
 
     def step(self) -> bool:
         """Decide and act once; whether there was anything to do."""
-        view = View(ME, self.wishes, list(self.held.values()), (), None, size_mb)
+        held, devices = list(self.held.values()), len(self.total_mb)
+        view = View(ME, self.wishes, held, (), None, size_mb, devices=devices)
         asking = self.asking_mb
         seats = seated(view, self.free_mb, need_mb, lambda wish: asking)
         decision = self.decision = reconcile_devices(view, seats, self.free_mb, need_mb)
@@ -146,22 +151,56 @@ def test_what_is_to_come_leaves_the_next_less_room() -> None:
     assert where == {"cpu:0": 2, "cpu:1": 2}, "each has what it has room for, at once"
 
 
+def test_copies_of_the_same_layers_lie_on_a_device_each_as_far_as_there_are_any() -> None:
+    node = Node({"cuda:0": 100, "cuda:1": 100, "cuda:2": 100})
+    first, second, third = (shard_id(ModelId("m"), LayerRange(0, 4), n) for n in range(3))
+    for copies, expected in (
+        (2, {first: "cuda:0", second: "cuda:1"}),
+        (1, {first: "cuda:0"}),
+        (5, {first: "cuda:0", second: "cuda:1", third: "cuda:2"}),
+    ):
+        node.wish(deployment(("me", "0-3")), copies)
+        node.settle()
+        assert {name: each.device for name, each in node.held.items()} == expected
+
+
+def test_a_copy_is_never_put_beside_the_other_and_says_what_it_waits_for() -> None:
+    first, second = (shard_id(ModelId("m"), LayerRange(0, 4), n) for n in range(2))
+    for devices, quant, why in (
+        ({"cuda:0": 100, "cuda:1": 4}, "none", "needs 20 MiB, 4 MiB are free"),
+        ({"cpu": 200, "cuda:0": 100}, "int8", "no other device here computes its format"),
+    ):
+        node = Node(dict(devices))
+        wished = deployment(("me", "0-3"))
+        node.wish(replace(wished, wish=replace(wished.wish, quant=quant)), 2)
+        node.settle()
+        assert [*node.held] == [first]
+        assert (node.decision.waiting or {})[second] == why
+
+
 @settings(max_examples=150)
 @given(
     st.lists(st.integers(1, 12), min_size=2, max_size=4),
-    st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    ),
 )
 def test_whatever_is_wished_no_device_is_filled_beyond_its_memory_and_what_fits_is_up(
-    sizes: list[int], wishes: list[list[int]]
+    sizes: list[int], wishes: list[tuple[list[int], int]]
 ) -> None:
     node = Node({f"cpu:{number}": size * LAYER_MB for number, size in enumerate(sizes)})
-    for cuts in wishes:
+    for cuts, copies in wishes:
         ends = [sum(cuts[:count]) for count in range(len(cuts) + 1)]
         spans = [("me", f"{lo}-{hi - 1}") for lo, hi in pairwise(ends)]
-        node.wish(deployment(*spans, layers=ends[-1]))
+        node.wish(deployment(*spans, layers=ends[-1]), copies)
         node.settle()
+        lying = Counter((each.device, each.layers) for each in node.held.values())
+        assert max(lying.values(), default=1) == 1, "copies lie on a device each"
         lacking = [each for each in node.decision.waiting or {} if each not in node.held]
-        room = max(mb or 0 for mb in node.free_mb.values())
         for shard in lacking:
-            lo, _, hi = shard.partition(":")[2].partition("-")
-            assert (int(hi) - int(lo) + 1) * LAYER_MB > room, "what fits somewhere is loaded there"
+            layers = LayerRange.parse(shard.partition(":")[2].partition("#")[0])
+            others = [mb or 0 for d, mb in node.free_mb.items() if (d, layers) not in lying]
+            room = max(others, default=0)
+            assert len(layers) * LAYER_MB > room, "what fits somewhere is loaded there"

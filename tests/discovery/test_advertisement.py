@@ -29,6 +29,7 @@ from mesh.types import (
     ShardDescriptor,
     ShardHealth,
     ShardMemory,
+    copy_of,
     shard_id,
 )
 from tests.discovery.network import advertised
@@ -134,11 +135,20 @@ def test_bad_health_is_refused_by_name(key: str, bad: Any) -> None:
     assert caught.value.param == key
 
 
+def test_a_further_copy_of_the_same_layers_has_its_number_in_its_id() -> None:
+    data = {**encode(advertised(HOST)), "shard_id": "tiny:0-7#2"}
+    assert copy_of(decode(data, host=HOST).descriptor.shard_id) == 2
+    assert copy_of(decode(encode(advertised(HOST)), host=HOST).descriptor.shard_id) == 0
+
+
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
         ("host", OTHER),
         ("shard_id", "tiny:0-8"),
+        ("shard_id", "tiny:0-7#0"),
+        ("shard_id", "tiny:0-7#01"),
+        ("shard_id", "tiny:0-7#one"),
         ("layers", "7-0"),
         ("layers", "0-7777777"),
         ("layers", "0-16"),

@@ -112,6 +112,14 @@ def test_several_devices_of_a_node_are_several_places() -> None:
     assert {shard.device for shard in found.replicas[0].shards} == {"cuda:0", "cuda:1"}
 
 
+def test_replicas_on_one_node_lie_on_a_device_each_whatever_fits_on_the_first() -> None:
+    speeds = (Speed("bf16", 300.0, 9000.0),)
+    gpus = tuple(Device(f"cuda:{i}", 40 * GB, 40 * GB, speeds) for i in range(3))
+    found = lay_out(model(), [Machine(NodeId("g"), "g", gpus)], Demand(replicas=3, quant="none"))
+    devices = [[shard.device for shard in replica.shards] for replica in found.replicas]
+    assert sorted(devices) == [["cuda:0"], ["cuda:1"], ["cuda:2"]]
+
+
 def test_auto_takes_int8_where_it_is_faster_and_int4_where_nothing_else_fits() -> None:
     assert lay_out(model(), [machine("a", 9)], Demand()).quant == "int8"
     gpu = Machine(NodeId("g"), "g", (Device("cuda:0", 8 * GB, 8 * GB, (Speed("bf16", 900, 9e4),)),))
