@@ -143,8 +143,10 @@ class Chains:
         return chain.id_at(seq) if chain is not None and 0 < seq <= len(chain) else None
 
     def heads(self) -> dict[NodeId, tuple[int, int, EventId]]:
-        """Each author's last event that counts: generation, sequence number and id."""
-        heights = {author: self.height(author) for author in self._chains}
+        """Each author's last event that counts: generation, sequence number and id; who was heard
+        of last comes first."""
+        newest = sorted(self._chains, key=lambda author: self._chains[author].lamport, reverse=True)
+        heights = {author: self.height(author) for author in newest}
         return {
             author: (self._chains[author].generation, height, self._chains[author].id_at(height))
             for author, height in heights.items()

@@ -8,6 +8,7 @@ there prove the fork.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -259,11 +260,20 @@ def wants_something(replica: LogReplica, theirs: Heads) -> bool:
 
 
 def heads_of(replica: LogReplica, number: int) -> Heads:
-    """This replica's heads as a message."""
+    """This replica's heads as a message.
+
+    Of more authors than that takes: those who spoke last, and of the rest others with each number.
+    """
     found = replica.chains.heads().items()
     heads = {author: (at, seq, full[:HASH_BYTES]) for author, (at, seq, full) in found}
     forks = {author: (at, last + 1) for author, (at, last) in replica.chains.state.frozen.items()}
-    some = dict(list(heads.items())[:MAX_AUTHORS])
+    authors = list(heads)
+    if len(authors) > MAX_AUTHORS:
+        half = MAX_AUTHORS // 2
+        silent = deque(authors[half:])
+        silent.rotate(-half * number)
+        authors = [*authors[:half], *list(silent)[:half]]
+    some = {author: heads[author] for author in authors}
     return Heads(number, some, forks, replica.docket.tips[:MAX_TIPS])
 
 

@@ -15,7 +15,7 @@ import pytest
 from mesh.errors import LinkLost
 from mesh.events.gossip import GossipSettings, LogGossip
 from mesh.events.intake import Received
-from mesh.events.messages import Ask, Heads, LogMessage, Page, Pull, from_dict, to_dict
+from mesh.events.messages import MAX_AUTHORS, Ask, Heads, LogMessage, Page, Pull, from_dict, to_dict
 from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
@@ -106,6 +106,23 @@ async def test_news_reach_everybody(tmp_path: Path) -> None:
             await node.log.append(MODEL_PUBLISHED, {"model_id": node.author.id})
         await until(lambda: equal(nodes) and len(nodes[0].log.state.models()) == 3, nodes)
         assert meaning(nodes[0].log.state) == meaning(nodes[2].log.state)
+
+
+async def test_facts_of_more_authors_than_one_message_names_reach_everybody(
+    tmp_path: Path,
+) -> None:
+    _, authors, decisions = household(MAX_AUTHORS + 40)
+    network = Network()
+    nodes = [await open_node(tmp_path / f"{number}.db", number) for number in (8, 9)]
+    full, fresh = (node.log for node in nodes)
+    await full.ingest(received(decisions), NodeId("loader"))
+    await full.ingest(received([author.publish("model") for author in authors]), NodeId("loader"))
+    gossips = [network.add(node) for node in nodes]
+    await until(lambda: equal(nodes) and len(fresh.chains.heads()) == len(authors), nodes)
+    await full.ingest(received([authors[-1].publish("news")]), NodeId("loader"))
+    await until(lambda: "news" in fresh.state.models(), nodes)
+    for gossip in gossips:
+        await gossip.stop()
 
 
 async def test_both_sides_of_a_partition_go_on_and_heal(tmp_path: Path) -> None:
