@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,9 +58,11 @@ def follow(
     known = {t.node_id for t in dialer.targets() if not t.key.startswith(_TOLD)} | {dialer.own_id}
     wanted: dict[NodeId, dict[str, None]] = {}
     for end in links:
+        here = _is_loopback(end.host)
         for each in end.advertised.neighbours if end.advertised is not None else ():
-            found = [place for place in each.endpoints if _is_dialable(place, end.host)]
-            if found and each.node_id not in known and is_member(each.node_id):
+            if each.node_id in known or not is_member(each.node_id):
+                continue
+            if found := [place for place in each.endpoints if _is_dialable(place, told_here=here)]:
                 wanted.setdefault(each.node_id, {}).update(dict.fromkeys(found))
     for node_id, endpoints in wanted.items():
         dialer.add(f"{_TOLD}{node_id}", tuple(endpoints), node_id)
@@ -90,12 +93,19 @@ def _neighbour(end: ControlLink) -> LinkedPeer:
     return LinkedPeer(end.hello.node_id, tuple(usable[:_MAX_ENDPOINTS]))
 
 
-def _is_dialable(endpoint: str, teller: str) -> bool:
+# Every peer tells every other one's address again and again.
+@lru_cache(maxsize=1024)
+def _is_dialable(endpoint: str, *, told_here: bool) -> bool:
     """Nobody may point this node at its own services, unless it is one of this machine's."""
-    host, told_from = _host(endpoint), _address(teller)
+    host = _host(endpoint)
     if host is None or host.is_multicast or host.is_unspecified:
         return False
-    return not host.is_loopback or (told_from is not None and told_from.is_loopback)
+    return told_here or not host.is_loopback
+
+
+def _is_loopback(teller: str) -> bool:
+    told_from = _address(teller)
+    return told_from is not None and told_from.is_loopback
 
 
 def _host(endpoint: str) -> IPv4Address | IPv6Address | None:

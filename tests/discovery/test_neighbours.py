@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from mesh.discovery import neighbours
 from mesh.discovery.dialing import Dialer, DialResult, Target
 from mesh.discovery.directory import Offering
@@ -52,6 +54,30 @@ async def test_a_member_can_have_only_members_dialled_and_not_at_this_nodes_own_
         neighbours.forget([end], other)
         assert told() == [(announced, ("192.0.2.8:8421",))]
     finally:
+        await dialer.stop()
+
+
+async def test_the_addresses_that_forty_peers_tell_each_time_are_read_once() -> None:
+    ids = [new_id() for _ in range(40)]
+    told = [LinkedPeer(one, (f"192.0.2.{at}:8421",)) for at, one in enumerate(ids, 1)]
+    links = [teller(f"192.0.2.{at}", *told) for at in range(1, 41)]
+    dialer = Dialer(dial, lambda node_id: False, own_id=new_id(), settings=QUICK)
+    calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    try:
+        for _ in range(2):
+            calls = 0
+            sys.setprofile(count)
+            neighbours.follow(links, lambda _: True, dialer, Sightings(lambda event: None))
+            sys.setprofile(None)
+        assert len(dialer.targets()) == len(ids)
+        assert calls < 4 * len(links) * len(told)
+    finally:
+        sys.setprofile(None)
         await dialer.stop()
 
 
