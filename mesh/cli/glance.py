@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mesh.cli.output import few
+
 NO_DAEMON = """\
 No hearthnet daemon runs here.
   hearthnet up --detach       start a node that holds the built-in model
@@ -19,7 +21,7 @@ def three_lines(picture: dict[str, Any]) -> str:
 def _who(picture: dict[str, Any]) -> str:
     node = picture["node"]
     up = [peer["name"] for peer in picture["peers"] if peer["state"] == "up"]
-    together = f" with {', '.join(up)}" if up else ", alone"
+    together = f" with {few(up)}" if up else ", alone"
     hearth = node.get("hearth")
     where = f" in {hearth['name']}" if hearth else ""
     held = ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in picture["shards"])

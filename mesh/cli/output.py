@@ -40,6 +40,8 @@ _EXIT_CODES = {
     "peer_refused": 6,
     "token_rejected": 6,
 }
+_NAMED = 6
+"""So many nodes are named in one place."""
 _WHOSE = "See whose it is: what `sudo` made belongs to root."
 _ROOM = "Free some room on that disk."
 _REFUSALS = {
@@ -122,6 +124,12 @@ def report(error: Exception, *, debug: bool = False) -> int:
 def exit_code(error: MeshError) -> int:
     """See `EXIT_CODES_HELP`."""
     return _USAGE if isinstance(error, ConfigError) else _EXIT_CODES.get(error.code, FAILURE)
+
+
+def few(names: Sequence[str]) -> str:
+    """``attic, study``; of many names the first, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names) if more < 2 else f"{', '.join(names[:_NAMED])} and {more} more"
 
 
 def route_line(route: Sequence[dict[str, Any]]) -> str:

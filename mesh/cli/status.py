@@ -12,7 +12,7 @@ import typer
 
 from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import note, print_table, route_line, say
+from mesh.cli.output import few, note, print_table, route_line, say
 from mesh.cli.pull import come_line, transfer_line
 from mesh.cli.watching import Draw, watch
 from mesh.units import memory_size
@@ -27,6 +27,8 @@ _LITTLE = 0.01
 """Of a limit: who holds or uses less of it is listed with all only."""
 _NOTES = 2
 """Of one model's notes, so many are listed, unless all are asked for."""
+_WELL = {"up": 1, "this node": 2, "other hearth": 3}
+"""With a peer that stands otherwise something is wrong."""
 _SKIPPED = 4
 """Of the reasons to leave interfaces out, so many: where containers run, there are dozens."""
 
@@ -333,7 +335,7 @@ def print_models(models: list[dict[str, Any]]) -> None:
                 model["reason"]
                 or (f"ready, rests in {left}" if (left := rests_in(model, now)) else "ready"),
                 model["context"],
-                ", ".join(model["nodes"]),
+                few(model["nodes"]),
             )
             for model in models
         ],
@@ -341,7 +343,7 @@ def print_models(models: list[dict[str, Any]]) -> None:
 
 
 def print_peers(peers: list[dict[str, Any]]) -> None:
-    """A table of peers and the layers each holds."""
+    """A table of peers and the layers each holds, those first with which something is wrong."""
     if not peers:
         say("no other nodes seen")
         return
@@ -357,9 +359,15 @@ def print_peers(peers: list[dict[str, Any]]) -> None:
                 peer["address"],
                 ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in peer["shards"]),
             )
-            for peer in peers
+            for peer in sorted(peers, key=_place)
         ],
     )
+
+
+def _place(peer: dict[str, Any]) -> tuple[int, str]:
+    """Where its row goes: among forty nobody would find the one that is lost, and not at all where
+    the window has too few lines."""
+    return _WELL.get(_standing(peer), 0), str(peer["name"])
 
 
 def _standing(peer: dict[str, Any]) -> str:

@@ -211,6 +211,21 @@ def test_a_peer_that_is_silent_is_not_said_to_be_up(
     assert capsys.readouterr().out.splitlines()[1].split()[2] == state
 
 
+def test_of_forty_nodes_the_one_that_is_lost_comes_first_and_not_all_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [f"n{number:02}" for number in range(40)]
+    row = {"id": None, "address": "a:1", "rtt_ms": None, "state": "up", "shards": []}
+    lost = {"n31": {"verdict": "lost"}, "n17": {"state": "unreachable"}}
+    rows = [{**row, "name": name, **lost.get(name, {})} for name in reversed(names)]
+    print_peers([{**row, "name": "b", "state": "other hearth"}, *rows])
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert shown == ["n17", "n31", *(name for name in names if name not in lost), "b"]
+    model = {"id": "m", "total_layers": 8, "reason": None, "context": 4096, "rests_at": None}
+    print_models([{**model, "nodes": names}])
+    assert "n00, n01, n02, n03, n04, n05 and 34 more" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says by its clock when it booted")
 def test_a_daemon_is_found_after_the_wall_clock_was_set(tmp_path: Path) -> None:
     file = tmp_path / "daemon.json"
