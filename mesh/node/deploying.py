@@ -109,8 +109,9 @@ class House(World):
             free = self.free_mb().values()
             known = [mb for mb in free if mb is not None]
             return sum(known) if len(known) == len(free) else None
-        said = [view.offers.capacity for view in self._store.nodes() if view.info.node_id == node]
-        devices = said[0].devices if said and said[0] is not None else ()
+        view = self._store.node(node)
+        said = None if view is None else view.offers.capacity
+        devices = said.devices if said is not None else ()
         return sum(each.free_bytes for each in devices) >> 20 if devices else None
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
