@@ -353,7 +353,9 @@ class Node:
     def _on_peer(self, event: PeerEvent) -> None:
         fields = asdict(event)
         kind = fields.pop("type")
-        logger.info("%s %s", kind, " ".join(f"{k}={v}" for k, v in fields.items()))
+        said = [kind, *(f"{k}={v}" for k, v in fields.items())]
+        # First with whom it is about: of a large hearth each has a rate of its own.
+        logger.info("%s %s", " ".join(said[:3]), " ".join(said[3:]))
         self._events.emit(kind, **fields)
 
     def _on_verdict(self, node_id: NodeId, health: NodeHealth) -> None:

@@ -165,3 +165,13 @@ def _strangers_get_nothing(attic: LocalNode, tmp_path: Path) -> int:
                 asyncio.run(connect("127.0.0.1", port, hello=hello, handler=Nobody(), ssl=way))
     assert up_peers(attic) == set()
     return shard_port
+
+
+def test_the_log_tells_of_each_of_many_nodes(tmp_path: Path) -> None:
+    places = [f"127.0.0.{number}:1" for number in range(2, 42)]
+    flags = [flag for place in places for flag in ("--peer", place)]
+    with run(tmp_path, "attic", "--layers", "none", *flags) as attic:
+        attic.wait_up()
+        for place in places:
+            said = f"name={place} address={place} state=unreachable"
+            wait_until(lambda said=said: said in attic.log, f"the log says {said}", limit_s=30)
