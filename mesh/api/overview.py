@@ -61,7 +61,6 @@ class Overview:
     def status(self) -> dict[str, Any]:
         """The whole picture, in the form that `MeshView.status` has."""
         parts = self._parts
-        warnings = [event for event in parts.events.latest(200) if event["type"] == "warning"]
         return {
             "node": parts.node(),
             "peers": self.peers(),
@@ -83,7 +82,7 @@ class Overview:
             "weights": {**parts.weights.facts(), "elsewhere": self._elsewhere()},
             "accounts": self._accounts(),
             "reasons": self._reasons(),
-            "warnings": warnings[-20:],
+            "warnings": parts.events.latest(20, "warning"),
         }
 
     def peers(self) -> list[dict[str, Any]]:

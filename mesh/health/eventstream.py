@@ -42,9 +42,10 @@ class EventFeed:
         for reader in self._readers:
             reader.set()
 
-    def latest(self, count: int) -> list[dict[str, Any]]:
-        """The newest `count` events, oldest first."""
-        return list(self._events)[-count:]
+    def latest(self, count: int, kind: str) -> list[dict[str, Any]]:
+        """The newest `count` events of a kind among those that are kept, oldest first."""
+        found = (event for event in reversed(self._events) if event["type"] == kind)
+        return list(islice(found, count))[::-1]
 
     async def batches(
         self, after: int | None, *, pace_s: float, idle_s: float

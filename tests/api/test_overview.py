@@ -57,6 +57,7 @@ class Household:
     peers: list[PeerView] = field(default_factory=list)
     verdict: Verdict = Verdict.HEALTHY
     counts: LiveCounts = field(default_factory=lambda: LiveCounts(SystemClock(), lambda: None))
+    events: EventFeed = field(default_factory=lambda: EventFeed(SystemClock()))
 
     def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerSupervisor:
         """A model of which this node has the files; its asker is not started."""
@@ -83,7 +84,7 @@ class Household:
             NodeParts(
                 node=dict, models={m.model_id: m for m in self.models}, store=self.store,
                 peers=lambda: self.peers, askers=self.askers,
-                host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
+                host=self.host, events=self.events, metrics=Metrics(),
                 verdict=lambda _: self.verdict, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
                 accounts=list, deployments=list, counts=self.counts,
@@ -125,6 +126,20 @@ async def test_what_others_fetch_is_told_of_those_that_are_there(home: Household
     ]  # fmt: skip
     home.store.offline(PEER)
     assert home.overview.status()["weights"]["elsewhere"] == []
+
+
+async def test_a_warning_stays_while_the_nodes_of_a_large_house_come_and_go(
+    home: Household,
+) -> None:
+    home.events.emit("warning", code="log_repaired")
+    for number in range(1000):
+        home.events.emit("peer_up", name=f"n{number % 40}")
+    (warning,) = home.overview.status()["warnings"]
+    assert warning["code"] == "log_repaired"
+    for number in range(30):
+        home.events.emit("warning", code=str(number))
+    codes = [row["code"] for row in home.overview.status()["warnings"]]
+    assert codes == [str(number) for number in range(10, 30)]
 
 
 async def test_a_peer_that_is_gone_serves_nothing(home: Household) -> None:
