@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import aiosqlite
 import pytest
 
 from mesh.accounts import allowances
@@ -25,7 +26,7 @@ from mesh.errors import (
 from mesh.events.intake import Received
 from mesh.events.log import LogChange
 from mesh.events.messages import Pull
-from mesh.events.store import MAX_PAGE_BYTES
+from mesh.events.store import MAX_PAGE_BYTES, Store
 from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
@@ -53,6 +54,32 @@ async def opened(path: Path, number: int = 0) -> AsyncIterator[Node]:
         yield node
     finally:
         await node.log.close()
+
+
+async def test_the_newest_of_a_long_log_are_found_without_reading_it_all(tmp_path: Path) -> None:
+    _, authors, decisions = household(4)
+    facts_of_all = facts(authors, 2000, random.Random(1))
+    async with opened(tmp_path / "log.db", 9) as node:
+        await node.log.ingest(received([*decisions, *facts_of_all]), PEER)
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 100
+        return 0
+
+    writer, reader = [await aiosqlite.connect(tmp_path / "log.db") for _ in range(2)]
+    await reader.set_progress_handler(count, 100)
+    store = Store(writer, reader)
+    last = sorted((event.order for event in facts_of_all), reverse=True)
+    for author in (None, authors[1].id):
+        expected = [order for order in last if author in (None, order[1])]
+        first = await store.newest((1 << 62, NodeId("~"), 1), 10, author)
+        assert [event.order for event in first] == expected[:10]
+        following = await store.newest(first[-1].order, 10, author)
+        assert [event.order for event in following] == expected[10:20]
+    await store.close()
+    assert steps < 10 * len(facts_of_all)
 
 
 def mode(path: Path) -> int:
