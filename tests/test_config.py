@@ -208,9 +208,12 @@ def test_unknown_keys_are_refused_with_the_nearest(
     assert refused.value.fix == f"Did you mean {nearest}?"
 
 
-def test_where_nothing_is_near_an_unknown_key_all_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["xyz = 1", "[xyz]\nport = 1"])
+def test_where_nothing_is_near_an_unknown_key_all_are_named(tmp_path: Path, text: str) -> None:
+    file = written(tmp_path, text)
     with pytest.raises(UnknownKey) as refused:
-        load_config(file=written(tmp_path, "xyz = 1"))
+        load_config(file=file)
+    assert refused.value.message == f"{file} sets xyz, which is no setting."
     assert refused.value.fix.startswith("There are: state_dir, name, model, layers,")
     assert refused.value.fix.endswith(" coordination, policy, research.")
 

@@ -6,7 +6,7 @@ Reads no settings, and takes their meaning from the fields' docstrings.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -34,7 +34,9 @@ def first_problem(
     keys = [_key(problem["loc"], known) for problem in problems]
     key = keys[0]
     if problems[0]["type"] == "extra_forbidden":
-        return unknown(key, known, origins.get(key, "the configuration"))
+        # Of a section that nobody knows the keys in it have an origin.
+        given = (origins[each] for each in origins if f"{each}.".startswith(f"{key}."))
+        return unknown(key, known, next(given, "the configuration"))
     # Every branch of a union reports.
     same = [_why(problem) for problem, its in zip(problems, keys, strict=True) if its == key]
     why = "; ".join(dict.fromkeys(same))
@@ -48,10 +50,12 @@ def first_problem(
     )
 
 
-def unknown(key: str, known: Iterable[str], origin: str) -> UnknownKey:
+def unknown(key: str, known: Collection[str], origin: str) -> UnknownKey:
     """The error for a setting that `origin` has and nobody knows."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     section = key[: key.rfind(".") + 1]
+    while section and not any(name.startswith(section) for name in known):
+        section = section[: section.rstrip(".").rfind(".") + 1]
     there = (name[len(section) :].partition(".")[0] for name in known if name.startswith(section))
     fix = f"Did you mean {near[0]}?" if near else f"There are: {', '.join(dict.fromkeys(there))}."
     return UnknownKey(f"{origin} sets {key}, which is no setting.", fix=fix, param=key)

@@ -37,6 +37,8 @@ async def test_what_cannot_be_used_is_not_written(hearthnet: Run, tmp_path: Path
     refused = await hearthnet("config", "set", "port", "70000", "--config", str(file))
     assert (refused.code, "65535" in refused.err) == (2, True)
     assert await asyncio.to_thread(file.read_text) == "port = 1  # mine\n"
+    unknown = await hearthnet("config", "set", "xyz.q", "7", "--config", str(file))
+    assert (unknown.code, "There are: state_dir, name," in unknown.err) == (2, True)
     hidden = await hearthnet("config", "set", "port", "7", HEARTHNET_CONFIG=str(file),
                              HEARTHNET_PORT="8")  # fmt: skip
     assert "HEARTHNET_PORT is set as well, and goes before the file." in hidden.err
