@@ -28,6 +28,9 @@ from mesh.shard.several_devices import ShardHost
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
 
+_NO_PEERS = (PeerState.OTHER_HEARTH, PeerState.SELF)
+"""Seen, and no link is wanted: in the metrics they would look like peers that are down."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
@@ -189,7 +192,7 @@ class Overview:
             bool(live.queued) for a in parts.askers.values() for live in a.report.generations
         )
         return NodeNow(
-            [_peer_now(peer) for peer in parts.peers()],
+            [_peer_now(peer) for peer in parts.peers() if peer.state not in _NO_PEERS],
             parts.counts.states(queued),
             (
                 ("active", active * 2**20),

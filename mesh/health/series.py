@@ -148,7 +148,12 @@ SERIES = (
 """What is counted as it happens."""
 
 PRESENT = (
-    Series("hearthnet_peer_up", "gauge", "1 for a peer with a live link, else 0.", ("peer",)),
+    Series(
+        "hearthnet_peer_up",
+        "gauge",
+        "1 for a peer with a live link, else 0. Nodes of other hearths are none.",
+        ("peer",),
+    ),
     Series(
         "hearthnet_link_rtt_seconds", "gauge", "Round trip to a linked peer, lately.", ("peer",)
     ),

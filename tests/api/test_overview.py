@@ -142,6 +142,18 @@ async def test_a_warning_stays_while_the_nodes_of_a_large_house_come_and_go(
     assert codes == [str(number) for number in range(10, 30)]
 
 
+async def test_nodes_of_other_hearths_are_no_peers_that_are_down(home: Household) -> None:
+    away = PeerView(PEER, "attic", "192.168.1.2:7700", PeerState.UNREACHABLE, "", None)
+    home.peers = [
+        away,
+        replace(away, name="next-door", node_id=new_id(), state=PeerState.OTHER_HEARTH),
+        replace(away, name="here", state=PeerState.SELF),
+    ]
+    lines = home.overview.metrics().decode().splitlines()
+    told = [line for line in lines if line.startswith("hearthnet_peer_up{")]
+    assert told == ['hearthnet_peer_up{peer="attic"} 0.0']
+
+
 async def test_a_peer_that_is_gone_serves_nothing(home: Household) -> None:
     linked = PeerView(PEER, "kitchen", "192.168.1.2:7700", PeerState.UP, "", 0.7)
     home.peers = [linked]
