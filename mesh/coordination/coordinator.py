@@ -171,7 +171,7 @@ class Coordinator:
             "kind": worker.place.kind.value,
             "layers": str(worker.place.layers),
             "endpoint": worker.place.endpoint,
-            "tensor_count": len(worker.tensors),
+            "tensor_count": len(worker.tensors) or None,
             "published_at": worker.published_at,
             "ready": signal.ready,
             "stability_verified": signal.stability_verified,

@@ -143,7 +143,8 @@ async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> N
 
 async def test_what_neighbours_offer_is_ready_as_long_as_they_do(coordinator: Coordinator) -> None:
     await coordinator.publish(MODEL, [worker(1)])
-    coordinator.hear({MODEL: [worker(2, "4-7", holder="study")], OTHER: [worker(9)]})
+    heard = worker(9, count=0)
+    coordinator.hear({MODEL: [worker(2, "4-7", holder="study")], OTHER: [heard]})
     assert await coordinator.models() == sorted([MODEL, OTHER], key=lambda model: model.key)
     ready = await wait_ready(coordinator, 1, "4-7")
     assert ready.workers == (worker(2, "4-7", holder="study"),)
@@ -153,6 +154,8 @@ async def test_what_neighbours_offer_is_ready_as_long_as_they_do(coordinator: Co
         (1, False),
         (2, True),
     ]
+    assert [each["tensor_count"] for each in rows[MODEL.weights_sha256]] == [2, 2]
+    assert rows[OTHER.weights_sha256][0]["tensor_count"] is None, "it did not say"
     coordinator.hear({})
     assert await coordinator.models() == [MODEL]
     with pytest.raises(NotReady):
