@@ -54,15 +54,17 @@ def routes(deployments: DeploymentControl, settings: ApiSettings) -> list[Route]
     """The endpoints that change something."""
 
     async def deploy(request: Request) -> Response:
-        """Wish for a model, or change that wish. Answers as `DeploymentControl.deploy`, with 202:
-        it is brought up from then on.
+        """Wish for a model, or change that wish, which is answered with 202: it is brought up
+        from then on. Answers as `DeploymentControl.deploy`.
         """
         body = await read_body(request, DeployBody, settings)
         given = body.model_dump(exclude_none=True)
         return JSONResponse(await deployments.deploy(given), status_code=202)
 
     async def scale(request: Request) -> Response:
-        """Wish for so many replicas. Answers as `DeploymentControl.scale`, with 202."""
+        """Wish for so many replicas, which is answered with 202. Answers as
+        `DeploymentControl.scale`.
+        """
         body = await read_body(request, ScaleBody, settings)
         model = request.path_params["model"]
         return JSONResponse(await deployments.scale(model, body.replicas), status_code=202)

@@ -46,8 +46,8 @@ def routes(
     one_at_a_time = asyncio.Lock()
 
     async def view(_request: Request) -> Response:
-        """The API keys, as `keys`: ``{"key_id", "name", "scopes", "trusted", ...}``, never their
-        texts.
+        """The API keys, as `keys`: ``{"id", "name", "scopes", "trusted", "requests_per_minute",
+        "tokens_per_day", "created_at"}``, never their texts.
         """
         return JSONResponse({"keys": [shown(key) for key in keys.keys]})
 

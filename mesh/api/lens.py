@@ -61,7 +61,9 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
-        """What each layer of a model would say next. Answers as `Generations.lens`."""
+        """What each layer of a model would say next, beside the `model`. Answers as
+        `Generations.lens`.
+        """
         body = await read_body(request, LensBody, settings)
         caller = caller_of(request)
         reading = generations.lens(body.to_request(caller.principal), body.top)

@@ -115,7 +115,9 @@ class MeshView(Protocol):
         not known}`` for each model that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
-        """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""
+        """``{"routes": [{"model", "request": a generation's id | None for the next one, "hops":
+        [{"node", "layers", "sight": "this machine", "exact", "blurred" or "recoverable",
+        "is_checkable"}], "missing"}], "precautions": settings that help, "words": lines}``."""
 
     def readiness(self) -> list[Lack]:
         """What is missing before a request can be answered; empty when ready."""
@@ -146,7 +148,9 @@ class HearthControl(Protocol):
         as, where that is another."""
 
     async def log(self, wanted: LogFilter) -> dict[str, Any]:
-        """A page of the signed log; see `mesh.hearth.listing.listing`."""
+        """``{"decisions": [ROW], "facts": [ROW], "next": what `after` is of the next page |
+        None}``, newest first. A ROW is ``{"id", "kind": decision or fact, "author", "author_name",
+        "at", "type", "place", "says"}``."""
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Open a window for one node to join: ``{"code", "link", "qr", "level", "ttl_s", "host",
@@ -290,9 +294,9 @@ class CoordinationView(Protocol):
     async def view(self) -> dict[str, Any]:
         """``{"store", "reachable", "error": why the store is not | None, "unwritten": workers,
         "models": [{"model_name", "weights_sha256", "published_at", "workers": [{"worker_rank",
-        "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count",
-        "published_at", "ready", "stability_verified"}]}]}``. Raises CoordinationError where there
-        is no memory in front of the store."""
+        "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count": None of a
+        neighbour, which does not say, "published_at", "ready", "stability_verified"}]}]}``. Raises
+        CoordinationError where there is no memory in front of the store."""
 
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
         """The model, as one of `view`, with its ready workers only, once it is ready. Raises

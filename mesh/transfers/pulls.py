@@ -91,7 +91,13 @@ class Pulls:
         self._numbers = itertools.count(1)
 
     def view(self) -> dict[str, Any]:
-        """What is here, what is under way, and what others have."""
+        """``{"models": [{"id", "weights_sha256", "origin", "directory", "partial", "total_layers",
+        "layers", "ends", "here_bytes", "total_bytes", "dtype", "in_use"}] of what is here,
+        "transfers": [{"id", "model_id", "weights_sha256", "state": waiting, looking, fetching or
+        hub, "done_bytes", "total_bytes", "bytes_per_s", "eta_s", "sources", "note"}],
+        "sent_bytes", "neighbours": [{"id", "weights_sha256", "origin", "total_layers", "nodes":
+        [{"node_id", "name", "layers", "ends", "fetching"}]}], "pulls": [{"pull", "model",
+        "transfer": its id | None}] that run, "offers": [{"pull", "directory"}]}``."""
         facts = self._fetcher.facts()
         in_use = {str(path) for path in self._around.in_use()}
         for model in facts["models"]:
@@ -142,10 +148,8 @@ class Pulls:
         ]
 
     def start(self, wish: PullWish) -> dict[str, Any]:
-        """Begin to fetch; the answer names the pull, to be asked for. Raises what is wrong at once.
-
-        Raises ModelNotFound for a name that means nothing, BadRequest for one that means several
-        things, Busy when too many run.
+        """``{"pull": its name, to be asked for}``. Raises ModelNotFound for a name that means
+        nothing, BadRequest for one that means several things, Busy when too many run.
         """
         begun = self._meant(wish)
         self._forget_old()
@@ -167,7 +171,9 @@ class Pulls:
         await self._fetcher.has_looked()
 
     async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
-        """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
+        """``{"pull", "model", "state": running, done, failed or withdrawn, "directory" | None,
+        "error" | None, "transfer": as one of `GET /mesh/v1/weights` | None}``, after it ended or
+        `wait_s`. Raises ModelNotFound for one nobody knows."""
         pull = self._require(name)
         await set_within(pull.ended, min(wait_s, _LONGEST_WAIT_S))
         return {
@@ -180,7 +186,7 @@ class Pulls:
         }
 
     async def cancel(self, name: str) -> dict[str, Any]:
-        """End a pull; what came is kept. A directory is offered no longer."""
+        """What came is kept, and a directory is offered no longer: what became of the pull."""
         pull = self._require(name)
         await end([pull.task])
         await self._begun.remove(name)
@@ -191,8 +197,8 @@ class Pulls:
         return await self.outcome(name, 0.0)
 
     async def remove(self, model: str) -> dict[str, Any]:
-        """Delete a model that was fetched, and what came of it from the hub before the rest.
-        Raises ModelInUse, ModelNotFound, Busy."""
+        """Delete a model that was fetched, and what came of it from the hub before the rest:
+        ``{"removed": its id, "bytes"}``. Raises ModelInUse, ModelNotFound, Busy."""
         held = self._held(model)
         holding = only(model, held) if held else None
         if holding is not None and holding.directory in self._around.in_use():
