@@ -300,7 +300,7 @@ class CoordinationView(Protocol):
 
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
         """The model, as one of `view`, with its ready workers only, once it is ready. Raises
-        NotReady when it is not in time."""
+        NotReady when it is not in time, BadRequest for layers that it does not have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from mesh.coordination.records import (
 )
 from mesh.discovery.advertisement import Advertisement, at_host
 from mesh.discovery.directory import ShardStore
-from mesh.errors import CoordinationError, MeshError, StoreUnavailable
+from mesh.errors import BadRequest, CoordinationError, MeshError, StoreUnavailable
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.network import Network
 from mesh.models.local import LocalModel
@@ -126,7 +126,9 @@ class CoordinationHere:
 
     async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
         """See `mesh.api.services.CoordinationView`. Of a model of which nobody knows how many
-        layers it has, every worker that serves some has to be ready."""
+        layers it has, every worker that serves some has to be ready. Raises BadRequest for layers
+        that nothing of that name has."""
+        self._require_possible(question)
         ready = await self.coordinator.wait_ready(
             question.model,
             timeout_s=question.wait_s,
@@ -137,12 +139,29 @@ class CoordinationHere:
 
     def _whole(self, model: ModelRef) -> LayerRange | None:
         """All its layers, where it is held here or neighbours serve some of it."""
+        sizes = self._sizes(model.name, model.weights_sha256)
+        return LayerRange(0, sizes[0]) if sizes else None
+
+    def _sizes(self, name: str, digest: str | None) -> list[int]:
+        """How many layers the models of this name have; `digest` is of one, None of any."""
         seen = [(v.model_id, v.weights_sha256, v.total_layers) for v in self._neighbours.models()]
         held = [(m.model_id, m.weights_sha256, m.total_layers) for m in self._models.values()]
-        for name, digest, total_layers in seen + held:
-            if (name, digest) == (model.name, model.weights_sha256):
-                return LayerRange(0, total_layers)
-        return None
+        return [
+            total_layers
+            for known, weights, total_layers in seen + held
+            if known == name and digest in (None, weights)
+        ]
+
+    def _require_possible(self, question: ReadyQuestion) -> None:
+        sizes = self._sizes(question.model, question.weights_sha256)
+        if question.layers is None or not sizes or question.layers.stop <= max(sizes):
+            return
+        whole = LayerRange(0, max(sizes))
+        raise BadRequest(
+            f"{question.model} has layers {whole}, not {question.layers}.",
+            fix="Ask for layers that it has.",
+            param="layers",
+        )
 
     async def _keep(self) -> None:
         while True:

@@ -64,6 +64,9 @@ def test_holders_are_published_heard_and_read_back(own_node: StartNode) -> None:
             out, err = in_vain.communicate(timeout=30)
         assert (in_vain.returncode, out) == (5, "")
         assert f"layers 5, 6, 7 of {model}. [not_ready]" in err
+        with waiting_for(attic, model, "--layers", "5-8", timeout_s=60) as impossible:
+            _, err = impossible.communicate(timeout=30)
+        assert (impossible.returncode, f"{model} has layers 0-7, not 5-8." in err) == (2, True)
         assert waiting.poll() is None
         kitchen = own_node("kitchen", "--layers", "3-7")
         out, err = waiting.communicate(timeout=180)
