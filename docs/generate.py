@@ -23,6 +23,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import Limit, Limits
 from mesh.cli.main import app
 from mesh.config import Config
+from mesh.config.problems import meanings
 from mesh.health.series import PRESENT, SERIES
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -57,9 +58,10 @@ def config_page() -> str:
         "| key | default | meaning |",
         "|---|---|---|",
     ]
+    said = meanings(Config)
     for key, field in _fields(Config):
         default = "" if field.default_factory is not None else f"`{field.default!r}`"
-        lines.append(f"| `{key}` | {default} | {' '.join((field.description or '').split())} |")
+        lines.append(f"| `{key}` | {default} | {said[key]} |")
     return "\n".join(lines) + "\n"
 
 

@@ -31,7 +31,7 @@ Devices = Annotated[str, AfterValidator(lambda text: ",".join(named_devices(text
 class HostSection(BaseModel):
     """``[research.distributed_inference.host]``: what this node does for others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     serve_shards: bool | None = None
     """Serve layers to other nodes. Unset: yes, unless `layers` is ``none``."""
@@ -76,7 +76,7 @@ class HostSection(BaseModel):
 class DistributedInferenceSection(BaseModel):
     """``[research.distributed_inference]``: how this node asks others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | None = None
     """Use other nodes' layers and offer one's own. Unset: on once the node belongs to a hearth
@@ -130,7 +130,7 @@ class DistributedInferenceSection(BaseModel):
 class ResearchSection(BaseModel):
     """``[research]``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     distributed_inference: DistributedInferenceSection = DistributedInferenceSection()
     """How this node asks others."""
@@ -139,7 +139,7 @@ class ResearchSection(BaseModel):
 class ResearchPolicySection(BaseModel):
     """``[policy.research]``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enable: bool | None = None
     """Allow research modules, distributed inference among them. Unset: on once the node belongs to
@@ -149,7 +149,7 @@ class ResearchPolicySection(BaseModel):
 class PolicySection(BaseModel):
     """``[policy]``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     research: ResearchPolicySection = ResearchPolicySection()
     """What experiments this node takes part in."""
@@ -158,7 +158,7 @@ class PolicySection(BaseModel):
 class RoutingSection(BaseModel):
     """``[routing]``: what of this node's own prompts other machines may see."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     keep_first: int = Field(default=0, ge=0, le=10_000)
     """How many of a model's first layers must run on this machine, which loads them for itself."""
@@ -178,7 +178,7 @@ class RoutingSection(BaseModel):
 class DeploymentsSection(BaseModel):
     """``[deployments]``: how this node follows what the hearth wishes to have loaded."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
     """How long a machine that holds layers of a deployment may be away before others take them."""
@@ -192,7 +192,7 @@ class DeploymentsSection(BaseModel):
 class JobQueueSection(BaseModel):
     """``[jobs.queue]``: the jobs that wait, and what they and their results may take."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_waiting: int = Field(default=512, ge=1, le=10_000)
     """Jobs of one model that this node holds; half of the places are for one key at most."""
@@ -207,7 +207,7 @@ class JobQueueSection(BaseModel):
 class JobsSection(BaseModel):
     """``[jobs]``: the code of nnsight clients that this node runs, each in a process of its own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_running: int = Field(default=2, ge=1, le=64)
     """Jobs this node runs at the same time; more of them wait."""
@@ -228,7 +228,7 @@ class JobsSection(BaseModel):
 class CoordinationSection(BaseModel):
     """``[coordination]``: where it is kept who holds which model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: Literal["memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only"] = (
         "sqlite"

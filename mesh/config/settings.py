@@ -18,18 +18,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     ValidationError,
     field_validator,
     model_validator,
-)
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
 )
 
 from mesh.config.modelexpress import alias_of, from_modelexpress
@@ -67,16 +62,14 @@ def _split(value: object) -> object:
     return value
 
 
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
 PortNumber = Annotated[int, Field(ge=0, le=65535)]
 
 
-class Config(BaseSettings):
+class Config(BaseModel):
     """All settings of a node. Building one by hand reads neither files nor the environment."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     state_dir: Path = Field(default_factory=default_state_dir)
     """Where this node keeps its identity, logs and runtime file."""
@@ -133,18 +126,6 @@ class Config(BaseSettings):
     """What the owner of this node allows at all."""
     research: ResearchSection = ResearchSection()
     """The mesh itself; the keys and defaults of its specification."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is passed in: `load_config` merges the sources and records the origins."""
-        return (init_settings,)
 
     @property
     def distributed(self) -> DistributedInferenceSection:
@@ -358,14 +339,18 @@ def _unreadable(path: Path, error: Exception) -> BadValue:
 
 
 def _read_environment() -> dict[str, Any]:
-    known = {_variable(key) for key in _keys()} | _NO_SETTINGS
+    known = {_variable(key): key for key in _keys()}
     for name in os.environ:
-        if name.startswith(ENV_PREFIX) and name not in known:
-            raise unknown(name, sorted(known), "The environment")
-    source: PydanticBaseSettingsSource = EnvSettingsSource(
-        Config, env_prefix=ENV_PREFIX, env_nested_delimiter=_NESTED
-    )
-    return source()
+        if name.startswith(ENV_PREFIX) and name not in known.keys() | _NO_SETTINGS:
+            raise unknown(name, sorted(known.keys() | _NO_SETTINGS), "The environment")
+    nested: dict[str, Any] = {}
+    for name in known.keys() & os.environ.keys():
+        *sections, last = known[name].split(".")
+        section = nested
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[last] = os.environ[name]
+    return nested
 
 
 def _variable(key: str) -> str:
