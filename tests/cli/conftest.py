@@ -15,6 +15,7 @@ import pytest
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served, serving
+from tests.warm.daemons import command
 
 COMMAND = [sys.executable, "-m", "mesh.cli.main"]
 
@@ -41,6 +42,19 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def hearthnet(environment: dict[str, str]) -> Run:
     """Run the command to its end: ``await hearthnet("status", stdin="...", HEARTHNET_X="...")``."""
+
+    async def run(*arguments: str, stdin: str = "", **more: str) -> Finished:
+        done = await asyncio.to_thread(
+            command, *arguments, stdin=stdin, timeout=30, environment=environment | more
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def fresh(environment: dict[str, str]) -> Run:
+    """The same in a Python of its own, for what is decided as one starts."""
 
     async def run(*arguments: str, stdin: str = "", **more: str) -> Finished:
         process = await asyncio.create_subprocess_exec(

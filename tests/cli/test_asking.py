@@ -114,14 +114,14 @@ async def test_errors_have_codes_and_fixes(
 
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 async def test_what_is_no_text_is_refused_and_not_altered(
-    hearthnet: Run, daemon: Served, errors: str
+    fresh: Run, daemon: Served, errors: str
 ) -> None:
     codec = {"PYTHONIOENCODING": f"utf-8:{errors}"}
     for finished in (
-        await hearthnet("run", "echo", stdin="caf\udce9", **codec),
-        await hearthnet("run", "echo", "caf\udce9", **codec),
-        await hearthnet("chat", "echo", stdin="caf\udce9\n", **codec),
-        await hearthnet("run", "ech\udce9", "x", **codec),
+        await fresh("run", "echo", stdin="caf\udce9", **codec),
+        await fresh("run", "echo", "caf\udce9", **codec),
+        await fresh("chat", "echo", stdin="caf\udce9\n", **codec),
+        await fresh("run", "ech\udce9", "x", **codec),
     ):
         assert (finished.code, finished.out) == (2, "")
         assert "not UTF-8" in finished.err

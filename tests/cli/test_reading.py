@@ -87,14 +87,14 @@ async def test_a_verb_that_is_called_otherwise_here_is_named(hearthnet: Run) -> 
     assert "Did you mean 'status'" in (await hearthnet("statu")).err
 
 
-async def test_version(hearthnet: Run) -> None:
-    finished = await hearthnet("--version")
+async def test_version(fresh: Run) -> None:
+    finished = await fresh("--version")
     assert finished.code == 0
     assert finished.out.startswith("hearthnet ")
 
 
-async def test_bare_command_without_a_daemon_says_how_to_begin(hearthnet: Run) -> None:
-    finished = await hearthnet()
+async def test_bare_command_without_a_daemon_says_how_to_begin(fresh: Run) -> None:
+    finished = await fresh()
     assert (finished.code, len(finished.out.splitlines())) == (0, 3)
     assert "hearthnet up" in finished.out
 

@@ -12,10 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Mapping
 from tempfile import TemporaryFile
-from typing import cast
+from typing import IO, cast
 
 from mesh.cli.local_node import LocalNode
 from mesh.config import ENV_PREFIX
@@ -108,6 +109,7 @@ class WarmPython:
 
 class _Shared:
     python: WarmPython | None = None
+    starting = threading.Lock()
 
 
 class WarmNode(LocalNode):
@@ -127,7 +129,10 @@ class WarmNode(LocalNode):
 
 
 def command(
-    *arguments: str, stdin: str = "", timeout: float = 120.0
+    *arguments: str,
+    stdin: str = "",
+    timeout: float = 120.0,
+    environment: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
     """What ``hearthnet arguments`` says in this environment. For what a command does to a node;
     what the command itself is, from its start to Ctrl-C, is tested on a process of its own."""
@@ -135,13 +140,13 @@ def command(
     if sys.platform != "linux":
         return subprocess.run(
             [sys.executable, *program], input=stdin, capture_output=True, text=True,
-            timeout=timeout, check=False,
+            errors="surrogateescape", env=environment, timeout=timeout, check=False,
         )  # fmt: skip
-    with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+    with _text_file() as given, _text_file() as out, _text_file() as err:
         given.write(stdin)
         given.seek(0)
         stdio = [each.fileno() for each in (given, out, err)]
-        forked = _shared().fork("mesh.cli.main", [*arguments], os.environ, stdio)
+        forked = _shared().fork("mesh.cli.main", [*arguments], environment, stdio)
         try:
             status = forked.wait(timeout)
         finally:
@@ -152,10 +157,15 @@ def command(
         return subprocess.CompletedProcess(program, status, out.read(), err.read())
 
 
+def _text_file() -> IO[str]:
+    return TemporaryFile("w+", errors="surrogateescape", newline="")
+
+
 def _shared() -> WarmPython:
-    if _Shared.python is None:
-        _Shared.python = WarmPython()
-    return _Shared.python
+    with _Shared.starting:
+        if _Shared.python is None:
+            _Shared.python = WarmPython()
+        return _Shared.python
 
 
 def _inherited() -> dict[str, str]:
