@@ -78,6 +78,7 @@ class LeanGate(nn.Module):
         super().__init__()
         self.norm = None if gate.norm is None else LeanNorm(gate.norm)
         self._width = 0 if gate.norm is None else len(gate.norm.gamma)
+        self.gamma = gate.gamma
         self._activated = None if gate.activation is None else _ACTIVATIONS[gate.activation]
         self._is_first = gate.is_first
 
@@ -90,6 +91,7 @@ class LeanGate(nn.Module):
             return y * factors
         y = y * factors if self._is_first else y
         y = self.norm.run(y.view(-1, self._width)).view(factors.shape)
+        y = y if self.gamma is None else (y * self.gamma).to(y.dtype)
         return y if self._is_first else y * factors
 
 

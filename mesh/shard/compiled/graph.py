@@ -184,11 +184,11 @@ def _gated(graph: GraphBuilder, mixer: Mixer) -> str:
     if gate.norm is None:
         return graph.op("Mul", [attended, numbers])
     width = len(gate.norm.gamma)
-    heads = mixer.attended // width
-    if not gate.is_first:
-        attended = graph.norm_heads(attended, gate.norm, heads, width)
-        return graph.op("Mul", [attended, numbers])
-    return graph.norm_heads(graph.op("Mul", [attended, numbers]), gate.norm, heads, width)
+    y = graph.op("Mul", [attended, numbers]) if gate.is_first else attended
+    y = graph.norm_heads(y, gate.norm, mixer.attended // width, width)
+    if gate.gamma is not None:
+        y = graph.op("Mul", [y, graph.constant(gate.gamma)])
+    return y if gate.is_first else graph.op("Mul", [y, numbers])
 
 
 def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:

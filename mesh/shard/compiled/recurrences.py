@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 UNIT_EPSILON = 1e-6
@@ -213,7 +214,7 @@ def _delta_net(reader: PartsReader, path: str) -> DeltaNet:
         projections, rates, output, _convolution(reader, f"{path}.conv1d"),
         module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
         module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim,
-        OutputGate("silu", _gated_norm(norm)), is_interleaved=whole is not None,
+        _output_gate("silu", norm), is_interleaved=whole is not None,
     )  # fmt: skip
     if sum(map(rows_out, projections)) != found.mixed + found.attended:
         raise NotCompilable("its queries, keys and values have widths of their own")
@@ -232,7 +233,7 @@ def _channel_delta_net(reader: PartsReader, path: str) -> ChannelDeltaNet:
         projections, (reader.get(f"{path}.b_proj"), inner), reader.get(f"{path}.o_proj"),
         _convolution(reader, f"{path}.conv1d"), forget.dt_bias.detach().float().clone(),
         decay.repeat_interleave(width), heads, width, rows_out(inner),
-        OutputGate("sigmoid", _gated_norm(reader.get(f"{path}.o_norm"))),
+        _output_gate("sigmoid", reader.get(f"{path}.o_norm")),
         reader.get(f"{path}.g_b_proj"), reader.get(f"{path}.forget_gate.f_b_proj"),
     )  # fmt: skip
     if sum(map(rows_out, projections)) != found.mixed + found.inner:
@@ -249,7 +250,7 @@ def _state_space(reader: PartsReader, path: str) -> StateSpace:
         (both,), output, _convolution(reader, f"{path}.conv1d"),
         module.dt_bias.detach().float().clone(), -module.A_log.detach().float().exp(),
         module.D.detach().float().clone(), module.num_heads, module.head_dim, module.n_groups,
-        module.ssm_state_size, OutputGate("silu", _gated_norm(norm), is_first=True),
+        module.ssm_state_size, _output_gate("silu", norm, is_first=True),
     )  # fmt: skip
     if rows_out(both) != found.attended + found.projected:
         raise NotCompilable("its projections have widths of their own")
@@ -279,8 +280,13 @@ def _convolution(reader: PartsReader, path: str) -> Convolution:
     return Convolution(weight, None if bias is None else bias.detach().float().clone())
 
 
-def _gated_norm(module: Any) -> Norm:
-    """One that takes the gate as well. Raises NotCompilable for what is none."""
-    if not hasattr(module, "variance_epsilon"):
-        raise NotCompilable(f"it normalises by {type(module).__name__}")
-    return Norm(module.weight.detach().float().clone(), None, float(module.variance_epsilon))
+def _output_gate(activation: str, norm: Any, *, is_first: bool = False) -> OutputGate:
+    """Of a norm that takes the gate as well. Raises NotCompilable for what is none."""
+    if not hasattr(norm, "variance_epsilon"):
+        raise NotCompilable(f"it normalises by {type(norm).__name__}")
+    gamma, epsilon = norm.weight.detach().float().clone(), float(norm.variance_epsilon)
+    size = getattr(norm, "group_size", len(gamma))  # Granite's from transformers 5.23 on
+    if size == len(gamma):
+        return OutputGate(activation, Norm(gamma, None, epsilon), is_first)
+    each = Norm(torch.ones(size, device=gamma.device), None, epsilon)
+    return OutputGate(activation, each, is_first, gamma)
