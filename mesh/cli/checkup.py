@@ -88,6 +88,7 @@ def _machine(config: Config, *, is_running: bool) -> Iterable[Finding]:
     yield from machine.versions()
     yield from machine.clock(datetime.now(UTC), paths)
     yield from machine.disks(paths, config.models_dir or models_dir())
+    yield from machine.identity(paths)
     try:
         require_devices(config.device)
     except MeshError as error:

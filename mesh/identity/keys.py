@@ -94,14 +94,26 @@ def load_or_create(path: Path) -> NodeKey:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
             write_once(path, NodeKey(Ed25519PrivateKey.generate()).to_pem())
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return read_key(path)
+
+
+def read_key(path: Path) -> NodeKey:
+    """Read the key file. Raises as `load_or_create`."""
+    try:
         pem = read_private(path, _MAX_KEY_BYTES)
     except OSError as error:
-        raise KeyUnreadable(
-            f"The node key {path} cannot be used: {error.strerror or error}.",
-            fix="Make the file and its directory readable and writable for this user only, and see"
-            " that the disk has room.",
-        ) from error
+        raise _unusable(path, error) from error
     try:
         return parse_pem(pem)
     except BadKey as error:
         raise BadKey(f"{path} does not hold a node key. {error.message}", fix=_RESTORE) from error
+
+
+def _unusable(path: Path, error: OSError) -> KeyUnreadable:
+    return KeyUnreadable(
+        f"The node key {path} cannot be used: {error.strerror or error}.",
+        fix="Make the file and its directory readable and writable for this user only, and see"
+        " that the disk has room.",
+    )

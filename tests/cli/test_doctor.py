@@ -80,9 +80,13 @@ async def test_what_cannot_be_read_is_a_finding_among_others(
 ) -> None:
     state = await asyncio.to_thread(StatePaths(tmp_path / "state").create)
     await asyncio.to_thread(state.hearth.mkdir)
+    await asyncio.to_thread(state.identity_key.touch, 0o644)
     told = await hearthnet("doctor", "--json", "--state-dir", str(state.root), **HERE)
     found = findings(told.out)
     assert (told.code, "hearth.json" in found["hearth"][0]["said"]) == (1, True)
+    (key,) = found["identity"]
+    assert "is open to others (mode 0644)" in key["said"]
+    assert "chmod 600" in key["fix"]
     assert found["disk"]
 
 

@@ -13,7 +13,9 @@ from importlib import metadata
 from pathlib import Path
 
 import mesh
-from mesh.health.checkup.findings import Finding, fine, note, wrong
+from mesh.errors import MeshError
+from mesh.health.checkup.findings import Finding, failed, fine, note, wrong
+from mesh.identity.keys import read_key, short_id
 from mesh.models.disk_room import free_bytes
 from mesh.paths import StatePaths
 from mesh.units import data_size
@@ -105,6 +107,18 @@ def disks(paths: StatePaths, models: Path) -> Iterator[Finding]:
             yield note("disk", f"Only {said}: hardly a model fits.", "`hearthnet rm` frees room.")
         else:
             yield fine("disk", said)
+
+
+def identity(paths: StatePaths) -> Iterator[Finding]:
+    """Whether a node can start with the key that it has; one that has none makes one."""
+    if not paths.identity_key.exists():
+        return
+    try:
+        key = read_key(paths.identity_key)
+    except MeshError as error:
+        yield failed("identity", error)
+    else:
+        yield fine("identity", f"the key of node {short_id(key.node_id)} is there")
 
 
 def _files(paths: StatePaths) -> Iterable[Path]:
