@@ -26,7 +26,7 @@ CORES = sorted(os.sched_getaffinity(0))[:2]
 DEVICES = [f"cpu:{core}" for core in CORES]
 LIMIT_MB = 580
 """Each device has half of it: too little for the model, which has 170 MiB of weights."""
-TOKENS = 120
+TOKENS = 48
 _HOST = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__"
 
 
