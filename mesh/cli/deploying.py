@@ -223,6 +223,8 @@ def in_words(span: dict[str, Any]) -> str:
     """``is being fetched, 34 %, 52.1 MB/s, 2 min left``, ``is loading, 60 %``, ``failed: needs 9
     MiB, 3 are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
+    if span["phase"] == "PROVISIONING" and not span["total_bytes"]:
+        words = "is looked for"  # it may be on the disk already
     if span["phase"] in ("PROVISIONING", "DEPLOYING") and span["total_bytes"]:
         words += f", {_percent(span)} %"
         is_coming = span["done_bytes"] < span["total_bytes"]

@@ -25,6 +25,7 @@ from mesh.types import LayerRange, NodeId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
+_SHARED = "one copy with a replica above, as no machine or device is left for another"
 ON_ITS_WAY = (Phase.QUEUED, Phase.PROVISIONING, Phase.DEPLOYING)
 
 
@@ -69,10 +70,10 @@ class _Moment:
     alive: Collection[NodeId]
     loaded: Mapping[ServedShard, Sequence[LoadedFormat]]
 
-    def serves(self, span: Span, wish: Wish) -> bool:
-        """Whether its machine serves a span as it is wished."""
+    def copies(self, span: Span, wish: Wish) -> int:
+        """How often its machine serves a span as it is wished."""
         wanted = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
-        return any(is_as_wished(loaded, wish) for loaded in self.loaded.get(wanted, ()))
+        return sum(is_as_wished(loaded, wish) for loaded in self.loaded.get(wanted, ()))
 
 
 class DeploymentRows:
@@ -151,8 +152,9 @@ class DeploymentRows:
         wish = deployment.wish
         shard, is_own = deployment.shard(span.layers, copy), span.node == self._seen.node
         now = self._phases.get(shard) if is_own else self._seen.told(span.node, shard)
-        if moment.serves(span, wish) and (now is None or now.phase is Phase.READY):
-            now = PhaseProgress(Phase.READY)
+        copies = moment.copies(span, wish)
+        if copies and (now is None or now.phase is Phase.READY):
+            now = PhaseProgress(Phase.READY, reason=_SHARED if copy >= copies else None)
         elif span.node not in moment.alive:
             now = PhaseProgress(Phase.AWAY, reason=self._why_for_good(span, wish))
         elif is_own and now is not None and now.phase is Phase.READY:

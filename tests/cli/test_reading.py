@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from mesh.cli.deploying import in_words
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served, serving, with_key
@@ -46,6 +47,8 @@ async def test_status_says_what_keeps_a_node_from_serving_and_how_far_every_span
     assert "qwen PROVISIONING (WARM) - 1 of 2 kitchen 0-11 is ready" in text
     assert "sofa 12-15 is being fetched, 34 %" in text
     assert "study 0-3 failed: needs 900 MiB, 300 MiB are free" in text
+    begun = {"phase": "PROVISIONING", "done_bytes": 0, "total_bytes": 0, "reason": None}
+    assert in_words(begun) == "is looked for", "it may be on the disk already"
 
 
 async def test_help_loads_nothing_heavy(environment: dict[str, str]) -> None:

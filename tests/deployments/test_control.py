@@ -236,6 +236,16 @@ async def test_machines_of_one_name_are_told_apart_wherever_they_are_named() -> 
         await home.verbs.deploy({"model": "small-4", "nodes": ["attic"]})
 
 
+async def test_a_replica_that_no_machine_is_left_for_says_that_it_is_one_with_another() -> None:
+    home = Verbs(100)
+    await home.verbs.deploy({"model": "small-4", "replicas": 2})
+    assert home.house.settle()
+    (row,) = home.verbs.view()
+    assert [span["phase"] for span in row["spans"]] == ["READY", "READY"]
+    first, second = (span["reason"] for span in row["spans"])
+    assert (first, second.partition(",")[0]) == (None, "one copy with a replica above")
+
+
 async def test_what_is_pinned_to_who_was_put_out_says_that_nobody_need_wait() -> None:
     home = Verbs(100, 100)
     first, second = (node.node for node in home.house.nodes)
