@@ -375,7 +375,7 @@ def test_an_architecture_that_no_test_compares_is_refused(
 ) -> None:
     directory = checkpoint("llama", layers=2)
     file = write_gguf(directory, tmp_path / "model.gguf", arch=gguf.MODEL_ARCH.MINICPM)
-    with pytest.raises(UnsupportedFamily, match=r"'minicpm'.*only these are: apertus"):
+    with pytest.raises(UnsupportedFamily, match=r"'minicpm'.*only these are: afmoe, apertus"):
         read_manifest(file)
     with pytest.raises(ModelNotFound):
         read_manifest(tmp_path / "none.gguf")
