@@ -231,7 +231,8 @@ async def join(
     try:
         async with asyncio.timeout(limits.exchange_s):
             await frames.send(joiner.start())
-            await frames.send(joiner.prove(await frames.receive()))
+            greeting = await _greeting(frames, host_port(host, port))
+            await frames.send(joiner.prove(greeting))
             joined = joiner.read_welcome(await frames.receive())
             await keep(joined)
             await frames.send(joiner.done())
@@ -240,6 +241,21 @@ async def join(
     finally:
         await frames.hang_up()
     return joined
+
+
+async def _greeting(frames: _Frames, place: str) -> bytes:
+    """The inviter's first frame. Raises PairingRejected that says so where somebody else listens:
+    a node or its API hang up, or answer otherwise."""
+    try:
+        return await frames.receive()
+    except PairingRejected as error:
+        if error.param != "protocol":
+            raise
+        raise PairingRejected(
+            f"Who listens at {place} hung up, or speaks of no invitation.",
+            fix="Give the address that `hearthnet invite` shows: a node's own port is another.",
+            param="protocol",
+        ) from error
 
 
 class _Frames:

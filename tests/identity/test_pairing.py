@@ -449,6 +449,25 @@ async def test_caller_who_sends_one_byte_at_a_time_is_hung_up_on() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+async def test_who_listens_for_something_else_is_told_from_an_inviter(
+    said: bytes, guest: Party
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(said)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PairingRejected, match=f"127.0.0.1:{port} hung up") as caught:
+            await join(
+                "127.0.0.1", port, key=guest.key, name="guest",
+                ticket=parse_ticket("amber-river-42"), keep=_keep_nothing,
+            )  # fmt: skip
+    assert "a node's own port is another" in caught.value.fix
+
+
 async def test_inviter_that_never_answers_times_out(guest: Party) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
