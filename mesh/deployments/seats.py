@@ -76,10 +76,16 @@ def reconcile_devices(
     need_mb: NeedMb,
 ) -> Decision:
     """The next steps on all devices of a node, of which each is reconciled by itself."""
+    wanted = wishes_of(view).keys()
+    elsewhere = {
+        device: frozenset(name for name in wanted | seats.keys() if seats.get(name) != device)
+        for device in free_mb
+    }
     decisions = [
-        reconcile(_part(view, seats, device, free, need_mb)) for device, free in free_mb.items()
+        reconcile(_part(view, elsewhere[device], device, free, need_mb))
+        for device, free in free_mb.items()
     ]
-    waiting = dict.fromkeys(wishes_of(view).keys() - seats.keys(), _NO_OTHER)
+    waiting = dict.fromkeys(wanted - seats.keys(), _NO_OTHER)
     for each in decisions:
         waiting |= each.waiting or {}
     return Decision(
@@ -93,14 +99,14 @@ def reconcile_devices(
 
 
 def _part(
-    view: View, seats: Mapping[ShardId, str], device: str, free_mb: int | None, need_mb: NeedMb
+    view: View, others: frozenset[ShardId], device: str, free_mb: int | None, need_mb: NeedMb
 ) -> View:
     """What concerns one device."""
     return replace(
         view,
         held=[held for held in view.held if held.device == device],
         elsewhere=[held for held in view.held if held.device != device],
-        others=frozenset(name for name in (*wishes_of(view), *seats) if seats.get(name) != device),
+        others=others,
         free_mb=free_mb,
         need_mb=partial(_on, need_mb, device),
     )
