@@ -282,12 +282,16 @@ def _of_qwen3_next(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 def _of_glm4_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_glm4(writer, config)
+    _of_dots1(writer, config)
+
+
+def _of_dots1(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["n_routed_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_uint32(f"{writer.arch}.expert_group_count", config["n_group"])
-    writer.add_uint32(f"{writer.arch}.expert_group_used_count", config["topk_group"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
@@ -411,22 +415,6 @@ def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(config["rotary_dim"])
 
 
-def _of_dots1(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    _of_mixture(writer, config)
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(config["norm_topk_prob"])
-
-
-def _of_mixture(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    _of_routed(writer, config)
-    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-    if config.get("n_group") is not None:
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
-
-
 def _of_exaone_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     _of_exaone4(writer, config)
     _of_dots1(writer, config)
@@ -436,7 +424,8 @@ def _of_exaone_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _of_afmoe(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    _of_mixture(writer, config)
+    _of_routed(writer, config)
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_expert_shared_count(config["num_shared_experts"])

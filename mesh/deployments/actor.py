@@ -109,7 +109,8 @@ class Reconciler:
             await set_within(self._due, TICK_S)
 
     async def _step(self) -> None:
-        view = self._view()
+        free_mb = self._free_mb()
+        view = self._view(len(free_mb))
         wanted = wishes_of(view)
         for shard in [each for each in self._loads if each not in wanted]:
             self._loads[shard].cancel()  # what it has loaded meanwhile is dropped next time
@@ -117,7 +118,6 @@ class Reconciler:
             if shard in wanted and shard not in self._loads and shard not in self._drops:
                 self.phases.failed(shard, error, loop_time())
                 self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
-        free_mb = self._free_mb()
         need_mb = self._world.need_mb
         if len(free_mb) > 1:
             await self._world.get_to_know(each.wish for each, _ in wanted.values())
@@ -151,8 +151,8 @@ class Reconciler:
             loading = self._load(view.deployments[load.deployment], load, model)
             self._begin(self._loads, load.shard, loading)
 
-    def _view(self) -> View:
-        world, devices = self._world, len(self._world.free_mb())
+    def _view(self, devices: int) -> View:
+        world = self._world
         held = {each.shard: each for each in world.held()}
         deployments = world.deployments()
         self.phases.wished(

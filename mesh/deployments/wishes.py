@@ -116,8 +116,7 @@ class Plan:
 
     def spans_of(self, node: NodeId) -> list[LayerRange]:
         """What a node is to hold, once each."""
-        mine = {s.layers for replica in self.replicas for s in replica.spans if s.node == node}
-        return sorted(mine)
+        return sorted(self.copies_on(node))
 
     def copies_on(self, node: NodeId) -> Counter[LayerRange]:
         """In how many replicas a node holds the same layers."""

@@ -43,10 +43,23 @@ LATENT = {name: DECODER[name] for name in _OTHERS} | {
     "attn_k_b": f"self_attn.{KEYS}",
     "attn_v_b": f"self_attn.{VALUES}",
 }
-_SOFTMAX, SIGMOID = 1, 2
+_SOFTMAX, _SIGMOID = 1, 2
 """How llama.cpp numbers them among the functions that experts are chosen by."""
 _OF_A_LOGARITHM = 0.1
 """The converter writes a setting of yarn multiplied by that."""
+
+
+def require_sigmoid(said: GgufSettings) -> None:
+    """Refuse a file whose experts are chosen in another way; one that does not say means that."""
+    if said.whole("expert_gating_func", _SIGMOID) != _SIGMOID:
+        said.refuse("its experts are not chosen by a sigmoid")
+
+
+def require_weighed(said: GgufSettings, *, default: bool) -> None:
+    """Refuse a file whose chosen experts do not share one whole; `default` is for who says
+    nothing."""
+    if not said.flag("expert_weights_norm", default=default):
+        said.refuse("what its experts give is not weighed against each other")
 
 
 def _deepseek2(said: GgufSettings) -> dict[str, Any]:
@@ -64,9 +77,9 @@ def _deepseek2(said: GgufSettings) -> dict[str, Any]:
         "n_shared_experts": said.whole("expert_shared_count", 0, least=0),
     }  # fmt: skip
     is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
-    chosen = said.whole("expert_gating_func", SIGMOID if is_corrected else _SOFTMAX)
+    chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
     is_mixture = dense < said.layers()
-    if not is_mixture or (chosen == SIGMOID and is_corrected):
+    if not is_mixture or (chosen == _SIGMOID and is_corrected):
         return found
     return found | _second(said, found, chosen, is_corrected=is_corrected)
 
@@ -161,8 +174,7 @@ def _exaone_moe(said: GgufSettings) -> dict[str, Any]:
 def _by_sigmoid(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
     """Of those with plain keys and values, whose experts are chosen by a sigmoid."""
     config = decoder(said, model_type, class_name)
-    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
+    require_sigmoid(said)
     return config | _mixture(said) | {
         "head_dim": head_width(said, config),
         "attention_bias": said.has("blk.0.attn_q.bias"),

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh.models.gguf.architecture import Architecture, attentive, some_attend
-from mesh.models.gguf.deepseeks import LATENT, MIXTURE, SIGMOID
+from mesh.models.gguf.deepseeks import LATENT, MIXTURE, require_sigmoid, require_weighed
+from mesh.models.gguf.llamas import MIXTRAL_EXPERTS
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
@@ -27,21 +28,14 @@ _STATES = {
     "ssm_dt.bias": "self_attn.dt_bias",
     "ssm_norm": "self_attn.o_norm",
 }
-_EXPERTS = {
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-}
 _DIMENSIONS = {f"ssm_conv1d_{each}": 3 for each in "qkv"} | {"ssm_a": 4}
 
 
 def _kimi_linear(said: GgufSettings) -> dict[str, Any]:
     attends, _ = some_attend(said)
     config = attentive(said, "kimi_linear", "KimiLinearForCausalLM", groups=1)
-    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
-    if not said.flag("expert_weights_norm", default=True):
-        said.refuse("what its experts give is not weighed against each other")
+    require_sigmoid(said)
+    require_weighed(said, default=True)
     # Nothing is turned; what is in a latent and in a head is said under other names.
     said.pass_over("rope.freq_base", "attention.key_length", "attention.value_length")
     layers, dense = config["num_hidden_layers"], said.whole("leading_dense_block_count", 0, least=0)
@@ -80,7 +74,7 @@ def _unlike(name: str, _: Mapping[str, Any]) -> Difference | None:
 KIMI_LINEAR = Architecture(
     _kimi_linear,
     LATENT | _STATES | MIXTURE,
-    experts=_EXPERTS,
+    experts=MIXTRAL_EXPERTS,
     dimensions=_DIMENSIONS,
     unlike=_unlike,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.models.gguf.architecture import Architecture, attentive, some_attend
-from mesh.models.gguf.deepseeks import SIGMOID
+from mesh.models.gguf.deepseeks import require_sigmoid
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 
@@ -59,8 +59,7 @@ def _lfm2(said: GgufSettings) -> dict[str, Any]:
 
 
 def _lfm2_moe(said: GgufSettings) -> dict[str, Any]:
-    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
+    require_sigmoid(said)
     config = _lfm2(said)
     dense = said.whole("leading_dense_block_count", 0, least=0)
     return config | {

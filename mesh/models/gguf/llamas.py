@@ -11,7 +11,7 @@ from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
 _MIXTURE = {"ffn_gate_inp": "block_sparse_moe.gate"}
-_EXPERTS = {
+MIXTRAL_EXPERTS = {
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
@@ -89,7 +89,7 @@ def _mistral3(said: GgufSettings) -> dict[str, Any]:
     return config | {"head_dim": width, "sliding_window": None, "rope_parameters": turned}
 
 
-LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=_EXPERTS, unlike=unlike_llama)
+LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=MIXTRAL_EXPERTS, unlike=unlike_llama)
 ARCEE = Architecture(
     _arcee,
     {name: DECODER[name] for name in DECODER if name != "ffn_gate"},

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.models.gguf.architecture import DECODER, HEAD_NORMS, Architecture, decoder, head_width
-from mesh.models.gguf.deepseeks import SIGMOID
+from mesh.models.gguf.deepseeks import require_sigmoid
+from mesh.models.gguf.llamas import MIXTRAL_EXPERTS
 from mesh.models.gguf.rotary import partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 
@@ -13,16 +14,10 @@ _MIXTURE = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
 }
-_EXPERTS = {
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-}
 
 
 def _minimax_m2(said: GgufSettings) -> dict[str, Any]:
-    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
+    require_sigmoid(said)
     config = decoder(said, "minimax_m2", "MiniMaxM2ForCausalLM")
     width = head_width(said, config)
     return config | {
@@ -34,4 +29,4 @@ def _minimax_m2(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-MINIMAX_M2 = Architecture(_minimax_m2, DECODER | HEAD_NORMS | _MIXTURE, experts=_EXPERTS)
+MINIMAX_M2 = Architecture(_minimax_m2, DECODER | HEAD_NORMS | _MIXTURE, experts=MIXTRAL_EXPERTS)

@@ -14,7 +14,7 @@ from mesh.models.gguf.architecture import (
     head_width,
     kinds,
 )
-from mesh.models.gguf.deepseeks import MIXTURE, SIGMOID
+from mesh.models.gguf.deepseeks import MIXTURE, require_sigmoid, require_weighed
 from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
@@ -193,10 +193,8 @@ def _apertus(said: GgufSettings) -> dict[str, Any]:
 def _afmoe(said: GgufSettings) -> dict[str, Any]:
     """AFM's mixtures, Trinity Nano and Mini."""
     config = _headed(said, "afmoe", "AfmoeForCausalLM")
-    if said.whole("expert_gating_func", SIGMOID) != SIGMOID:
-        said.refuse("its experts are not chosen by a sigmoid")
-    if not said.flag("expert_weights_norm", default=False):
-        said.refuse("what its experts give is not weighed against each other")
+    require_sigmoid(said)
+    require_weighed(said, default=False)
     layers = config["num_hidden_layers"]
     pattern = "attention.sliding_window_pattern"
     return config | {
