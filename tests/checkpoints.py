@@ -285,6 +285,12 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": hidden // 2},
         "gemma4_dense": gemma4,
+        "gemma4_e": gemma4
+        | {"attention_k_eq_v": False, "hidden_size_per_layer_input": 16}
+        | {"num_kv_shared_layers": layers // 2, "use_double_wide_mlp": True}
+        | {"vocab_size_per_layer_input": 384, "layer_types": [
+            "full_attention" if (layers - i) % 2 else "sliding_attention" for i in range(layers)
+        ]},
         "gemma4_unified_text": gemma4,
         "deepseek_v2": experts | latent,
         "deepseek_v3": experts | latent | {"n_group": 2, "topk_group": 1, "n_routed_experts": 8},
@@ -349,6 +355,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
 
 _MODEL_TYPES = {
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text",
+    "gemma4_e": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "granitemoehybrid_dense": "granitemoehybrid",
 }  # fmt: skip

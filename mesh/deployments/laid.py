@@ -42,6 +42,7 @@ class Laid:
     it cannot, `rooms` are how many layers each machine has room for beside what is there; nobody
     knows it of the others. `extra` layers fit less for each further shard on a machine, and `held`
     lie on its disk already. `quant` is the format that fits, where machines would choose others.
+    Layers from `joined` on are not parted.
     """
 
     replicas: tuple[tuple[Span, ...], ...] = ()
@@ -51,6 +52,7 @@ class Laid:
     quant: Quant = ""
     extra: int = 0
     held: Mapping[NodeId, Sequence[LayerRange]] = field(default_factory=dict)
+    joined: int | None = None
 
 
 UNKNOWN = Laid()
@@ -62,6 +64,7 @@ class Rooms:
 
     def __init__(self, laid: Laid, machines: Sequence[AvailableNode]) -> None:
         self.extra = laid.extra
+        self.joined = laid.joined
         self._held = laid.held
         self._left = dict(laid.rooms)
         self._machines = machines

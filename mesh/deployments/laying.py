@@ -20,7 +20,7 @@ from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import ITEMSIZE, Demand, HeldLayers, Machine, ModelShape
-from mesh.routing.placement import NO_SUCH_FORMAT, Layout, lay_out
+from mesh.routing.placement import NO_SUCH_FORMAT, Layout, lay_out, not_apart
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
 from mesh.units import memory_size
@@ -47,7 +47,8 @@ NOTHING = RoomAdjustments()
 
 def require_possible(model: ModelShape, wish: Wish, quant: str) -> None:
     """Raise WeightsMismatch where a wish for these weights counts other layers than they have, and
-    UnsupportedFamily where it is certain that no machine serves them in this format."""
+    UnsupportedFamily where it is certain that no machine serves them in this format, or parted as
+    it is wished."""
     if model.total_layers != wish.total_layers:
         raise WeightsMismatch(
             f"the wish for {wish.model_id} counts {wish.total_layers} layers, its weights have"
@@ -61,6 +62,10 @@ def require_possible(model: ModelShape, wish: Wish, quant: str) -> None:
             fix=other_formats(model.quants),
             param="quant",
         )
+    for pin in wish.pins:
+        if not model.may_lie_apart(pin.layers):
+            why, fix = not_apart(model, pin.layers)
+            raise UnsupportedFamily(why, fix=fix, param="layers")
 
 
 def lay(
@@ -128,7 +133,7 @@ def rooms(
             least = min(bench.weight_bytes) + bench.cache_bytes
             extra = max(extra, math.ceil(beside_bytes / least))
     held = {each.node_id: tuple(part.layers for part in each.held) for each in machines}
-    return Laid(rooms=found, extra=extra, held=held)
+    return Laid(rooms=found, extra=extra, held=held, joined=model.joined)
 
 
 def with_more(machine: Machine, more_bytes: int) -> Machine:

@@ -146,9 +146,10 @@ def choose_placement(
     orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
     orders.append(sorted(ranked, key=lambda m: rooms.first_held(m.node)))
     rounds = [order[k:] + order[:k] for order in orders for k in range(len(order))]
-    new = {spans: [s for s in spans if s not in there] for spans in _ways(wish, pins, rounds, None)}
+    even = _ways(wish, pins, rounds, None, rooms.joined)
+    new = {spans: [s for s in spans if s not in there] for spans in even}
     ways = [spans for spans, more in new.items() if rooms.hold(more)]
-    ways = ways or _ways(wish, pins, rounds, rooms)
+    ways = ways or _ways(wish, pins, rounds, rooms, rooms.joined)
     if not ways:
         raise rooms.refusal(wish, wish.total_layers)
 
@@ -166,8 +167,9 @@ def _ways(
     pins: Sequence[Span],
     rounds: Iterable[Sequence[AvailableNode]],
     rooms: Rooms | None,
+    joined: int | None,
 ) -> list[tuple[Span, ...]]:
-    found = [_around(wish, pins, order, rooms) for order in rounds]
+    found = [_around(wish, pins, order, rooms, joined) for order in rounds]
     return [spans for spans in found if spans is not None]
 
 
@@ -178,15 +180,21 @@ def _as_in(replica: Replica, machines: Sequence[AvailableNode]) -> list[Availabl
 
 
 def _around(
-    wish: Wish, pins: Sequence[Span], order: Sequence[AvailableNode], rooms: Rooms | None
+    wish: Wish,
+    pins: Sequence[Span],
+    order: Sequence[AvailableNode],
+    rooms: Rooms | None,
+    joined: int | None,
 ) -> tuple[Span, ...] | None:
     """What is not pinned, in even parts over the machines in their order; None where `rooms` are
-    too small for it."""
+    too small for it. Layers from `joined` on are not parted."""
     spans = list(pins)
     for gap in wish.whole.lacking(pin.layers for pin in pins):
         free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
         nodes = [machine.node for machine in free]
-        parts = _split(gap, nodes) if rooms is None else _split_within(gap, nodes, spans, rooms)
+        parts = (
+            _split(gap, nodes, joined) if rooms is None else _split_within(gap, nodes, spans, rooms)
+        )
         if parts is None:
             return None
         spans += parts
@@ -288,8 +296,15 @@ def _least_loaded(
     return tuple(parts)
 
 
-def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:
-    """Even parts of a range over nodes, in their order; no node gets none."""
+def _split(layers: LayerRange, nodes: Sequence[NodeId], joined: int | None = None) -> list[Span]:
+    """Even parts of a range over nodes, in their order; no node gets none, and the last one all
+    from `joined` on."""
+    if joined is not None and joined < layers.stop:
+        last = nodes[-1] if joined > layers.start else nodes[0]
+        if joined <= layers.start or len(nodes) < 2:
+            return [Span(last, layers)]
+        head = _split(LayerRange(layers.start, joined), nodes[:-1])
+        return [*head, Span(last, LayerRange(joined, layers.stop))]
     return [Span(*each) for each in zip(nodes, layers.parts(len(nodes)), strict=False)]
 
 
@@ -297,7 +312,9 @@ def _split_within(
     layers: LayerRange, nodes: Sequence[NodeId], beside: Iterable[Span], rooms: Rooms
 ) -> list[Span] | None:
     """Parts as even as there is room for them beside spans of the same plan; None where there is
-    too little."""
+    too little. Layers that are not parted go to the first node that has room for them."""
+    if rooms.joined is not None and rooms.joined < layers.stop:
+        return _joined_within(layers, nodes, tuple(beside), rooms)
     taken: Counter[NodeId] = Counter()
     for span in beside:
         taken[span.node] += len(span.layers) + rooms.extra
@@ -315,6 +332,24 @@ def _split_within(
             spans.append(Span(node, LayerRange(at, at + sizes[node])))
             at += sizes[node]
     return spans
+
+
+def _joined_within(
+    layers: LayerRange, nodes: Sequence[NodeId], beside: tuple[Span, ...], rooms: Rooms
+) -> list[Span] | None:
+    assert rooms.joined is not None  # noqa: S101 - asked before
+    tail = LayerRange(max(rooms.joined, layers.start), layers.stop)
+    for node in nodes:
+        taken = sum(len(each.layers) + rooms.extra for each in beside if each.node == node)
+        if _left(rooms.of(node), taken, len(layers)) < len(tail):
+            continue
+        if tail == layers:
+            return [Span(node, tail)]
+        head, others = LayerRange(layers.start, tail.start), [n for n in nodes if n != node]
+        parts = _split_within(head, others, (*beside, Span(node, tail)), rooms)
+        if parts is not None:
+            return [*parts, Span(node, tail)]
+    return None
 
 
 def _left(room: int | None, taken: int, most: int) -> int:

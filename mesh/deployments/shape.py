@@ -6,7 +6,7 @@ import math
 import re
 
 from mesh.models.coded.scheme import is_decoded
-from mesh.models.manifest import Manifest
+from mesh.models.manifest import Manifest, is_inputs
 from mesh.models.standard import (
     experts_met,
     goes_by_torch,
@@ -25,9 +25,11 @@ _SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 def shape_of(manifest: Manifest, context: int) -> ModelShape:
     """Of this checkpoint, whose prompts are up to `context` long. Blocks for a moment."""
-    ends = manifest.ends_weights()
-    whole, settings = LayerRange(0, manifest.total_layers), ShardSettings()
-    each = [LayerRange(layer, layer + 1) for layer in range(manifest.total_layers)]
+    ends = [each for each in manifest.ends_weights() if not is_inputs(each.name)]
+    inputs = [each for each in manifest.ends_weights() if is_inputs(each.name)]
+    total = manifest.total_layers
+    whole, settings = LayerRange(0, total), ShardSettings()
+    each = [LayerRange(layer, layer + 1) for layer in range(total)]
     share = experts_met(manifest.config)
     return ModelShape(
         manifest.model_id,
@@ -38,15 +40,17 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         manifest.dtype if is_decoded(manifest.dtype) else _SHORT.get(manifest.dtype, "fp32"),
         manifest.layer_bytes,
         manifest.ends_bytes,
-        manifest.hidden_size,
+        manifest.row_size,
         _kv_numbers(cached_numbers(manifest, whole)),
         computing_bytes(manifest, settings.prefill_rows, context),
         quants=_quants(manifest),
         state_bytes=math.ceil(
-            settings.max_concurrent_streams * state_bytes(manifest, whole) / manifest.total_layers
+            settings.max_concurrent_streams * state_bytes(manifest, whole) / total
         ),
         is_int4=manifest.is_int4,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
+        inputs_weights=weight_bytes(inputs, 1),
+        joined=None if manifest.joined_from == total else manifest.joined_from,
         layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
 

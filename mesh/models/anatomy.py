@@ -30,7 +30,7 @@ class Anatomy:
         lists = layer_lists(base)
         layers = [n for n, each in lists.items() if len(each) == base.config.num_hidden_layers]
         embedding = [n for n, m in base.named_modules() if m is base.get_input_embeddings()]
-        known = {*layers, *embedding, family.entry.positions}
+        known = {*layers, *embedding, family.entry.positions, *family.entry.layer_inputs}
         others = [(name, child) for name, child in base.named_children() if name not in known]
         rest = [name for name, child in others if any(True for _ in child.parameters())]
         # Some norms have no parameters (OLMo's): go by the class then.

@@ -26,6 +26,8 @@ from mesh.models.coded.scheme import KEYS
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.models.pooling import read_pooling
+from mesh.models.row_form import RowForm
+from mesh.models.standard import joined_from
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
@@ -64,6 +66,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 )
 _STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 _KINDS = _STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+_INPUTS, _SHARED_KEYS = "hidden_size_per_layer_input", "num_kv_shared_layers"
 _PER_LAYER = frozenset(
     {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "sliding_windows"}
 )
@@ -85,12 +88,17 @@ class FamilyEntry:
 
     `positions` names the base model's learned position embedding, which stays with the ends.
     `embedding_scale` is applied by the ends. `norms_embedding`: its final norm comes before the
-    first layer as well. `refuse(whole)` is the reason why one config cannot be cut, or None.
+    first layer as well. `layer_inputs` name what of a base model makes the numbers that its layers
+    take beside hidden states, where they do (see `mesh.models.row_form`). `shares_keys`: its last
+    layers may see the keys and values of earlier ones. `refuse(whole)` is the reason why one config
+    cannot be cut, or None.
     """
 
     positions: str | None = None
     embedding_scale: EmbeddingScale | None = None
     norms_embedding: bool = False
+    layer_inputs: tuple[str, ...] = ()
+    shares_keys: bool = False
     refuse: Callable[[Any], str | None] | None = None
 
 
@@ -109,6 +117,14 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
             )
         ),
         "falcon_h1": _MULTIPLIED,
+        "gemma4_text": FamilyEntry(
+            layer_inputs=(
+                "embed_tokens_per_layer",
+                "per_layer_model_projection",
+                "per_layer_projection_norm",
+            ),
+            shares_keys=True,
+        ),
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "granite": _MULTIPLIED,
@@ -154,6 +170,30 @@ class Family:
         """The same for the forward of these layers only; they themselves are made by the other."""
         return cut_config(self.bare_config(), layers)
 
+    def ends_config(self) -> Any:
+        """The same for the ends: of one layer, where nothing of theirs is for each of them."""
+        return self.bare_config() if self.row_form.width else self.slice_config(LayerRange(0, 1))
+
+    @property
+    def row_form(self) -> RowForm:
+        """What goes from hop to hop."""
+        width = getattr(self.config, _INPUTS, None) or 0
+        return RowForm(self.config.hidden_size, self.config.num_hidden_layers, width)
+
+    def require_joined(self, layers: LayerRange) -> None:
+        """Raise UnsupportedFamily for layers that have some, and not all, of those that see the
+        same keys."""
+        total = self.config.num_hidden_layers
+        joined = joined_from(self.config.to_dict(), total)
+        if layers.start <= joined and (layers.stop <= joined or layers.stop == total):
+            return
+        raise UnsupportedFamily(
+            f"Layers {layers} of {self.model_type} cannot be computed by themselves: its layers"
+            f" {(last := LayerRange(joined, total))} see keys of each other.",
+            fix=f"Have layers {last} on one machine, with or without some of those before them.",
+            param="layers",
+        )
+
 
 def cut_config(whole: Any, layers: LayerRange) -> Any:
     """A copy with so many layers, and of every per-layer list their part."""
@@ -173,6 +213,9 @@ def narrow_config(config: Any, layers: LayerRange) -> None:
             setattr(config, name, value[layers.start : layers.stop])
     if named := getattr(config, "attn_layer_indices", None):
         config.attn_layer_indices = [n - layers.start for n in named if n in layers]
+    if shared := getattr(config, _SHARED_KEYS, 0):
+        first = max(layers.start, config.num_hidden_layers - shared)
+        setattr(config, _SHARED_KEYS, max(0, layers.stop - first))
     config.num_hidden_layers = len(layers)
     if own:
         first = layers.start
@@ -265,15 +308,16 @@ def _refusal(whole: Any, text: Any) -> str | None:
     if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         return "its attention looks ahead: it turns texts into vectors and does not go on with them"
     entry = ENTRIES.get(text.model_type, _GENERIC)
-    return _unlike_layers(text) or (entry.refuse(text) if entry.refuse else None)
+    return _unlike_layers(text, entry) or (entry.refuse(text) if entry.refuse else None)
 
 
-def _unlike_layers(text: Any) -> str | None:
+def _unlike_layers(text: Any, entry: FamilyEntry) -> str | None:
     if foreign := sorted(set(layer_kinds(text)) - _KINDS):
         return f"it has layers of kind {foreign[0]}, which were never tried"
-    if shared := getattr(text, "num_kv_shared_layers", 0):
+    shared = getattr(text, _SHARED_KEYS, 0)
+    if shared and not entry.shares_keys:
         return f"its last {shared} layers share the keys and values of earlier ones"
-    if getattr(text, "hidden_size_per_layer_input", 0):
+    if getattr(text, _INPUTS, 0) and not entry.layer_inputs:
         return "each of its layers reads the token ids, and a hop has only hidden states"
     return None
 

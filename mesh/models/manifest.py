@@ -31,7 +31,7 @@ from mesh.models.joined_rows import with_joined_rows
 from mesh.models.latents import with_latents
 from mesh.models.layer_names import INDEXED, find_layers, language_part, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
-from mesh.models.standard import goes_by_torch
+from mesh.models.standard import goes_by_torch, joined_from
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -40,6 +40,7 @@ _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
+_INPUTS = "embed_tokens_per_layer.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
@@ -131,6 +132,18 @@ class Manifest:
             for layer in range(self.total_layers)
             if all(each.present for each in self.layer_tensors(LayerRange(layer, layer + 1)))
         )
+
+    @property
+    def joined_from(self) -> int:
+        """The first of the layers that lie on one machine; `total_layers` where there are none."""
+        return joined_from(self.config, self.total_layers)
+
+    @property
+    def row_size(self) -> int:
+        """How many numbers go from hop to hop for one position: a hidden state, and what layers are
+        given beside it (`mesh.models.row_form`)."""
+        tables = (each for each in self.ends_weights() if is_inputs(each.name))
+        return self.hidden_size + sum(each.shape[-1] for each in tables)
 
     def ends_tensors(self) -> tuple[TensorEntry, ...]:
         """Those stored for embedding, final norm and head; towers for other modalities are left
@@ -336,6 +349,11 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     return tensors
 
 
+def is_inputs(name: str) -> bool:
+    """Whether the tensor of that name is the table of what each token gives all layers."""
+    return name.endswith(_INPUTS)
+
+
 def _is_end(name: str, prefix: str) -> bool:
     if name.startswith(prefix):
         return False
@@ -362,7 +380,11 @@ def _widths(
 
 def _largest_end(directory: Path, tensors: Mapping[str, TensorEntry], prefix: str) -> TensorEntry:
     """The embedding, or a head of the same shape."""
-    matrices = [e for e in tensors.values() if _is_end(e.name, prefix) and len(e.shape) == 2]
+    matrices = [
+        each
+        for each in tensors.values()
+        if _is_end(each.name, prefix) and len(each.shape) == 2 and not is_inputs(each.name)
+    ]
     if not matrices:
         raise BadCheckpoint(
             f"{directory} has no embedding beside its layers.", fix="Download the whole checkpoint."

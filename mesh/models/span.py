@@ -30,9 +30,10 @@ from mesh.models.filling import Placement, compute_buffers, fill, without_empty_
 from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import Late, late_experts, stacks_of
-from mesh.models.manifest import Manifest, is_head
+from mesh.models.manifest import Manifest, is_head, is_inputs
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
+from mesh.models.row_form import taking_rows
 from mesh.types import LayerRange
 
 
@@ -79,6 +80,9 @@ class Ends(nn.Module):
         """The weight of the head where that has none yet: it is on the meta device."""
         name, base = base_of(causal)
         entry = family.entry
+        self.row_form = family.row_form
+        self._inputs = base if self.row_form.width else None
+        """What makes the inputs of its layers, where they have some."""
         self.hidden_size: int = family.config.hidden_size
         self.vocab_size: int = family.config.vocab_size
         self.bytes_read = bytes_read
@@ -113,8 +117,13 @@ class Ends(nn.Module):
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Token ids (1, rows) that stand at `position`.. as hidden states (1, rows, hidden)."""
+        """Token ids (1, rows) that stand at `position`.. as what the first layer is given
+        (1, rows, `row_form.size`)."""
         hidden: torch.Tensor = self._embedding(ids)
+        if self._inputs is not None:
+            token = self._inputs.get_per_layer_inputs(ids)
+            inputs = self._inputs.project_per_layer_inputs(hidden, token)
+            return torch.cat((hidden, inputs.flatten(-2).to(hidden.dtype)), -1)
         if self._scale is not None:
             hidden = hidden * self._scale
         if self._positions is not None:
@@ -123,8 +132,9 @@ class Ends(nn.Module):
         return self.norm(hidden) if self._norms_embedding else hidden
 
     @torch.no_grad()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states (1, rows, hidden) after the last layer as logits (1, rows, vocab)."""
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the last layer gave, (1, rows, at least hidden), as logits (1, rows, vocab)."""
+        hidden = rows[..., : self.hidden_size]
         logits: torch.Tensor = self._causal(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
@@ -185,8 +195,7 @@ def build_span(
     base = empty_base(family, placement) if whole is None else whole
     anatomy = Anatomy.of(base, family)
     base = _only(base, anatomy, layers, is_shared=whole is not None)
-    setattr(base, anatomy.norm, nn.Identity())
-    setattr(base, anatomy.embedding, None)
+    bare_of_ends(base, family, anatomy, layers.start)
     if anatomy.positions:
         setattr(base, anatomy.positions, _NoPositions(placement.dtype))
     stored = {
@@ -204,6 +213,18 @@ def build_span(
     narrow_config(base.config, layers)
     size = sum(entry.nbytes for entry in names.values())
     return LoadedSpan(base, base.config, layers, size, len(names), pages, sha256, deferred, late)
+
+
+def bare_of_ends(base: Any, family: Family, anatomy: Anatomy, first_layer: int) -> None:
+    """Make `base`, whose layers are those from `first_layer` on, take and give what goes from hop
+    to hop."""
+    setattr(base, anatomy.norm, nn.Identity())
+    setattr(base, anatomy.embedding, None)
+    if family.row_form.width:
+        base.hidden_size_per_layer_input = 0  # they come with its rows
+        for part in family.entry.layer_inputs:
+            setattr(base, part, None)
+        taking_rows(base, family.row_form, first_layer, anatomy.layers)
 
 
 def _only(whole: Any, anatomy: Anatomy, layers: LayerRange, *, is_shared: bool) -> Any:
@@ -252,8 +273,7 @@ def build_ends(
 
     With `defer`, an embedding in GGUF's blocks stays in them, and such a head has no weight.
     """
-    config = family.slice_config(LayerRange(0, 1))
-    causal = empty_model(family.causal_class, config, placement)
+    causal = empty_model(family.causal_class, family.ends_config(), placement)
     _, base = base_of(causal)
     anatomy = Anatomy.of(base, family)
     setattr(base, anatomy.layers, nn.ModuleList())
@@ -300,6 +320,8 @@ def _fill_ends(
         del names[head]
         tied = True
     later, deferred_head = set[str](), None
+    if placement.device.type == "cpu" and not apart:  # rows that no token asks for are not decoded
+        later |= _leave_inputs_in_blocks(causal, names, placement.dtype)
     if defer:
         source = names.get(head) or (names.get(embedding) if tied else None)
         expected = tuple(causal.get_output_embeddings().weight.shape)
@@ -317,6 +339,22 @@ def _fill_ends(
     compute_buffers(causal, placement.device)
     fill(causal, now, placement, progress, same=same, absent=absent, later=later)
     return _FilledEnds(names, deferred_head)
+
+
+def _leave_inputs_in_blocks(
+    causal: Any, names: Mapping[str, TensorEntry], dtype: torch.dtype
+) -> set[str]:
+    """Have tables of what layers are given decode their rows as they are asked, where they are in
+    GGUF's blocks; the names of their weights."""
+    left = set()
+    for name in filter(is_inputs, names):
+        path, _, part = name.removesuffix(".weight").rpartition(".")
+        parent = causal.get_submodule(path)
+        stored = stored_embedding(getattr(parent, part), names[name], dtype)
+        if stored is not None:
+            setattr(parent, part, stored)
+            left.add(name)
+    return left
 
 
 class _FilledEnds(NamedTuple):
@@ -352,5 +390,7 @@ def _used(module: Any, names: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {
         name: entry
         for name, entry in without_empty_biases(names, expected).items()
-        if name in expected or not any(re.search(pattern, name) for pattern in ignored)
+        # Of a span, layers may be named by their numbers in the whole.
+        if name in expected
+        or not any(re.search(pattern, each) for pattern in ignored for each in (name, entry.name))
     }

@@ -68,6 +68,23 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     )
 
 
+def joined_from(config: Mapping[str, Any], total: int) -> int:
+    """Of so many layers the first of those at the end that lie on one machine, as some see keys and
+    values of others; `total` where none do.
+
+    Layers that see the keys of others take those of the last layer of their kind that has its own.
+    """
+    text = _text(config)
+    shared = text.get("num_kv_shared_layers") or 0
+    if not 0 < shared < total:
+        return total
+    kinds = text.get("layer_types") or ()
+    if len(kinds) != total:
+        return 0  # nothing tells which they are
+    own, seeing = [*kinds[: total - shared]], {*kinds[total - shared :]}
+    return min(len(own) - 1 - own[::-1].index(k) if k in own else 0 for k in seeing)
+
+
 def has_other_layers(config: Mapping[str, Any]) -> bool:
     """Whether its layers are not computed in few bits by the compiled runtime, as is certain."""
     text = _text(config)
@@ -79,12 +96,21 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
+        or _are_given_more(text)
     )
 
 
 def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
-    """Whether it is a mixture whose layers torch computes in 4 bit instead."""
-    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
+    """Whether torch computes its layers in 4 bit instead."""
+    is_mixture = experts_met(config) < 1
+    return (is_mixture and model_type in MIXTURES_BY_TORCH) or (
+        _are_given_more(_text(config)) and model_type in UNEQUAL
+    )
+
+
+def _are_given_more(text: Mapping[str, Any]) -> bool:
+    """Whether layers take numbers of their own beside hidden states, or keys of other layers."""
+    return bool(text.get("hidden_size_per_layer_input") or text.get("num_kv_shared_layers"))
 
 
 def other_formats(quants: Iterable[str]) -> str:

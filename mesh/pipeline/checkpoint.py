@@ -31,7 +31,7 @@ from mesh.shard.device import (
     memory_budget,
     short_dtype_name,
 )
-from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
+from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed, maps_inputs
 from mesh.shard.footprint import ends_mb, keeps_states
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
@@ -234,18 +234,19 @@ def load_asker(
     device = choose_device(options.device)
     stored = short_dtype_name(manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
-    need_mb = ends_mb(manifest, dtype.value.itemsize)
+    quant = options.deployed_quant if device.value.type == "cpu" else ""
+    quant = quant or options.quant
+    maps = maps_inputs(manifest, device.value, options.dtype, dtype.value, quant)
+    need_mb = ends_mb(manifest, dtype.value.itemsize, maps_inputs=maps)
     who = f"the ends of {model_id} (embedding and head) need"
     with taking(who, need_mb, device.value, options.caps):
         progress = Progress()
         begins(LoadNeed(model_id, need_mb, ram().free_mb), progress)
         threads = kept_threads(options.threads, device.value, options.threads_dir)
         torch.set_num_threads(threads.value)
-        quant = options.deployed_quant if device.value.type == "cpu" else ""
         plan = EndsPlan(
-            manifest, device.value, options.dtype, dtype, quant or options.quant, threads.value,
-            options.cache_dir,
-        )  # fmt: skip
+            manifest, device.value, options.dtype, dtype, quant, threads.value, options.cache_dir
+        )
         loaded = load_computed(plan, progress)
     model = _model(manifest, text, pooling, loaded)
     return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]
@@ -274,4 +275,5 @@ def _model(
         head_rows=loaded.rows if loaded is not None else 1,
         keeps_states=keeps_states(manifest),
         pooling=pooling,
+        inputs_size=manifest.row_size - manifest.hidden_size,
     )

@@ -57,13 +57,13 @@ class Failover:
         self,
         session: GenerationSession,
         router: ShardRouter,
-        hidden_size: int,
+        row_size: int,
         settings: FailoverSettings,
         local_model: LocalModel | None,
     ) -> None:
         self._session = session
         self._router = router
-        self._rows = chunk_rows(hidden_size)
+        self._rows = chunk_rows(row_size)
         self._settings = settings
         self._local_model = local_model
         self._excluded: set[ShardKey] = set()

@@ -173,7 +173,7 @@ class PipelineOrchestrator:
 
     @property
     def _most_drafted(self) -> int:
-        return min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
+        return min(self._settings.draft_tokens, chunk_rows(self._model.row_size) - 1)
 
     def _steps(
         self,
@@ -183,7 +183,7 @@ class PipelineOrchestrator:
         answer: Completion,
         reader: TextReader | None,
     ) -> DecodeSteps:
-        failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
+        failover = Failover(session, self._router, self._model.row_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
         most = self._most_drafted if _may_draft(request) else 0
         drafter = Drafter(answer.prompt, most, self._settings.draft_worth)
@@ -253,7 +253,7 @@ class PipelineOrchestrator:
         fed, limit = len(prompt), self._token_limit(prompt, request.sampling)
         rows, since = self._most_drafted + 1, fed - 1
         if request.scores_prompt:
-            rows, since = chunk_rows(self._model.hidden_size), 0
+            rows, since = chunk_rows(self._model.row_size), 0
         candidates = 0 if request.embeds else CANDIDATES
         return SessionTerms(
             self._model.model_id,

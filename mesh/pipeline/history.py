@@ -18,9 +18,9 @@ CHUNK_BYTES = 1 << 20
 """A chunk fits one frame, so that it need not be cut and put together again."""
 
 
-def chunk_rows(hidden_size: int) -> int:
+def chunk_rows(row_size: int) -> int:
     """How many rows of a prefill, or of a replay, travel together."""
-    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * hidden_size)))
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * row_size)))
 
 
 def rows_of(tensor: WireTensor) -> int:

@@ -104,7 +104,7 @@ class LogitLens:
         model = self._model
         if not count:
             raise BadRequest("The text has no tokens.", fix="Send some text.", param="prompt")
-        most = MAX_BYTES // (4 * model.hidden_size * model.total_layers)
+        most = MAX_BYTES // (4 * model.row_size * model.total_layers)
         if count > most:
             raise ContextTooLong(
                 f"The text has {count} tokens; a lens over this model's {model.total_layers} layers"
@@ -114,7 +114,7 @@ class LogitLens:
             )
 
     def _embedded(self, ids: Sequence[int]) -> list[WireTensor]:
-        count, noise = chunk_rows(self._model.hidden_size), RowNoise(self._settings.noise)
+        count, noise = chunk_rows(self._model.row_size), RowNoise(self._settings.noise)
         chunks = [(first, ids[first : first + count]) for first in range(0, len(ids), count)]
         return [
             to_wire(

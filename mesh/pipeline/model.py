@@ -121,6 +121,14 @@ class AskerModel:
     """What guesses how answers go on, beside what they said before."""
     pooling: Pooling = NO_POOLING
     """How it makes one vector of a text."""
+    inputs_size: int = 0
+    """How many numbers go from hop to hop behind each hidden state: what the model's layers are
+    given of the token that stands there, where they are (`mesh.models.row_form`)."""
+
+    @property
+    def row_size(self) -> int:
+        """How many numbers go from hop to hop for one position."""
+        return self.hidden_size + self.inputs_size
 
     def abilities(self) -> tuple[str, ...]:
         """What it can beside chatting: ``tools`` where it can call functions, ``thinking`` where
@@ -151,4 +159,5 @@ class AskerModel:
         if self.ends is not None:
             return None
         sizes = self.total_layers, self.hidden_size, self.vocab_size
-        return RemoteEnds(*sizes, candidates, normed=normed, **rows)
+        inputs = self.inputs_size
+        return RemoteEnds(*sizes, candidates, normed=normed, inputs_size=inputs, **rows)

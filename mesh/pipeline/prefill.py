@@ -62,7 +62,7 @@ class TokenFeed:
         noise: float = 0.0,
     ) -> None:
         self._model = model
-        self._rows = chunk_rows(model.hidden_size)
+        self._rows = chunk_rows(model.row_size)
         self._session = session
         self._failover = failover
         self._noise = RowNoise(noise)

@@ -22,7 +22,8 @@ class RemoteEnds:
 
     Rows before position `since` are none that a token is chosen behind; behind it as many of a
     step's last rows as `rows` says are. Without `candidates` the last hop gives hidden states,
-    behind the final norm if `normed`.
+    behind the final norm if `normed`. Others have `inputs_size` numbers behind them, see
+    `AskerModel`.
     """
 
     total_layers: int
@@ -32,6 +33,7 @@ class RemoteEnds:
     rows: int = 1
     since: int = 0
     normed: bool = False
+    inputs_size: int = 0
 
     def opening(self, request: Open, layers: LayerRange) -> Open:
         """What asks a hop for a session on `layers`."""
@@ -61,7 +63,8 @@ class RemoteEnds:
         """Whether a hop's answer to a step of `rows` from `position` on has shape and dtype."""
         count = self._count(layers)
         if not count:
-            return tensor.shape == (1, rows, self.hidden_size) and tensor.dtype in HIDDEN_DTYPES
+            size = self.hidden_size + (0 if self._norms(layers) else self.inputs_size)
+            return tensor.shape == (1, rows, size) and tensor.dtype in HIDDEN_DTYPES
         due = rows_due(position, rows, self.since, self.rows)
         return tensor.shape == (1, due, top_layout(count).itemsize) and tensor.dtype in _BYTES
 

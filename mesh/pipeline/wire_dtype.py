@@ -85,7 +85,7 @@ async def _logits(
     rows: list[torch.Tensor] = []
     session = await sessions.open_fresh(terms, model.total_layers)
     try:
-        failover = Failover(session, router, model.hidden_size, FailoverSettings(), None)
+        failover = Failover(session, router, model.row_size, FailoverSettings(), None)
         feed = TokenFeed(model, session, failover)
         for ids in prompts:
             session.cut(0)

@@ -147,8 +147,12 @@ def benches(model: ModelShape, machine: Machine, demand: Demand, quant: Quant) -
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
     """What the ends take of the asker's device; the head may be held twice for a while."""
-    size = computed_itemsize(float_format(model, device), device)
-    return (model.ends_weights + model.head_weights) * size + SPARE_BYTES
+    name = float_format(model, device)
+    size = computed_itemsize(name, device)
+    # Looked up in its file, where it is wanted as it is stored there.
+    is_mapped = device.kind == "cpu" and (name != "fp32" or model.dtype == "fp32")
+    inputs = 0 if is_mapped else model.inputs_weights
+    return (model.ends_weights + model.head_weights + inputs) * size + SPARE_BYTES
 
 
 def asking_bytes(model: ModelShape, device: Device, *, thin: bool) -> int:

@@ -173,7 +173,7 @@ def _together(parts: Parts, head: float, streams: int) -> float:
 def _first_token(model: ModelShape, parts: Parts, head: float) -> float:
     """Milliseconds until the first token of 512: the first chunk through all, then the slowest."""
     chunks = PREFILL_ROWS / _CHUNK_ROWS
-    chunk_bytes = _CHUNK_ROWS * model.hidden_size * _WIRE_ITEMSIZE
+    chunk_bytes = _CHUNK_ROWS * model.row_size * _WIRE_ITEMSIZE
     stages = [
         sum(bench.prefill_ms[layers.start : layers.stop]) / chunks
         + 2 * chunk_bytes / bench.machine.mb_s / 1e3

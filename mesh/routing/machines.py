@@ -43,6 +43,9 @@ class ModelShape:
     be halved; with `is_int4` layers it loses nothing in int4. Of its layers a row reads
     `layer_read` numbers, where that is not all of them: those are mixtures of experts. A part of
     a model need not have its first and its last layer.
+    `row_size` numbers go from hop to hop for one position. Tables have `inputs_weights` of which
+    layers are given something for each token. Layers from `joined` on see keys of each other, so
+    that they lie on one machine; None where none do.
     """
 
     model_id: ModelId
@@ -53,7 +56,7 @@ class ModelShape:
     dtype: str
     layer_bytes: tuple[int, ...]
     ends_bytes: int
-    hidden_size: int
+    row_size: int
     kv_numbers: int
     scratch_bytes: int = 0
     quants: tuple[Quant, ...] = QUANTS
@@ -63,6 +66,8 @@ class ModelShape:
     is_int4: bool = False
     has_first: bool = True
     has_last: bool = True
+    inputs_weights: int = 0
+    joined: int | None = None
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""
@@ -75,6 +80,16 @@ class ModelShape:
         return len(self.layer_weights)
 
     @property
+    def joined_from(self) -> int:
+        """The first of the layers that are not parted; behind all where there are none."""
+        return self.total_layers if self.joined is None else self.joined
+
+    def may_lie_apart(self, layers: LayerRange) -> bool:
+        """Whether these can be on a machine without the others."""
+        stops = layers.stop <= self.joined_from or layers.stop == self.total_layers
+        return layers.start <= self.joined_from and stops
+
+    @property
     def edges(self) -> tuple[int, ...]:
         """The layers beside which embedding and head are, where shards run those."""
         ends = ((0, self.has_first), (self.total_layers - 1, self.has_last))
@@ -82,7 +97,7 @@ class ModelShape:
 
     def part(self, layers: LayerRange) -> ModelShape:
         """A model of these layers only."""
-        own = slice(layers.start, layers.stop)
+        own, joined = slice(layers.start, layers.stop), self.joined_from
         return replace(
             self,
             layer_weights=self.layer_weights[own],
@@ -90,6 +105,7 @@ class ModelShape:
             layer_read=self.layer_read[own],
             has_first=self.has_first and layers.start == 0,
             has_last=self.has_last and layers.stop == self.total_layers,
+            joined=max(0, joined - layers.start) if joined < layers.stop else None,
         )
 
 

@@ -238,25 +238,25 @@ def _replica(
         return None
     if frugal:
         seats = [replace(each, hop_ms=1e6 + each.hop_ms + each.room_bytes / 1e6) for each in seats]
-    seated = seat(seats, model.total_layers, demand.max_shards)
+    seated = seat(seats, model.total_layers, demand.max_shards, model.joined)
     if seated is None:
         return None
     if not frugal and any(bench.machine.held for bench in found):
-        seated = _stay(seats, by_key, seated, model.total_layers, demand.max_shards)
+        seated = _stay(model, seats, by_key, seated, demand.max_shards)
     return tuple((by_key[each.key], layers) for each, layers in seated.parts)
 
 
 def _stay(
+    model: ModelShape,
     seats: Sequence[Seat],
     by_key: Mapping[tuple[str, str], Bench],
     fastest: Seating,
-    total_layers: int,
     most: int,
 ) -> Seating:
     """Nearly as fast, with less to fetch."""
     budget_ms = STAY_SHARE * fastest.cost_ms
     charged = [staying(each, by_key[each.key].machine, budget_ms) for each in seats]
-    return seat(charged, total_layers, most) or fastest
+    return seat(charged, model.total_layers, most, model.joined) or fastest
 
 
 def _seats(
@@ -274,6 +274,16 @@ def _seats(
 
 
 # Refusals
+
+
+def not_apart(model: ModelShape, layers: LayerRange) -> tuple[str, str]:
+    """Why these layers are not for one machine alone, and what to do."""
+    joined = LayerRange(model.joined_from, model.total_layers)
+    return (
+        f"{model.model_id} cannot have layers {layers} on one machine: its layers {joined} see keys"
+        " of each other.",
+        f"Give layers {joined} to one machine, with or without those before them.",
+    )
 
 
 def _contradiction(
@@ -300,6 +310,8 @@ def _contradiction(
         why = f"nobody knows {', '.join(sorted(named - known))}."
     elif out:
         why = f"{model.model_id} has layers {whole}, not {', '.join(out)}."
+    elif apart := [pin for _, pin in demand.pins if not model.may_lie_apart(pin)]:
+        why, fix = not_apart(model, apart[0])
     elif _dealt(demand) is None:
         why = "layers that are given to several nodes are more copies than replicas."
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, permutations
 
@@ -73,6 +73,19 @@ class Seat:
         on_disk = bisect_right(self._fetched, self._fetched[start] + self.disk_bytes)
         return min(in_memory, on_disk) - 1
 
+    def joined(self, first: int) -> Seat:
+        """The same with the layers from `first` on as if they were one."""
+        pin = self.pin
+        if pin is not None and pin.stop > first:
+            pin = LayerRange(pin.start, first + 1)
+        return replace(
+            self,
+            layer_ms=(*self.layer_ms[:first], sum(self.layer_ms[first:])),
+            layer_bytes=(*self.layer_bytes[:first], sum(self.layer_bytes[first:])),
+            fetch_bytes=(*self.fetch_bytes[:first], sum(self.fetch_bytes[first:])),
+            pin=pin,
+        )
+
     @property
     def is_even(self) -> bool:
         """Whether all layers are alike to it."""
@@ -119,11 +132,21 @@ class Seating:
     cost_ms: float
 
 
-def seat(seats: Iterable[Seat], total_layers: int, most: int) -> Seating | None:
+def seat(
+    seats: Iterable[Seat], total_layers: int, most: int, joined_from: int | None = None
+) -> Seating | None:
     """The cheapest seating of all layers on `most` seats or fewer; None where there is none.
 
-    Depends on the seats and their keys alone, not on their order. Every pinned seat is used.
+    Depends on the seats and their keys alone, not on their order. Every pinned seat is used. The
+    layers from `joined_from` on are not parted; no pin may part them.
     """
+    if joined_from is not None and joined_from < total_layers - 1:
+        found = seat((each.joined(joined_from) for each in seats), joined_from + 1, most)
+        if found is None:
+            return None
+        ends = {joined_from + 1: total_layers}
+        parts = ((s, LayerRange(o.start, ends.get(o.stop, o.stop))) for s, o in found.parts)
+        return Seating(tuple(parts), found.cost_ms)
     of_use = [each for each in seats if each.pin is not None or layers_within(each)]
     of_use.sort(key=lambda each: (_begins(each), each.key))
     return _seated(tuple(of_use), total_layers, most)

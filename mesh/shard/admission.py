@@ -37,6 +37,27 @@ if TYPE_CHECKING:
     from mesh.shard.sessions import ChatSession
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of a model: rows have `row_size` numbers, of which the first `hidden_size` are a hidden state
+    (`mesh.models.row_form`); layers from `joined_from` on see keys of each other."""
+
+    hidden_size: int
+    row_size: int
+    joined_from: int
+
+
+def require_joined(layers: LayerRange, shape: LayerShape, here: ShardDescriptor) -> None:
+    """Raise BadRequest for layers that see keys of others and are asked for without those."""
+    joined_from, total = shape.joined_from, here.total_layers
+    if layers.stop > joined_from and (layers.start > joined_from or layers.stop < total):
+        raise BadRequest(
+            f"Layers {layers} are not a session: those of {LayerRange(joined_from, total)} see keys"
+            " of each other.",
+            fix=f"Ask for all of {LayerRange(joined_from, total)}, or none.",
+        )
+
+
 def layers_asked(request: Open | OpenTaps, here: ShardDescriptor) -> LayerRange:
     """The layers of `here` that a session is asked for.
 

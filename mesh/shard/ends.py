@@ -20,12 +20,13 @@ import torch
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.candidates import candidates_of
 from mesh.models.coded.gathering import fits_int4
+from mesh.models.coded.scheme import is_decoded
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.progress import Progress
 from mesh.models.rounded import note_place
 from mesh.shard.compiled.formats import Quant
-from mesh.shard.device import DTYPES, Choice, choose_quant, short_dtype_name
+from mesh.shard.device import DTYPES, Choice, choose_quant, plain_dtype, short_dtype_name
 from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.types import WireDtype
 from mesh.wire.activations import to_torch, to_wire
@@ -40,10 +41,10 @@ class ModelEnds(Protocol):
     """Embedding, final norm and output head."""
 
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """(1, rows) token ids at positions from `position` to (1, rows, hidden)."""
+        """(1, rows) token ids at positions from `position` to (1, rows, row size)."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
+        """(1, rows, row size) after the last layer to (1, rows, vocab)."""
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same to (1, rows, hidden) behind the final norm."""
@@ -67,7 +68,8 @@ class ComputedEnds:
 
     @torch.no_grad()
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self._ends.norm(hidden.to(self._device, self._dtype))
+        rows = hidden[..., : self._ends.hidden_size].to(self._device, self._dtype)
+        normed: torch.Tensor = self._ends.norm(rows)
         return normed
 
 
@@ -94,6 +96,18 @@ class LoadedEnds:
     rows: int
     weight_bytes: int
     reasons: tuple[str, ...]
+
+
+def maps_inputs(
+    manifest: Manifest, device: torch.device, dtype: str, computed: torch.dtype, quant: str
+) -> bool:
+    """Whether a table that layers are given something of stays in its file: it is looked up there
+    where it is wanted as it is stored."""
+    stored = short_dtype_name(manifest.ends_dtype)
+    is_kept = kept_dtype(dtype, stored, computed, device) == plain_dtype(stored)
+    chosen = choose_quant(quant, device, is_int4=manifest.is_int4).value
+    is_kept = is_kept or is_decoded(manifest.ends_dtype)
+    return device.type == "cpu" and (is_kept or chosen is not None)
 
 
 def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnds:

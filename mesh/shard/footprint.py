@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mesh.models.header import TensorEntry
-from mesh.models.manifest import Manifest
+from mesh.models.manifest import Manifest, is_inputs
 from mesh.types import LayerRange, ShardMemory
 
 SPARE_MB = 64
@@ -20,6 +20,9 @@ _CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk",
 )  # fmt: skip
 """What configs call the experts that a row goes to."""
+
+_SHARED_KEYS = "num_kv_shared_layers"
+"""How many of the last layers cache nothing, as they see keys and values of others."""
 
 _STATES = 6
 """Of a session: as they are, as a step makes them, and as they were where two chunks and two drafts
@@ -71,11 +74,17 @@ def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
     return rows * (8 * hidden + 3 * wide + routed) * 4 + rows * longest * 4
 
 
-def ends_mb(manifest: Manifest, itemsize: int) -> int:
-    """What embedding, norm and head take at an asker, of which the head may be held twice."""
-    ends = manifest.ends_weights()
+def ends_mb(manifest: Manifest, itemsize: int, *, maps_inputs: bool = False) -> int:
+    """What embedding, norm and head take at an asker, of which the head may be held twice.
+
+    Of a table that layers are given something of for each token, only rows of tokens that come are
+    read where it is mapped; a head is as large as the largest of the others.
+    """
+    tables = [entry for entry in manifest.ends_weights() if is_inputs(entry.name)]
+    ends = [entry for entry in manifest.ends_weights() if not is_inputs(entry.name)]
     largest = max((weight_bytes([entry], itemsize) for entry in ends), default=0)
-    return _mb(weight_bytes(ends, itemsize) + largest) + SPARE_MB
+    taken = 0 if maps_inputs else weight_bytes(tables, itemsize)
+    return _mb(weight_bytes(ends, itemsize) + largest + taken) + SPARE_MB
 
 
 def weight_bytes(tensors: Iterable[TensorEntry], itemsize: int) -> int:
@@ -105,10 +114,13 @@ def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
             states.add(index)
             linear.update({index} if "k_conv" in name else ())
     said = _said_numbers(manifest)
-    each = map(str, range(layers.start, layers.stop))
+    first_seeing = manifest.total_layers - (_number(_text(manifest.config), _SHARED_KEYS) or 0)
     # Layers may differ; where keys are values as well (Gemma 4), both are cached.
     own = {i: keys[i] + values.get(i, keys[i]) for i in keys.keys() - linear}
-    return [own.get(i, 0 if i in states else said) for i in each]
+    return [
+        0 if layer >= first_seeing else own.get(str(layer), 0 if str(layer) in states else said)
+        for layer in range(layers.start, layers.stop)
+    ]
 
 
 def _said_numbers(manifest: Manifest) -> int:

@@ -116,7 +116,7 @@ def fits(matrix: BlockMatrix, device: torch.device) -> bool:
     return matrix.bits == 4 and is_whole and (device.type == "cpu" or _tiles(columns) > 0)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference: torch keeps packed weights by their version where it packs them
 def to_device(module: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
     """Move a span that was rounded to 4 bit to a device, where `dtype` is computed beside; how many
     layers, and experts' matrices, stay in 4 bit.

@@ -69,6 +69,10 @@ class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The forward over `rows` positions succeeded; they count from now on."""
         self.length += rows
 
+    def seen(self, layer_idx: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `update` gave of a layer, in the forward of so many rows that runs."""
+        raise NotImplementedError
+
     # transformers.Cache
 
     def update(
@@ -174,8 +178,23 @@ class SessionCache(OneSession):
         values[:, :, start:end] = value_states
         return keys[:, :, :end], values[:, :, :end]
 
+    def seen(self, layer_idx: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `OneSession`."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        assert keys is not None and values is not None  # noqa: S101, PT018 - it has run before
+        end = self.computed + rows
+        return keys[:, :, :end], values[:, :, :end]
+
     def _new(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_empty((1, like.shape[1], self._capacity, like.shape[3]))
+
+
+class Ragged(list["torch.Tensor"]):
+    """Keys or values of one layer, a tensor for each session."""
+
+    def to(self, *_args: Any) -> Ragged:
+        """They lie where rows are computed: layers that see them are asked to put them there."""
+        return self
 
 
 class BatchCache(Cache):  # type: ignore[misc]
@@ -196,13 +215,13 @@ class BatchCache(Cache):  # type: ignore[misc]
         layer_idx: int,
         *_args: Any,
         **_kwargs: Any,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    ) -> tuple[Ragged, Ragged]:
         """Write each session's row to its own cache; returns their views in the same order."""
         rows = [
             cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx)
             for i, cache in enumerate(self.caches)
         ]
-        return [keys for keys, _ in rows], [values for _, values in rows]
+        return Ragged(keys for keys, _ in rows), Ragged(values for _, values in rows)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Of no session in particular: the positions come with the step."""

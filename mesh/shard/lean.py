@@ -10,76 +10,37 @@ no hooks and no sampling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from mesh.shard.attention import Attend, CausalRule, row_exact_attention_of, rule_mask
+from mesh.models.row_form import RowForm
 from mesh.shard.compiled.parts import (
     Attention,
     Experts,
     FeedForward,
-    Growth,
     LayerParts,
     NotCompilable,
     layer_parts,
 )
 from mesh.shard.kv import OneSession
+from mesh.shard.lean_attention import (
+    AttentionPlace,
+    InCaches,
+    LeanAttention,
+    LeanOthersAttention,
+    RotaryKind,
+    Rotation,
+    WithPast,
+)
 from mesh.shard.lean_experts import LeanExpertsBeside, lean_mixture
-from mesh.shard.lean_parts import LeanGate, LeanNorm, lean_feed_forward, lean_product
+from mesh.shard.lean_parts import LeanInputs, LeanNorm, lean_feed_forward
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
 from mesh.shard.rotary import Rotary
-from mesh.shard.states import StateCache
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryKind:
-    """How a layer turns queries and keys by position: see `Attention`."""
-
-    table: str | None = None
-    growth: Growth | None = None
-    is_of_pairs: bool = False
-
-
-class Rotation(NamedTuple):
-    """Of the rows of a step: cosines, and sines with those of the first of two numbers that turn
-    together negated, (rows, 1, turned width) each; what queries are multiplied by, if they are,
-    (rows, 1, 1); and whether it is neighbours that turn, or halves."""
-
-    cos: torch.Tensor
-    signed: torch.Tensor
-    growth: torch.Tensor | None
-    is_of_pairs: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionPlace:
-    """The attention of layer `index` of the span: at most `window` keys in all are seen (None: all
-    that went before). `exact` computes it for one session."""
-
-    index: int
-    heads: int
-    kv_heads: int
-    width: int
-    window: int | None
-    scale: float
-    softcap: float | None
-    exact: Attend
-
-
-class WithPast(Protocol):
-    """What keeps the keys and values of earlier rows and lets rows meet them."""
-
-    def __call__(
-        self, place: AttentionPlace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """(rows, heads, width) queries, (rows, kv heads, width) keys and values, which are kept:
-        (rows, heads, width)."""
 
 
 def fused_places(module: Any) -> list[list[Place]]:
@@ -120,33 +81,44 @@ class LeanLayers(nn.Module):
         )
         # A dict lookup for each layer and forward costs more than some of the operators.
         self._layers: list[_LeanLayer] = list(self._of_span)  # type: ignore[arg-type]
+        self._row_form, self._first = RowForm.of(module), getattr(module, "first_layer", 0)
         tables = (layer.turning.table for layer in self._layers)
         self._rotary = Rotary(module, (table for table in tables if table is not None))
 
     def forward(
         self,
-        hidden: torch.Tensor,  # (sessions, rows, hidden)
+        hidden: torch.Tensor,  # (sessions, rows, row size)
         positions: torch.Tensor,  # (sessions, rows)
         caches: Sequence[OneSession],
         layers: LayerRange,  # counted within the span
     ) -> torch.Tensor:
         """As `hidden`. One session of any number of rows, or several of one row each."""
-        return self.through(hidden, positions, _InCaches(caches, hidden.shape[1]), layers)
+        return self.through(hidden, positions, InCaches(caches, hidden.shape[1]), layers)
 
     def through(
         self, hidden: torch.Tensor, positions: torch.Tensor, past: WithPast, layers: LayerRange
     ) -> torch.Tensor:
         """The same, where `past` has the keys and values of each row's session."""
-        sessions, rows, width = hidden.shape
+        form, (sessions, rows, _) = self._row_form, hidden.shape
         running = self._layers[layers.start : layers.stop]
         turns = {
             kind: self._turn(hidden, positions, kind)
             for kind in {layer.turning for layer in running}
         }
-        x = hidden.reshape(sessions * rows, width)
-        for layer in running:
-            x = layer.run(x, turns[layer.turning], past)
-        return x.view(sessions, rows, width)
+        flat = hidden.flatten(0, 1)
+        x = flat[:, : form.hidden]
+        for layer, own in zip(running, self._inputs(flat, layers), strict=True):
+            x = layer.run(x, turns[layer.turning], past, own)
+        return form.with_hidden(flat, x).view(sessions, rows, form.size)
+
+    def _inputs(
+        self, rows: torch.Tensor, layers: LayerRange
+    ) -> Sequence[torch.Tensor] | Sequence[None]:
+        """What each of these layers takes of (rows, row size) beside the hidden states."""
+        if not self._row_form.width:
+            return (None,) * len(layers)
+        numbers = LayerRange(self._first + layers.start, self._first + layers.stop)
+        return self._row_form.inputs(rows, numbers).unbind(1)
 
     @property
     def places(self) -> list[AttentionPlace]:
@@ -171,34 +143,6 @@ class LeanLayers(nn.Module):
         )
 
 
-class _InCaches:
-    """Sessions with a cache of their own each, and `rows` rows of each of them."""
-
-    def __init__(self, caches: Sequence[OneSession], rows: int) -> None:
-        self._caches = caches
-        self.states = [cache for cache in caches if isinstance(cache, StateCache)]
-        self._rows = rows
-        self._rules: dict[int | None, CausalRule] = {}
-
-    def __call__(
-        self, place: AttentionPlace, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        rule = self._rules.get(place.window)
-        if rule is None:
-            rule = rule_mask(q_length=self._rows, local_size=place.window)
-            self._rules[place.window] = rule
-        # (sessions, rows, heads, width) -> (sessions, heads, rows, width)
-        shape = (len(self._caches), self._rows, -1, query.shape[-1])
-        q, k, v = (each.reshape(shape).transpose(1, 2) for each in (query, key, value))
-        found = []
-        for i, cache in enumerate(self._caches):
-            own = slice(i, i + 1)
-            past = cache.update(k[own], v[own], place.index)
-            found.append(place.exact(q[own], *past, rule, place.scale))
-        y = found[0] if len(found) == 1 else torch.cat(found)
-        return y.transpose(1, 2).flatten(0, 1)
-
-
 class _LeanLayer(nn.Module):
     """See `LayerParts`."""
 
@@ -206,16 +150,20 @@ class _LeanLayer(nn.Module):
         super().__init__()
         mixer = parts.mixer
         self.turning = RotaryKind()
-        self._mix: _Attention | _States
+        self._mix: LeanAttention | LeanOthersAttention | _States
         if isinstance(mixer, Attention):
             self.turning = RotaryKind(mixer.table, mixer.growth, mixer.turns_pairs)
-            self._mix = _Attention(mixer, index)
+            seen = mixer.sees
+            self._mix = (
+                LeanAttention(mixer, index) if seen is None else LeanOthersAttention(mixer, seen)
+            )
         else:
             self._mix = _States(lean_recurrence(mixer, index))
         feed = parts.feed_forward
         self.beside = None if parts.beside is None else LeanExpertsBeside(parts.beside)
         self._is_mixture = isinstance(feed, Experts) or self.beside is not None
         self._feed = lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
+        self._inputs = None if parts.inputs is None else LeanInputs(parts.inputs)
         self._multiplier, self._scale = parts.multiplier, parts.scale
         self._norms = [
             None if norm is None else LeanNorm(norm)
@@ -231,7 +179,9 @@ class _LeanLayer(nn.Module):
     @property
     def place(self) -> AttentionPlace:
         """Its attention. Raises NotCompilable where that is not all it has beside products."""
-        if not isinstance(self._mix, _Attention):
+        if isinstance(self._mix, LeanOthersAttention) or self._inputs is not None:
+            raise NotCompilable("its layers take more than hidden states")
+        if isinstance(self._mix, _States):
             raise NotCompilable("some of its layers keep a running state")
         if self._is_mixture:
             raise NotCompilable("some of its layers are mixtures of experts")
@@ -239,8 +189,14 @@ class _LeanLayer(nn.Module):
             raise NotCompilable("some of its attention goes into sinks")
         return self._mix.place
 
-    def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
-        """(rows, hidden) -> (rows, hidden)."""
+    def run(
+        self,
+        x: torch.Tensor,
+        turn: Rotation | None,
+        past: WithPast,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(rows, hidden), and its own (rows, width) where it takes some -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
         y = self._mix.run(x if before is None else before.run(x), turn, past)
         y = y if after is None else after.run(y)
@@ -249,6 +205,8 @@ class _LeanLayer(nn.Module):
         y = y if self.beside is None else self.beside.run(x, y)
         y = y if after_feed is None else after_feed.run(y)
         x = torch.add(x, y, alpha=self._multiplier)
+        if self._inputs is not None and inputs is not None:
+            x = x + self._inputs.run(x, inputs)
         return x if self._scale == 1.0 else x * self._scale
 
 
@@ -261,96 +219,8 @@ class _States(nn.Module):
 
     def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
         """(rows, hidden) normalised -> (rows, hidden)."""
-        assert isinstance(past, _InCaches)  # noqa: S101 - as `places` says
+        assert isinstance(past, InCaches)  # noqa: S101 - as `places` says
         return self._recurrence.run(x, past.states)
-
-
-class _Attention(nn.Module):
-    """See `Attention`."""
-
-    def __init__(self, attention: Attention, index: int) -> None:
-        super().__init__()
-        self._of = attention
-        softcap, self.sinks = attention.softcap or None, attention.sinks
-        self.place = AttentionPlace(
-            index, attention.heads, attention.kv_heads, attention.width, attention.window,
-            attention.scale, softcap, self._into_sinks if attention.sinks is not None
-            else row_exact_attention_of(softcap),
-        )  # fmt: skip
-        self._qkv = lean_product(attention.projections)
-        self._output = lean_product((attention.output,))
-        self._heads = attention.heads
-        self._both = attention.heads + attention.kv_heads
-        if (attention.query_norm is None) != (attention.key_norm is None):
-            raise NotCompilable("it normalises either queries or keys")
-        self.query_norm = None if attention.query_norm is None else LeanNorm(attention.query_norm)
-        self.key_norm = None if attention.key_norm is None else LeanNorm(attention.key_norm)
-        self.value_norm = None if attention.value_norm is None else LeanNorm(attention.value_norm)
-        self.gate = None if attention.gate is None else LeanGate(attention.gate)
-
-    def run(self, x: torch.Tensor, turn: Rotation | None, past: WithPast) -> torch.Tensor:
-        """(rows, hidden) normalised -> (rows, hidden)."""
-        rows = len(x)
-        both, values, gates = self._parted(self._qkv(x))
-        if self.query_norm is not None:
-            both = self._normed(both)
-        if turn is not None:
-            both = _turned(both, turn).to(x.dtype)  # some families turn in fp32
-        queries = both[:, : self._heads]
-        if turn is not None and turn.growth is not None:
-            queries = queries * turn.growth.to(x.dtype)
-        y = past(self.place, queries, both[:, self._heads :], values).reshape(rows, -1)
-        if self.gate is not None and gates is not None:
-            y = self.gate.run(y, gates)
-        return self._output(y)
-
-    def _parted(
-        self, projected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries and keys, and values, (rows, heads, width), and the gate's numbers, (rows, heads
-        * width)."""
-        of, rows, gates = self._of, len(projected), None
-        heads = projected.view(rows, -1, of.width)
-        if self.gate is not None:  # of each head, behind its queries
-            pairs = heads[:, : 2 * self._heads].view(rows, self._heads, 2, of.width)
-            gates = pairs[:, :, 1].reshape(rows, -1)
-            heads = torch.cat((pairs[:, :, 0], heads[:, 2 * self._heads :]), 1)
-        values = heads[:, self._heads :] if of.shares_values else heads[:, self._both :]
-        if self.value_norm is not None:
-            values = self.value_norm.run(values)
-        return heads[:, : self._both], values, gates
-
-    def _into_sinks(self, *step: Any) -> torch.Tensor:
-        # Not bound to the tensor, which another may take the place of where weights are protected.
-        return row_exact_attention_of(self.place.softcap, self.sinks)(*step)
-
-    def _normed(self, both: torch.Tensor) -> torch.Tensor:
-        assert self.query_norm is not None and self.key_norm is not None  # noqa: S101, PT018
-        parts = []
-        for each, norm in (
-            (both[:, : self._heads], self.query_norm),
-            (both[:, self._heads :], self.key_norm),
-        ):
-            flat = each.reshape(len(each), -1) if self._of.norm_whole else each
-            parts.append(norm.run(flat).view(each.shape))
-        return torch.cat(parts, 1)
-
-
-def _turned(x: torch.Tensor, turn: Rotation) -> torch.Tensor:
-    """(rows, heads, width) turned by its position, as far as the tables are wide."""
-    wide = turn.cos.shape[-1]
-    if wide == x.shape[-1]:
-        return torch.addcmul(x * turn.cos, _partners(x, turn), turn.signed)
-    part = x[..., :wide]
-    turned = torch.addcmul(part * turn.cos, _partners(part, turn), turn.signed)
-    return torch.cat((turned, x[..., wide:]), -1)
-
-
-def _partners(x: torch.Tensor, turn: Rotation) -> torch.Tensor:
-    """With which each of its numbers turns."""
-    if turn.is_of_pairs:
-        return x.view(*x.shape[:-1], -1, 2).flip(-1).flatten(-2)
-    return x.roll(x.shape[-1] // 2, -1)
 
 
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.shard.compiled.parts import FeedForward, Norm, NotCompilable
+from mesh.shard.compiled.parts import FeedForward, LayerInputs, Norm, NotCompilable
 from mesh.shard.compiled.parts_reader import OutputGate
 from mesh.shard.int4 import Int4Linear
 from mesh.shard.packed import PackedRows
@@ -93,6 +93,20 @@ class LeanGate(nn.Module):
         y = self.norm.run(y.view(-1, self._width)).view(factors.shape)
         y = y if self.gamma is None else (y * self.gamma).to(y.dtype)
         return y if self._is_first else y * factors
+
+
+class LeanInputs(nn.Module):
+    """See `LayerInputs`."""
+
+    def __init__(self, part: LayerInputs) -> None:
+        super().__init__()
+        self._gate, self._projection = (lean_product((p,)) for p in (part.gate, part.projection))
+        self._activated = _ACTIVATIONS[part.activation]
+        self.norm = LeanNorm(part.norm)
+
+    def run(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """(rows, hidden), and (rows, width) that are given beside them: what is added."""
+        return self.norm.run(self._projection(self._activated(self._gate(x)) * inputs))
 
 
 def lean_feed_forward(part: FeedForward) -> Product:

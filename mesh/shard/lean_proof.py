@@ -13,7 +13,15 @@ import torch
 from mesh.errors import DeviceFailed
 from mesh.models.families import Family
 from mesh.models.span import LoadedSpan
-from mesh.shard import attention, lean, lean_experts, lean_parts, lean_states, packed_experts
+from mesh.shard import (
+    attention,
+    lean,
+    lean_attention,
+    lean_experts,
+    lean_parts,
+    lean_states,
+    packed_experts,
+)
 from mesh.shard.compiled import experts, parts, recurrences
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.twins import Way, require_right
@@ -40,8 +48,8 @@ def _runtime_of(loaded: LoadedSpan) -> TorchRuntime:
 
 
 _CODE = (
-    lean, lean_experts, lean_parts, lean_states, packed_experts, attention, experts, parts,
-    recurrences,
+    lean, lean_attention, lean_experts, lean_parts, lean_states, packed_experts, attention,
+    experts, parts, recurrences,
 )  # fmt: skip
 
 _LEAN = Way("lean", "lean layers", torch.__version__, _CODE, _runtime_of)

@@ -30,7 +30,7 @@ from mesh.shard.device import (
     plain_dtype,
     short_dtype_name,
 )
-from mesh.shard.ends import EndsPlan
+from mesh.shard.ends import EndsPlan, maps_inputs
 from mesh.shard.footprint import ends_mb, estimate
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import kept_dtype
@@ -92,7 +92,10 @@ class LoadPlan:
     @property
     def ends_need(self) -> ShardMemory:
         """What they take."""
-        return ShardMemory(weights_mb=ends_mb(self.manifest, self.dtype.value.itemsize))
+        computed, device = self.dtype.value, self.host.device
+        asked = self.request.dtype, computed, self.request.quant
+        maps = maps_inputs(self.manifest, device, *asked)
+        return ShardMemory(weights_mb=ends_mb(self.manifest, computed.itemsize, maps_inputs=maps))
 
     @property
     def is_halved(self) -> bool:

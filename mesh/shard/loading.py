@@ -21,6 +21,7 @@ from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.rounded import note_place
 from mesh.shard import int4
+from mesh.shard.admission import LayerShape
 from mesh.shard.compiled.formats import Quant
 from mesh.shard.device import (
     determinism_class,
@@ -94,7 +95,7 @@ class LoadedShard:
     is_spare: Callable[[], bool]
     load_plain: Callable[[], LoadedSpan]
     load_ends: Callable[[], LoadedEnds]
-    hidden_size: int
+    shape: LayerShape
     bytes_read: int
     load_ms: float
     reasons: tuple[str, ...]
@@ -127,7 +128,7 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
         lambda: bool(spare),
         load_plain,
         load_ends,
-        plan.manifest.hidden_size,
+        LayerShape(plan.manifest.hidden_size, runtime.row_size, plan.manifest.joined_from),
         bytes_read,
         (time.perf_counter() - started) * 1000,
         tuple(
@@ -220,7 +221,7 @@ def _test(runtime: Runtime) -> None:
 
     Raises ShardCorrupt when what comes out is not finite, and what the device raises.
     """
-    size = runtime.hidden_size
+    size = runtime.row_size
     row = torch.linspace(-1, 1, size, dtype=runtime.dtype, device=runtime.device)
     hidden = row.expand(1, _TEST_ROWS, size).contiguous()
     (output,) = runtime.forward([StepInput(runtime.new_cache(_TEST_ROWS), 0, hidden)])

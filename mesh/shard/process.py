@@ -229,7 +229,7 @@ class ShardProcess(Worker):
             loaded.descriptor,
             loaded.load,
             request.settings,
-            hidden_size=loaded.hidden_size,
+            shape=loaded.shape,
             scheduler=queue,
             make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
         )

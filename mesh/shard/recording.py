@@ -224,7 +224,7 @@ class Recording:
                 fix="Narrow it, and harvest in several runs.",
                 param="module",
             )
-        row_bytes = runtime.hidden_size * runtime.dtype.itemsize
+        row_bytes = runtime.row_size * runtime.dtype.itemsize
         await asyncio.wrap_future(
             self._shelf.submit(lambda: self._guarded(lambda: self._open(sites, row_bytes)))
         )

@@ -66,7 +66,7 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """`hidden` (1, rows, hidden) for the positions from `position` on, of the session of `cache`.
+    """`hidden` (1, rows, row size) for the positions from `position` on, of the session of `cache`.
 
     What the cache holds beyond `position` is forgotten; `position` beyond its end is refused.
     `hooks` see the session's own rows on their way through the layers.
@@ -98,8 +98,9 @@ class Runtime(Protocol):
         """Of the hidden states that it takes and gives."""
 
     @property
-    def hidden_size(self) -> int:
-        """Of a row."""
+    def row_size(self) -> int:
+        """How many numbers a row has that it takes or gives: those of a hidden state, and for some
+        models more (`mesh.models.row_form`)."""
 
     @property
     def batch_rows(self) -> int:

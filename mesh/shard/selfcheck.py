@@ -16,6 +16,7 @@ from torch import nn
 
 from mesh.errors import UnsupportedFamily
 from mesh.models.families import has_states, layer_kinds
+from mesh.models.row_form import RowForm
 from mesh.models.span_cache import SpanCache
 from mesh.shard import attention, int4
 from mesh.shard.kv import BatchCache, SessionCache
@@ -102,9 +103,8 @@ class _Probe:
         self._view = layer_view(module, 0, _layers_to_see_every_kind(module))
         self._device = device
         self._dtype = dtype
-        config: Any = module.config
         seeded = torch.Generator().manual_seed(20)
-        rows = torch.randn(1, _ROWS + 1, config.hidden_size, generator=seeded)
+        rows = torch.randn(1, _ROWS + 1, RowForm.of(module).size, generator=seeded)
         self._rows = rows.to(device, dtype)
         # The layers read the span's config, the view's own forward reads the cut one.
         self._configs: tuple[Any, Any] = (module.config, self._view.config)

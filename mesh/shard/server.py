@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mesh.clock import SystemClock, loop_time
 from mesh.errors import BadRequest, MeshError, NoRoute, from_dict
 from mesh.health.percentiles import percentile
-from mesh.shard.admission import Ended, SessionTable, layers_asked
+from mesh.shard.admission import Ended, LayerShape, SessionTable, layers_asked, require_joined
 from mesh.shard.commands import ShardLoad
 from mesh.shard.resident_weights import MakeRoom, ResidentWeights
 from mesh.shard.scheduler import Scheduler
@@ -43,7 +43,7 @@ class ShardServer:
         load: Callable[[], Runtime],
         settings: ShardSettings,
         *,
-        hidden_size: int,
+        shape: LayerShape,
         scheduler: Scheduler,
         make_room: MakeRoom = nullcontext,
     ) -> None:
@@ -52,7 +52,7 @@ class ShardServer:
         shards."""
         self.descriptor = descriptor
         self.settings = settings
-        self.hidden_size = hidden_size
+        self.shape = shape
         self.scheduler = scheduler
         self.weights = ResidentWeights(load, settings, scheduler, make_room)
         self.sessions = SessionTable(settings)
@@ -193,9 +193,9 @@ class ShardServer:
         BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
         nothing.
         """
-        steering = SessionEdits.check(
-            edits, layers_asked(request, self.descriptor), self.hidden_size
-        )
+        layers = layers_asked(request, self.descriptor)
+        require_joined(layers, self.shape, self.descriptor)
+        steering = SessionEdits.check(edits, layers, self.shape.hidden_size)
         self._require_ends(request)
         session = ChatSession(self, request, owner, steering, recording)
         runtime = self.weights.loaded

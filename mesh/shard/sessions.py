@@ -237,7 +237,7 @@ class ChatSession(Session):
         if self._ends is not None and self._ends.takes_ids:
             self._ends.check(step)
         else:
-            _require_hidden(step, self._server.hidden_size)
+            _require_rows(step, self._server.shape.row_size)
         if not 0 <= step.position <= self.end:
             raise BadRequest(
                 f"The step starts at position {step.position}; the session holds {self.end}.",
@@ -360,17 +360,17 @@ def _refuse(tasks: list[Task], error: MeshError) -> None:
         task.reply(Failure(error.to_dict(), task.step.session, task.step.step))
 
 
-def _require_hidden(step: Step, hidden_size: int) -> None:
-    """Raise BadRequest unless the tensor is (1, rows > 0, hidden_size) in a floating wire dtype."""
+def _require_rows(step: Step, row_size: int) -> None:
+    """Raise BadRequest unless the tensor is (1, rows > 0, row_size) in a floating wire dtype."""
     tensor = step.tensor
     shape_fits = len(tensor.shape) == 3 and tensor.shape[0] == 1 and tensor.shape[1] > 0
-    if not shape_fits or tensor.shape[2] != hidden_size:
+    if not shape_fits or tensor.shape[2] != row_size:
         raise BadRequest(
-            f"The tensor has shape {tuple(tensor.shape)}; (1, rows, {hidden_size}) is expected.",
+            f"The tensor has shape {tuple(tensor.shape)}; (1, rows, {row_size}) is expected.",
             fix="Send hidden states of this model.",
             param="tensor",
         )
-    whole = tensor.shape[1] * hidden_size * ITEMSIZE.get(tensor.dtype, 0)
+    whole = tensor.shape[1] * row_size * ITEMSIZE.get(tensor.dtype, 0)
     if tensor.dtype not in HIDDEN_DTYPES or tensor.gradient or len(tensor.data) != whole:
         raise BadRequest(
             f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",

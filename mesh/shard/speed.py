@@ -198,7 +198,7 @@ def _step_ms(device: torch.device, dtype: str, quant: str, *, pause_s: float) ->
     request = ShardRequest(checkpoint_dir(), ModelId("builtin"), _LAYERS, dtype, quant)
     runtime = load_shard(plan_shard(request, host)).load()
     cache = runtime.new_cache(_STEPS)
-    hidden = torch.zeros(1, 1, runtime.hidden_size, dtype=runtime.dtype, device=device)
+    hidden = torch.zeros(1, 1, runtime.row_size, dtype=runtime.dtype, device=device)
     took = []
     for position in range(_STEPS):
         time.sleep(pause_s)

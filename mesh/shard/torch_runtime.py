@@ -16,6 +16,7 @@ import torch
 
 from mesh.models.families import has_states
 from mesh.models.progress import Progress
+from mesh.models.row_form import RowForm
 from mesh.shard import attention as own_attention
 from mesh.shard import int4
 from mesh.shard.compiled.parts import NotCompilable
@@ -109,7 +110,7 @@ class TorchRuntime:
         self.loaded = replace(loaded, sha256={}) if halved else loaded
         self.device = device
         self.dtype = dtype
-        self.hidden_size: int = loaded.config.hidden_size
+        self.row_size = RowForm.of(loaded.module).size
         self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
         self._has_states = has_states(loaded.config)
         made = _made(self._module, device, dtype, progress, halved=halved, lean=lean)
@@ -146,7 +147,7 @@ class TorchRuntime:
         try:
             captured = CapturedLayers(
                 self._lean, self.device, self.dtype,
-                hidden_size=self.hidden_size, positions=positions, few=few,
+                hidden_size=self.row_size, positions=positions, few=few,
             )  # fmt: skip
         except NotCompilable as error:
             return None, f"steps captured: no, {error}"

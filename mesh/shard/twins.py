@@ -25,7 +25,8 @@ from mesh.models.anatomy import Anatomy
 from mesh.models.empty import Bounded
 from mesh.models.families import Family, family_of_config
 from mesh.models.proof import largest_difference, structure_of, twin_config
-from mesh.models.span import LoadedSpan
+from mesh.models.row_form import RowForm
+from mesh.models.span import LoadedSpan, bare_of_ends
 from mesh.models.verdicts import hash_of, settled_once
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.runtime import Runtime, StepInput
@@ -95,7 +96,7 @@ def _verdict(way: Way, twin: Any) -> str:
 def _difference(way: Way, twin: Any) -> float:
     """The largest difference, relative to the largest value."""
     loaded = _random_span(twin)
-    hidden = torch.randn(1, _SCHEDULE[-1][1], loaded.config.hidden_size)
+    hidden = torch.randn(1, _SCHEDULE[-1][1], RowForm.of(loaded.module).size)
     expected = loaded.module(inputs_embeds=hidden, use_cache=False).last_hidden_state
     runtime = way.runtime_of(loaded)
     found = torch.empty_like(expected)
@@ -129,7 +130,7 @@ def _random_span(twin: Any) -> LoadedSpan:
             if name in stored:
                 buffer.add_(torch.randn_like(buffer), alpha=0.1)
     anatomy = Anatomy.of(module, family)
-    setattr(module, anatomy.norm, nn.Identity())
+    bare_of_ends(module, family, anatomy, 0)
     if anatomy.positions:  # the ends have added them
         module.get_submodule(anatomy.positions).weight.data.zero_()
     module.eval().requires_grad_(requires_grad=False)

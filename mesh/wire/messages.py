@@ -189,7 +189,7 @@ class OpenTaps(Message, frame=FrameType.OPEN_TAPS):
 
 @dataclass(frozen=True, slots=True)
 class Step(Message):
-    """Run `tensor` (1, rows, hidden) at positions position..position+rows-1."""
+    """Run `tensor` (1, rows, row size) at positions position..position+rows-1."""
 
     session: int
     step: int
@@ -199,7 +199,7 @@ class Step(Message):
 
 @dataclass(frozen=True, slots=True)
 class Result(Message):
-    """The hidden states after the hop's last layer, same rows; times as spent on the hop."""
+    """The rows after the hop's last layer, as many; times as spent on the hop."""
 
     session: int
     step: int

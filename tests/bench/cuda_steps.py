@@ -113,7 +113,7 @@ def _caches(runtime: TorchRuntime) -> list[KeyValueCache]:
 
 
 def _rows(runtime: TorchRuntime, count: int) -> torch.Tensor:
-    return torch.randn(1, count, runtime.hidden_size) * 0.5
+    return torch.randn(1, count, runtime.row_size) * 0.5
 
 
 def _step(runtime: TorchRuntime, caches: list[KeyValueCache], rows: int) -> Callable[[], object]:

@@ -161,7 +161,7 @@ def _step(runtime: Runtime, sessions: int, rows: int, behind: int) -> Callable[[
     positions = count(behind, rows)
 
     def some(number: int) -> torch.Tensor:
-        return torch.randn(1, number, runtime.hidden_size, generator=drawn).to(runtime.dtype)
+        return torch.randn(1, number, runtime.row_size, generator=drawn).to(runtime.dtype)
 
     for cache in caches:
         for start in range(0, behind, CHUNK):

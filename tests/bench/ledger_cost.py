@@ -86,7 +86,7 @@ async def _run() -> dict[str, float]:
         loaded.descriptor,
         loaded.load,
         ShardSettings(),
-        hidden_size=loaded.hidden_size,
+        shape=loaded.shape,
         scheduler=queue,
     )
     await server.start()
@@ -133,8 +133,8 @@ async def _decoding(asker: Asker, loaded: LoadedShard) -> Callable[[], Awaitable
         model_id=_MODEL, weights_sha256=shard.weights_sha256, start=shard.layers.start,
         stop=shard.layers.stop, max_tokens=1024,
     )  # fmt: skip
-    await asker.step(0, 0, torch.randn(1, PROMPT_ROWS, loaded.hidden_size))
-    row = torch.randn(1, 1, loaded.hidden_size)
+    await asker.step(0, 0, torch.randn(1, PROMPT_ROWS, loaded.shape.hidden_size))
+    row = torch.randn(1, 1, loaded.shape.hidden_size)
     done = 0
 
     async def step() -> float:

@@ -81,7 +81,7 @@ def _serve(directory: Path, quant: str, cache_dir: Path) -> None:
     request = ShardRequest(directory, ModelId("bench"), layers, quant=quant, cache_dir=cache_dir)
     loaded = load_shard(plan_shard(request, HERE))
     runtime = loaded.load()
-    caches = {context: _filled(runtime, context, loaded.hidden_size) for context in CONTEXTS}
+    caches = {context: _filled(runtime, context, loaded.shape.hidden_size) for context in CONTEXTS}
     ends = loaded.load_ends().ends
 
     def token(context: int) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mesh.deployments.laid import AvailableNode
+from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import make_plan, planner, stale
 from mesh.deployments.wishes import (
     MAX_OF_AUTHOR,
@@ -203,3 +205,33 @@ def test_who_plans_anew_and_when() -> None:
     )
     evicted = replace(deployment, wish=replace(WISH, evicted=True))
     assert stale(evicted, {C: 61.0}, set(), 60.0, names) is None
+
+
+@pytest.mark.parametrize("joined", range(6))
+@pytest.mark.parametrize("rooms", [{}, {A: 3, B: 6, C: 2}, {A: 2, B: 4, C: 4}, {A: 6, B: 1}])
+def test_layers_that_are_not_parted_lie_on_one_machine(
+    joined: int, rooms: dict[NodeId, int]
+) -> None:
+    laid = Laid(rooms=rooms, joined=joined)
+    most = [rooms.get(machine.node, 6) for machine in MACHINES]
+    if max(most) < 6 - joined:
+        with pytest.raises(NotEnoughMemory):
+            make_plan(WISH, named(1), MACHINES, None, asked=True, laid=laid)
+        return
+    plan = make_plan(WISH, named(1), MACHINES, None, asked=True, laid=laid)
+    (whole,) = plan.replicas
+    _require_together(whole.spans, joined)
+    taken = Counter[NodeId]()
+    for span in whole.spans:
+        taken[span.node] += len(span.layers)
+    assert all(taken[node] <= rooms.get(node, 6) for node in taken)
+    # And what a lost machine held goes where there is room beside what is there.
+    for lost in {span.node for span in whole.spans}:
+        left = [machine for machine in MACHINES if machine.node != lost]
+        again = make_plan(WISH, named(2), left, plan, asked=False, laid=Laid(joined=joined))
+        _require_together(again.replicas[0].spans, joined)
+
+
+def _require_together(spans: Sequence[Span], joined: int) -> None:
+    assert [each.layers.start for each in spans] == [0, *(s.layers.stop for s in spans[:-1])]
+    assert spans[-1].layers.covers(LayerRange(joined, 6))

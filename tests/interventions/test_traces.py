@@ -49,16 +49,23 @@ INSIDE_A_WHOLE = (
     "every_layer", "batch_with_padding", "generate_iter", "generate_past_the_window", "source_read",
     "source_of_the_loop", "edited_model", "attentions", "of_the_residual",
 )  # fmt: skip
+WITH_KEYS_OF_OTHERS = (
+    "every_layer", "keyword_inputs", "edit_in_place", "generate_beams", "cache_cut_short",
+    "source_of_the_loop", "attentions", "session", "of_the_residual", "through_replacements",
+    "attribution_patching",
+)  # fmt: skip
 OF_TUPLES = ("every_layer", "hidden_states", "generate_beams", "of_hidden_states")
 ELSEWHERE = (
     *(("qwen3_5", 2, name) for name in WITH_STATES),
     *(("gpt_oss", 3, name) for name in WITH_SCORES),
     *((WITH_IMAGES, 3, name) for name in INSIDE_A_WHOLE),
     *((family, 3, name) for family in ("bamba", "falcon_h1") for name in OF_TUPLES),
+    *(("gemma4_e", 2, name) for name in WITH_KEYS_OF_OTHERS),
     ("lfm2", 3, "generate_by_prompt_lookup"),
 )
 """What is different in layers with running states, where an MLP or a layer gives more than a
-tensor, and where text is a part of what a model is for."""
+tensor, where layers take more than hidden states, and where text is a part of what a model is
+for."""
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:

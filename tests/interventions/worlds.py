@@ -125,6 +125,8 @@ SPLITS: dict[int, tuple[tuple[LayerRange, LayerRange], ...]] = {
     ),
 }
 """Overlapping shards for two hops and more."""
+JOINED = ((LayerRange(0, 1), LayerRange(0, 1)), (LayerRange(1, 6), LayerRange(0, 6)))
+"""Two hops of a model whose later layers see keys of each other."""
 
 
 def remote(
@@ -135,7 +137,7 @@ def remote(
     kept_bytes: int = KEPT_BYTES,
 ) -> Remote:
     """A fresh job over `hops` hops, to whose sessions it speaks `over` that."""
-    split = SPLITS[hops]
+    split = JOINED if family == "gemma4_e" else SPLITS[hops]
     sessions = [TapSession(tree(family, held), run, limits or TapLimits()) for run, held in split]
     channel = (over or DirectChannel)(sessions)
     log: list[str] = []

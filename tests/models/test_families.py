@@ -42,7 +42,6 @@ def _hollow(directory: Path, config: Any, prefix: str) -> Path:
 
 REFUSED = {
     "gemma3n_text": (transformers.Gemma3nTextConfig(), "last 15 layers share the keys and values"),
-    "gemma4_text": (transformers.Gemma4TextConfig(), "each of its layers reads the token ids"),
     "embeddings": (
         transformers.Gemma3TextConfig(num_hidden_layers=2, use_bidirectional_attention=True),
         "attention looks ahead",

@@ -427,11 +427,12 @@ def layers_ms(replica: Forecast) -> float:
 
 
 @settings(max_examples=150)
-@given(HOUSES, LAYERS, st.integers(0, 3), st.integers(0, 2**32))
+@given(HOUSES, LAYERS, st.integers(0, 3), st.none() | st.integers(0, 5), st.integers(0, 2**32))
 def test_a_plan_is_as_good_as_any(
-    drawn: list[Drawn], sizes: list[int], pinned: int, seed: int
+    drawn: list[Drawn], sizes: list[int], pinned: int, joined: int | None, seed: int
 ) -> None:
     shape = with_layers(model(), [mb << 20 for mb in sizes])
+    shape = replace(shape, joined=joined if joined is not None and joined < len(sizes) else None)
     machines = house(drawn, len(sizes))
     pins: dict[str, LayerRange] = {}
     if pinned == 1:
@@ -449,7 +450,9 @@ def test_a_plan_is_as_good_as_any(
 
     possible = [bench for each in machines for bench in benches(shape, each, wish, "none")]
     ways = [
-        sum(bench.cost(span) for bench, span in way) for way in all_ways(possible, len(sizes), pins)
+        sum(bench.cost(span) for bench, span in way)
+        for way in all_ways(possible, len(sizes), pins)
+        if all(shape.may_lie_apart(span) for _, span in way)
     ]
     ends_fit = benches(shape, machines[0], wish, "none")[0].have_bytes >= 0
     if found.refusal is not None:
@@ -462,6 +465,7 @@ def test_a_plan_is_as_good_as_any(
     ]
     assert replica.shards[-1].layers.stop == len(sizes)
     assert all(shard.need.total <= shard.have for shard in replica.shards)
+    assert all(shape.may_lie_apart(shard.layers) for shard in replica.shards)
     assert all((s.layers == pins[s.node_id]) for s in replica.shards if s.node_id in pins)
     assert pins.keys() <= {shard.node_id for shard in replica.shards}
     assert layers_ms(replica) <= 1.05 * min(ways)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError, from_dict
+from mesh.shard.admission import LayerShape
 from mesh.shard.runtime import Runtime
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
@@ -94,7 +95,8 @@ class Attic:
         self.loader = loader or CountedLoader()
         self.queue = queue or Scheduler()
         self.server = ShardServer(
-            descriptor(), self.loader, ShardSettings(**settings), hidden_size=HIDDEN,
+            descriptor(), self.loader, ShardSettings(**settings),
+            shape=LayerShape(HIDDEN, HIDDEN, 99),
             scheduler=self.queue,
         )  # fmt: skip
         self.service = ShardService()

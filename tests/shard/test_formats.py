@@ -76,7 +76,7 @@ def test_blocks_that_are_not_computed_in_few_bits_take_16_for_a_number(
     assert planned.need.weights_mb <= 0.6 * wide.need.weights_mb
     runtime, exact = load_shard(planned).load(), load_shard(wide).load()
     assert math.ceil(runtime.weight_bytes / 2**20) <= planned.need.weights_mb
-    row = torch.randn(1, 8, runtime.hidden_size, generator=torch.Generator().manual_seed(0))
+    row = torch.randn(1, 8, runtime.row_size, generator=torch.Generator().manual_seed(0))
     found, expected = (
         each.forward([StepInput(each.new_cache(16), 0, row.to(each.dtype))])[0].float() - row
         for each in (runtime, exact)

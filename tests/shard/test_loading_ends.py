@@ -11,6 +11,7 @@ import pytest
 
 from mesh.errors import NotEnoughMemory
 from mesh.processes.headroom import Headroom
+from mesh.shard.admission import LayerShape
 from mesh.shard.loading import HeldShard
 from mesh.shard.room import Room
 from mesh.shard.scheduler import Scheduler
@@ -25,7 +26,11 @@ async def test_ends_without_room_do_not_wait_for_the_shard_that_waits_for_them()
     room = Room(lambda main: free, lambda: list(held), lambda *_: None)
     some = cast("Any", SimpleNamespace(weight_bytes=1))
     server = ShardServer(
-        cast("Any", None), lambda: some, ShardSettings(), hidden_size=8, scheduler=queue
+        cast("Any", None),
+        lambda: some,
+        ShardSettings(),
+        shape=LayerShape(8, 8, 99),
+        scheduler=queue,
     )
     need = ShardMemory(weights_mb=500, caches_mb=0, headroom_mb=0)
     server.lend_ends(lambda: some, partial(room.loading, "the ends", need))

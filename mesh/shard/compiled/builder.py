@@ -60,6 +60,7 @@ head."""
 SHARED_UP, SHARED_DOWN, SHARED_GATE = "shared_up", "shared_down", "shared_gate"
 """Of what rows go through beside their experts."""
 BESIDE_UP, BESIDE_DOWN = "beside_up", "beside_down"
+INPUTS_GATE, INPUTS_PROJECTION = "inputs_gate", "inputs_projection"
 """Of experts that rows go through beside their feed-forward."""
 
 

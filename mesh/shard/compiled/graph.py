@@ -54,6 +54,8 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     What it refers to is looked for in its products' folder.
     """
     graph, mixer = GraphBuilder(products), parts.mixer
+    if isinstance(mixer, Attention) and mixer.sees is not None:
+        raise NotCompilable("some of its layers see keys of others")
     x = graph.norm(graph.input("x", FLOAT, [1, "rows", parts.hidden]), parts.before_mixer)
     found = graph.product(x, QKV)
     if isinstance(mixer, Attention):
@@ -84,6 +86,8 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     """
     if parts.beside is not None:
         raise NotCompilable("it has experts beside its feed-forward")
+    if parts.inputs is not None:
+        raise NotCompilable("its layers take more than hidden states")
     graph, mixer = GraphBuilder(products), parts.mixer
     x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     y = graph.product(_gated(graph, mixer), OUTPUT)

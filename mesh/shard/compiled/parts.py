@@ -94,6 +94,8 @@ class Attention:
     latent: Latent | None = None
     """What all heads' keys are made of: here the one key that they share, and the value as well."""
     rates: tuple[nn.Module, ...] = ()
+    sees: int | None = None
+    """The layer of the span whose keys and values it sees; None where it makes its own."""
 
     @property
     def projected(self) -> int:
@@ -121,6 +123,18 @@ class ExpertsBeside:
     after_feed_forward: Norm
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What a layer does with the numbers that it takes beside hidden states, as Gemma 4 E2B: a few
+    numbers of a row, activated and each multiplied by one of those, are projected, normalised and
+    added."""
+
+    gate: nn.Module
+    projection: nn.Module
+    norm: Norm
+    activation: str
+
+
 Mixer = Attention | Recurrence
 """Where rows see those before them: the only part of a layer that is computed for each session by
 itself."""
@@ -141,6 +155,7 @@ class LayerParts:
     scale: float = 1.0
     """What comes out of the layer is multiplied by that."""
     beside: ExpertsBeside | None = None
+    inputs: LayerInputs | None = None
 
 
 def _all_there() -> None:
@@ -167,6 +182,7 @@ def layer_parts(
         config.hidden_size,
         _scale_of(reader),
         _beside(reader, fill),
+        _inputs_of(reader, config),
     )
     reader.require_all_read()
     return parts
@@ -179,6 +195,8 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         return _latent_attention(reader, config, index, *found)
     heads = config.num_attention_heads
     width = getattr(module, "head_dim", None) or config.hidden_size // heads
+    if getattr(module, "is_kv_shared_layer", False):
+        return _attention_to_others(reader, config, index, width)
     projections, kv_heads, kinds = _projections(reader, config, path, width)
     rows = sum(rows_out(each) for each in projections)
     plain = (heads + kinds * kv_heads) * width
@@ -210,6 +228,27 @@ def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),
         growth=_growth(config),
+    )
+
+
+def _attention_to_others(reader: PartsReader, config: Any, index: int, width: int) -> Attention:
+    module: Any = reader.get("self_attn")
+    kinds, heads = config.layer_types, config.num_attention_heads
+    own = [*kinds[: len(kinds) - config.num_kv_shared_layers]]
+    return Attention(
+        (reader.get("self_attn.q_proj"),),
+        reader.get("self_attn.o_proj"),
+        heads,
+        heads // module.num_key_value_groups,
+        width,
+        _scale(module, width),
+        0.0,
+        _window(config, index),
+        _table(module, config, index),
+        reader.norm("self_attn.q_norm"),
+        None,
+        norm_whole=False,
+        sees=len(own) - 1 - own[::-1].index(kinds[index]),
     )
 
 
@@ -308,6 +347,17 @@ def _beside(reader: PartsReader, fill: Callable[[], None]) -> ExpertsBeside | No
     return ExpertsBeside(
         reader.get("router"), *both_matrices(reader, experts, fill), before, after, after_ff
     )
+
+
+def _inputs_of(reader: PartsReader, config: Any) -> LayerInputs | None:
+    gate = reader.find("per_layer_input_gate")
+    if gate is None:
+        return None
+    norm = reader.norm("post_per_layer_input_norm")
+    activation = ACTIVATION_NAMES.get(config.hidden_activation)
+    if norm is None or activation is None:
+        raise NotCompilable("what it takes beside hidden states is used in a way of its own")
+    return LayerInputs(gate, reader.get("per_layer_projection"), norm, activation)
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:

@@ -16,6 +16,8 @@ from mesh.shard.compiled.builder import (
     DOWN,
     FORGETTING,
     GATES,
+    INPUTS_GATE,
+    INPUTS_PROJECTION,
     LATENT_KEYS,
     LATENT_VALUES,
     OUTPUT,
@@ -44,6 +46,8 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     found |= _modules_within(mixer)
     if (beside := parts.beside) is not None:
         found |= {BESIDE_UP: (beside.up,), BESIDE_DOWN: (beside.down,)}
+    if (inputs := parts.inputs) is not None:
+        found |= {INPUTS_GATE: (inputs.gate,), INPUTS_PROJECTION: (inputs.projection,)}
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}

@@ -72,7 +72,7 @@ def check_kernels(runtime: CompiledRuntime) -> str:
     """
     first = LayerRange(runtime.layers.start, runtime.layers.start + 1)
     seeded = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _CHECKED_ROWS, runtime.hidden_size, generator=seeded)
+    hidden = torch.randn(1, _CHECKED_ROWS, runtime.row_size, generator=seeded)
     view = layer_view(runtime.loaded.module, 0, 1)
     expected = view(inputs_embeds=hidden, use_cache=False).last_hidden_state
     whole, cut, other = (runtime.new_cache(_CHECKED_ROWS) for _ in range(3))

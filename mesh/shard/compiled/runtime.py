@@ -75,7 +75,7 @@ class CompiledRuntime:
         self.quant = span.quant
         self.loaded = span.loaded
         self.layers = span.loaded.layers
-        self.hidden_size: int = span.loaded.config.hidden_size
+        self.row_size: int = span.loaded.config.hidden_size
         self._module: Any = span.loaded.module.eval()
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
@@ -128,10 +128,10 @@ class CompiledRuntime:
         """
         index = layer - self.layers.start
         rows = self._fewest_rows
-        workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, rows)
-        row = torch.linspace(-1, 1, self.hidden_size)
+        workspace = Workspace(self._sessions[index : index + 1], self.row_size, rows)
+        row = torch.linspace(-1, 1, self.row_size)
         if number:  # other experts
-            row = torch.randn(self.hidden_size, generator=torch.Generator().manual_seed(number))
+            row = torch.randn(self.row_size, generator=torch.Generator().manual_seed(number))
         workspace.state(0, rows)[:] = row
         shape = CacheShape(self._banks.shape.layers[index : index + 1], SPARE)
         place = PassPlace(Bank(shape), 0, 0, 1)
@@ -229,7 +229,7 @@ class CompiledRuntime:
         return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
 
     def _workspace(self, rows: int) -> Workspace:
-        return Workspace(self._sessions, self.hidden_size, rows)
+        return Workspace(self._sessions, self.row_size, rows)
 
     def _reference(self) -> TorchRuntime:
         if self._twin is None:

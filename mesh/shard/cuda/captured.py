@@ -26,7 +26,8 @@ from mesh.shard.cuda.rows import (
     flash_attention,
     plain_attention,
 )
-from mesh.shard.lean import AttentionPlace, LeanLayers
+from mesh.shard.lean import LeanLayers
+from mesh.shard.lean_attention import AttentionPlace
 from mesh.shard.runtime import StepInput
 from mesh.types import LayerRange
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from mesh.shard.cuda.pool import Pool
-from mesh.shard.lean import AttentionPlace
+from mesh.shard.lean_attention import AttentionPlace
 
 FULL_ROWS = 16
 """Attention is computed for so many rows at least."""

@@ -69,8 +69,8 @@ class TapCaches:
         if name not in CACHE_OPERATIONS:
             raise BadRequest(f"Unknown cache operation {name[:50]!r}.", fix="Update this node.")
         cache = self.get(number)
-        for index in self._indices:
-            layer = cache.layers[index]
+        # Layers that see keys of others have nothing in it, and come last.
+        for layer in cache.layers[self._indices.start : self._indices.stop]:
             if not hasattr(layer, name):
                 continue  # only some kinds of layers have it
             try:
@@ -96,7 +96,7 @@ class TapCaches:
         """Keys and values that one of the session's layers has cached, then its states, without
         numbers where one is not there. Raises BadRequest."""
         cache, index = self._caches.get(number), layer - self._tree.layers.start
-        if cache is None or index not in self._indices:
+        if cache is None or index not in self._indices or index >= len(cache.layers):
             raise _nothing()
         held = cache.layers[index]
         found = [held.keys, held.values] if held in _with_keys(cache) else []

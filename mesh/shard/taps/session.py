@@ -63,6 +63,7 @@ from mesh.types import LayerRange
 logger = logging.getLogger(__name__)
 
 _MAX_NESTED = 16
+_KEYS_HANDED_ON = "shared_kv_states"
 _MAX_OBSERVED_BYTES = 16 << 20
 _SOURCE_OBJECTS = 16
 """What a byte of source takes once it is parsed, compiled and kept."""
@@ -102,6 +103,7 @@ class TapSession:
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
         self._observed_with_grad = False
+        self._keys_handed_on: Any = None
         self._modules_sourced: set[str] = set()
         self._names = Tally(self.meter)
         self._sources = Tally(self.meter)
@@ -345,11 +347,36 @@ class TapSession:
                 run.breathe()
                 self._tree.check(str(number), self._layers)
                 args, kwargs = calls[call]
+                # What the model's loop passes to all layers is one object there.
+                kwargs = {k: self._handed_on(k, value) for k, value in kwargs.items()}
                 hidden = self._tree.layer(number)(hidden, *args, **kwargs)
                 between.append(hidden)
         finally:
             _active_collector.reset(token)
+            if request.stop == self._layers.stop:
+                self._keys_handed_on = None
         return hidden, (between[:-1] if request.between else []), captured
+
+    def _handed_on(self, name: str, value: Any) -> Any:
+        """An argument of a layer: of the keys that layers hand on to each other, those of the
+        layers before it, which may have been asked for by themselves."""
+        if name != _KEYS_HANDED_ON or value is None:
+            return value
+        if self._keys_handed_on is None:
+            self._keys_handed_on = value
+        return self._keys_handed_on
+
+    def _with_own_keys(self, shown: Any, answer: Any) -> Any:
+        """Arguments that were shown, as the job answers them, with the one object that layers hand
+        keys on to each other in; it has what the job has made of it."""
+        match shown, answer:
+            case (_, {"shared_kv_states": own}), (args, {"shared_kv_states": made, **others}):
+                if own is not None and made is not None:
+                    held = dict(made)
+                    own.clear()
+                    own.update(held)
+                return args, {**others, _KEYS_HANDED_ON: own if made is not None else None}
+        return answer
 
     def show(self, run: Run, provider: str, value: Any) -> Any:
         """Let the job see `value`; what it makes of it."""
@@ -365,6 +392,7 @@ class TapSession:
         answer = self._converse(run, message)
         if shows_weights and self._weights.unchanged(answer, value):
             return value
+        answer = self._with_own_keys(value, answer)
         if (rows := _rows(answer)) > before:
             self._require_positions(rows + self._caches.positions())
         return answer

@@ -1,0 +1,84 @@
+"""A model whose layers take numbers of their own beside hidden states, and see keys of each other:
+Gemma 4 E2B in small."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from mesh.pipeline.commands import Thin
+from mesh.types import LayerRange, ModelId, WireDtype
+from tests import secure
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, spread
+
+LAYERS, JOINED, COUNT = 8, 2, 40
+WAYS = {
+    "one hop": [LayerRange(0, LAYERS)],
+    "two hops": [LayerRange(0, JOINED), LayerRange(JOINED, LAYERS)],
+    "three hops": [LayerRange(0, 1), LayerRange(1, JOINED), LayerRange(JOINED, LAYERS)],
+    # Of the second only what stands behind the first, of which it is then not the beginning.
+    "two of which one is a part": [LayerRange(0, 1), LayerRange(0, LAYERS)],
+}
+PROMPT = [5 + i for i in range(7)] * 29
+"""More than a chunk, and than a window."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def askers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[Thin, Spread]]:
+    """Who holds the model's ends, and who does not."""
+    root = tmp_path_factory.mktemp("given")
+    directory = make_checkpoint(root / "model", "gemma4_e", layers=LAYERS)
+    spans = {span for way in WAYS.values() for span in way}
+    loads = loads_of(directory, [*spans], ModelId("given"))
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(secure.hosting(root / "cache", *loads))
+        made = {}
+        for thin in ("never", "always"):
+            asker = asking(host, directory, ModelId("given"), root / "cache", thin=thin)
+            made[thin] = await stack.enter_async_context(asker)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    root: Path = tmp_path_factory.mktemp("whole")
+    directory = make_checkpoint(root / "model", "gemma4_e", layers=LAYERS)
+    return hugging_face(directory, PROMPT, COUNT)[0]
+
+
+@pytest.mark.parametrize("thin", ["never", "always"])
+@pytest.mark.parametrize("way", WAYS)
+async def test_hops_say_what_hugging_face_says(
+    way: str, thin: Thin, askers: dict[Thin, Spread], expected: list[int]
+) -> None:
+    mesh = askers[thin]
+    mesh.draft_worth = 0.0
+    await mesh.use(WAYS[way])
+    for wire in (WireDtype.FP32, WireDtype.FP16):
+        done = await mesh.generate(greedy(PROMPT, COUNT), wire)
+        assert list(done.token_ids) == expected
+        assert done.drafted_tokens > 0
+
+
+async def test_in_4_bit_it_says_the_same_over_any_hops(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "gemma4_e", layers=LAYERS)
+    spans = [span for way in WAYS.values() for span in way]
+    async with spread(directory, spans, tmp_path / "cache", quant="int4") as mesh:
+        logits, ids = [], []
+        for way in WAYS.values():
+            await mesh.use(way)
+            ids.append((await mesh.generate(greedy(PROMPT, COUNT))).token_ids)
+            logits.append(await mesh.logits(PROMPT, list(ids[0])))
+        assert ids == [ids[0]] * len(WAYS)
+        assert all(torch.equal(each, logits[0]) for each in logits)
+        descriptors = [hosted.descriptor for hosted in mesh.host.shards.values()]
+        assert {each.dtype for each in descriptors} == {"int4"}
+        assert all("int4pack+lean" in each.determinism_class for each in descriptors)

@@ -1,0 +1,101 @@
+"""Models whose layers take numbers of their own beside hidden states, and see keys of each other:
+Gemma 4 E2B and E4B."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma4Config, Gemma4TextConfig
+from transformers import Gemma4ForConditionalGeneration as WithImages
+
+from mesh.models.families import family_of_config
+from mesh.models.load import load_ends, load_span
+from mesh.models.manifest import read_manifest
+from mesh.models.standard import joined_from
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
+from tests.models.conftest import Checkpoint
+
+LAYERS = 8
+CUTS = ([0, 8], [0, 2, 8], [0, 1, 2, 8])
+
+
+@pytest.mark.parametrize("shared", [0, 4, 5])
+def test_chain_of_spans_equals_the_whole_model(shared: int, checkpoint: Checkpoint) -> None:
+    directory = checkpoint("gemma4_e", layers=LAYERS, num_kv_shared_layers=shared)
+    manifest, chunks = read_manifest(directory), prompt_chunks((128, 72))
+    assert (manifest.joined_from, manifest.row_size) == ({0: 8, 4: 2, 5: 1}[shared], 64 + 8 * 16)
+    expected, expected_ids = run_whole(directory, chunks, 16)
+    assert len(set(expected_ids)) > 3
+    more = [[*range(9)]] if not shared else []
+    for cuts in (*CUTS, *more):
+        if cuts[-2] > manifest.joined_from:
+            continue
+        logits, ids = run_parts(manifest, cuts, chunks, 16)
+        assert ids == expected_ids
+        for part, whole in zip(logits, expected, strict=True):
+            torch.testing.assert_close(part, whole, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_bfloat16_spans_give_the_same_bits(checkpoint: Checkpoint) -> None:
+    directory = checkpoint("gemma4_e", layers=LAYERS, hidden=80, dtype="bfloat16")
+    manifest, ids = read_manifest(directory), prompt_chunks((70,))[0]
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    ends = load_ends(manifest, dtype=torch.bfloat16, device=CPU)
+    rows, places = ends.embed(ids, 0), torch.arange(ids.shape[1]).unsqueeze(0)
+    for layers in (LayerRange(0, 2), LayerRange(2, LAYERS)):
+        span = load_span(manifest, layers, dtype=torch.bfloat16, device=CPU)
+        rows = span.module(
+            inputs_embeds=rows, position_ids=places, use_cache=False
+        ).last_hidden_state
+    assert torch.equal(ends.logits(rows), whole(ids).logits)
+
+
+def test_the_text_of_a_model_for_images_with_weights_that_nothing_reads(tmp_path: Path) -> None:
+    """Published ones have projections to keys for layers that see those of others."""
+    text = AutoModelForCausalLM.from_pretrained(make_checkpoint(tmp_path / "text", "gemma4_e"))
+    config = Gemma4Config(text_config=text.config.to_dict(), vision_config=None, audio_config=None)
+    model: Any = WithImages(config).eval()
+    model.model.language_model, model.lm_head = text.model, text.lm_head
+    model.save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    weights = load_file(file)
+    prefix = "model.language_model.layers."
+    assert f"{prefix}7.self_attn.k_proj.weight" not in weights
+    for part in ("k_proj", "v_proj"):
+        name = f"{prefix}{{}}.self_attn.{part}.weight"
+        weights |= {name.format(7): torch.zeros_like(weights[name.format(3)])}
+    save_file(weights, file, {"format": "pt"})
+    chunks, cache = prompt_chunks((13, 7, 1)), DynamicCache(config=text.config)
+    with torch.inference_mode():
+        expected = [model(input_ids=ids, past_key_values=cache).logits for ids in chunks]
+    manifest = read_manifest(tmp_path / "whole")
+    assert manifest.row_size > manifest.hidden_size
+    for cuts in CUTS:
+        logits, _ = run_parts(manifest, cuts, chunks, 0)
+        for part, whole in zip(logits, expected, strict=True):
+            torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_last_layers_lie_together_from_the_first_whose_keys_are_seen() -> None:
+    """As E2B's and E4B's published configs have them."""
+    for layers, shared, every, first in ((35, 20, 5, 13), (42, 18, 6, 22)):
+        kinds = ["full_attention" if not (i + 1) % every else "sliding_attention"
+                 for i in range(layers)]  # fmt: skip
+        config = Gemma4TextConfig(
+            num_hidden_layers=layers, num_kv_shared_layers=shared, layer_types=kinds
+        )
+        said = config.to_dict()
+        assert joined_from(said, layers) == first
+        assert joined_from({"text_config": said}, layers) == first
+        span = family_of_config(config).slice_config(LayerRange(first, layers))
+        assert (span.num_kv_shared_layers, span.num_hidden_layers) == (shared, layers - first)
+        del said["layer_types"]
+        assert joined_from(said, layers) == 0, "nothing tells which they are"
+        assert joined_from(said | {"num_kv_shared_layers": 0}, layers) == layers

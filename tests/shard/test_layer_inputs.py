@@ -1,0 +1,143 @@
+"""Layers that take numbers of their own beside hidden states, and see keys of each other, computed
+in every way that steps are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from mesh.errors import UnsupportedFamily
+from mesh.models.load import load_span
+from mesh.models.row_form import RowForm
+from mesh.shard.footprint import cached_numbers, estimate, position_bytes
+from mesh.shard.kv import SessionCache
+from mesh.shard.lean_proof import require_lean
+from mesh.shard.runtime import StepInput
+from mesh.shard.steering import SessionEdits
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import LayerRange
+from tests.checkpoints import WINDOW
+from tests.research.steering.local import edit, load, low_rank_file, steered
+from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, step
+
+LAYERS, JOINED = 8, 2
+ALL = LayerRange(0, LAYERS)
+HALVES = LayerRange(0, JOINED), LayerRange(JOINED, LAYERS)
+"""The second sees keys within it only."""
+FORM = RowForm(HIDDEN, LAYERS, 16)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, count, FORM.size, generator=generator)
+
+
+def runtime(layers: LayerRange = ALL, *, lean: bool, dtype: torch.dtype) -> TorchRuntime:
+    loaded = load_span(checkpoint("gemma4_e", LAYERS), layers, dtype=dtype, device=CPU)
+    made = TorchRuntime(loaded, device=CPU, dtype=dtype, lean=lean)
+    assert (made.is_lean, made.batch_rows, made.row_size) == (lean, 1, FORM.size)
+    return made
+
+
+@torch.inference_mode()
+def whole_model(given: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's own code and masks over all rows at once, without a cache."""
+    loaded = load_span(
+        checkpoint("gemma4_e", LAYERS), ALL, dtype=torch.float32, device=CPU,
+        attn_implementation="eager",
+    )  # fmt: skip
+    positions = torch.arange(given.shape[1])[None]
+    output: torch.Tensor = loaded.module(
+        inputs_embeds=given, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    return output
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_chunks_decode_and_rollback_over_two_spans_give_what_hugging_face_gives(
+    lean: bool,
+) -> None:
+    spans = [runtime(layers, lean=lean, dtype=torch.float32) for layers in HALVES]
+    given = rows(WINDOW + 40)
+    expected = whole_model(given)
+    assert torch.equal(expected[..., HIDDEN:], given[..., HIDDEN:])
+    caches = [span.new_cache(256) for span in spans]
+    found = torch.empty_like(expected)
+    for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
+        part = given[:, start:stop]
+        for span, cache in zip(spans, caches, strict=True):
+            part = step(span, cache, start, part)
+        found[:, start:stop] = part
+    assert relative_error(found[..., :HIDDEN], expected[..., :HIDDEN]) < 1e-4
+    assert torch.equal(found[..., HIDDEN:], given[..., HIDDEN:])
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_row_in_a_ragged_batch_equals_the_row_alone(lean: bool) -> None:
+    span = runtime(lean=lean, dtype=torch.bfloat16)
+    alone, inputs = [], []
+    for i, length in enumerate((3, WINDOW + 20, 17, WINDOW - 1)):
+        first, last = (rows(*each).bfloat16() for each in ((length, i), (1, 100 + i)))
+        cache = span.new_cache(256)
+        step(span, cache, 0, first)
+        alone.append(step(span, cache, length, last))
+        inputs.append(StepInput(cache, length, last))
+    for one, batched in zip(alone, span.forward(inputs), strict=True):
+        assert relative_error(batched, one) < 0.02
+
+
+def test_a_step_in_the_middle_of_a_span_is_given_what_is_meant_for_its_layers() -> None:
+    span, given = runtime(lean=False, dtype=torch.float32), rows(9)
+    behind = span.forward([StepInput(span.new_cache(32), 0, given)], HALVES[0])[0]
+    parted = span.forward([StepInput(span.new_cache(32), 0, behind)], HALVES[1])[0]
+    assert relative_error(parted, whole_model(given)) < 1e-4
+
+
+def test_it_is_steered_like_by_a_hook() -> None:
+    model, given = load(checkpoint("gemma4_e", LAYERS).directory), rows(9)
+    edits = [edit(2), edit(3, "self_attn", data=low_rank_file()), edit(6, "mlp"), edit(7)]
+    seen: list[torch.Tensor] = []
+    norm: Any = model.model.norm
+    handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    # Its projection of what is embedded is left out, so that its layers are given what ours are.
+    model.model.hidden_size_per_layer_input = 0
+    with torch.no_grad(), steered(model, edits):
+        model(inputs_embeds=given[..., :HIDDEN], per_layer_inputs=FORM.inputs(given, ALL))
+    handle.remove()
+    span = runtime(lean=True, dtype=torch.float32)
+    hooks = SessionEdits.check(edits, ALL, HIDDEN).hooks(span)
+    cache = span.new_cache(32)
+    found = [
+        span.forward([StepInput(cache, first, given[:, first:last], hooks)])[0]
+        for first, last in pairwise([0, 6, 7, 8, 9])
+    ]
+    assert relative_error(torch.cat(found, 1)[..., :HIDDEN], seen[0]) < 1e-5
+
+
+def test_layers_that_see_the_same_keys_are_not_parted() -> None:
+    manifest = checkpoint("gemma4_e", LAYERS)
+    for layers in (LayerRange(0, 3), LayerRange(3, LAYERS), LayerRange(4, 6)):
+        with pytest.raises(UnsupportedFamily, match="see keys of each other") as caught:
+            load_span(manifest, layers, dtype=torch.float32, device=CPU)
+        assert f"layers {HALVES[1]} on one machine" in caught.value.fix
+
+
+def test_only_layers_with_keys_of_their_own_are_counted() -> None:
+    manifest = checkpoint("gemma4_e", LAYERS)
+    span = runtime(HALVES[1], lean=False, dtype=torch.float32)
+    cache = span.new_cache(256)
+    step(span, cache, 0, rows(7))
+    taken = SessionCache.allocated_bytes.__get__(cache) // 256
+    assert position_bytes(manifest, HALVES[1], 4) == taken
+    assert [bool(each) for each in cached_numbers(manifest, ALL)] == [True] * 4 + [False] * 4
+    need = estimate(manifest, HALVES[1], 4, kv_tokens=1 << 20, rows=256, streams=0)
+    assert span.weight_bytes / 2**20 <= need.weights_mb < span.weight_bytes / 2**20 + 1.1
+
+
+def test_its_lean_layers_are_proven() -> None:
+    from mesh.models.families import family_of
+
+    require_lean(family_of(checkpoint("gemma4_e", LAYERS)), None)
