@@ -350,6 +350,10 @@ def _of_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_value_length_swa(config["head_dim"])
     writer.add_rope_dimension_count(far["head_dim"])
     writer.add_rope_dimension_count_swa(config["head_dim"])
+    if config.get("use_double_wide_mlp"):
+        del said[f"{writer.arch}.feed_forward_length"]
+        wide, own = config["intermediate_size"], len(windows) - config["num_kv_shared_layers"]
+        writer.add_feed_forward_length([wide if i < own else 2 * wide for i in range(len(windows))])
     if config.get("enable_moe_block"):
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["top_k_experts"])

@@ -54,6 +54,10 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4 without experts": ("gemma4_dense", {}),
     "Gemma 4 of 12 billion": ("gemma4_unified_text", {}),
+    "Gemma 4 E2B": ("gemma4_e", {}),
+    "Gemma 4 with layers that are given more, and keys of their own": (
+        "gemma4_e", {"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+    ),
     "EXAONE 4 that looks at everything": (
         "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 6},
     ),
@@ -85,7 +89,8 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _require_same(manifest: Manifest, expected: tuple[Sequence[torch.Tensor], list[int]]) -> None:
     chunks, layers = prompt_chunks(_CHUNKS), manifest.total_layers
-    found, ids = run_parts(manifest, (0, 2, layers), chunks, decode=6)
+    cuts = sorted({0, min(2, manifest.joined_from), layers})
+    found, ids = run_parts(manifest, cuts, chunks, decode=6)
     assert ids == expected[1]
     for step, other in zip(found, expected[0], strict=True):
         torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
@@ -107,6 +112,7 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
         "qwen3_5",
         "qwen3_next",
         "gemma4",
+        "gemma4_e",
         "glm4_moe_lite",
         "mixtral",
         "lfm2_moe",
@@ -121,6 +127,7 @@ def test_blocks_are_what_they_stand_for(
 ) -> None:
     more: dict[str, Any] = dict(_MIXED) if family == "qwen3_next" else {}
     more |= {"linear_num_value_heads": 6} if family.startswith("qwen") else {}
+    more |= {"hidden_size_per_layer_input": 32} if family == "gemma4_e" else {}
     if family == "glm4_moe_lite":  # whole blocks
         more |= {"qk_nope_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 32}
         more |= {"first_k_dense_replace": 1}
@@ -357,12 +364,17 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         "granitemoehybrid", UnsupportedFamily, "heads of states are 96 wide",
         _other("ssm.inner_size", 96),
     ),
-    "Gemma 4 that shares keys": (
-        "gemma4", UnsupportedFamily, "share the keys", _other("attention.shared_kv_layers", 1),
+    "Gemma 4 that sees keys of a kind of layer that has none": (
+        "gemma4", UnsupportedFamily, "of a kind that there is not",
+        _other("attention.shared_kv_layers", 1),
     ),
-    "Gemma 4 whose layers read ids": (
-        "gemma4", UnsupportedFamily, "reads the token ids",
+    "Gemma 4 that is given more than it has a table of": (
+        "gemma4", BadCheckpoint, "no matrix per_layer_token_embd.weight of 768 columns",
         _other("embedding_length_per_layer_input", 256),
+    ),
+    "Gemma 4 of which each layer is as wide as it likes": (
+        "gemma4_e", UnsupportedFamily, "feed-forward differs",
+        _other("feed_forward_length", [64, 128, 64]),
     ),
     "Gemma 4 that differs layer by layer": (
         "gemma4", UnsupportedFamily, "differ in other ways",

@@ -13,7 +13,7 @@ from typing import Any
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
-_ENDS = {
+ENDS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -52,7 +52,7 @@ class Architecture:
 
     config: Callable[[GgufSettings], dict[str, Any]]
     layer: Mapping[str, str]
-    ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
     experts: Mapping[str, str] = field(default_factory=dict)
     by_layer: Mapping[str, str] = field(default_factory=dict)

@@ -7,8 +7,10 @@ from typing import Any
 
 from mesh.models.gguf.architecture import (
     DECODER,
+    ENDS,
     HEAD_NORMS,
     Architecture,
+    attentive,
     decoder,
     head_width,
     kinds,
@@ -36,8 +38,16 @@ _GEMMA4 = (
         "ffn_gate_up_exps.weight": "experts.gate_up_proj",
         "ffn_down_exps.weight": "experts.down_proj",
         "ffn_down_exps.scale": "router.per_expert_scale",
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
     }
 )
+_GEMMA4_ENDS = ENDS | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 
 
 def _gemma_scale(said: GgufSettings, config: Mapping[str, Any], width: int, largest: int) -> int:
@@ -83,12 +93,9 @@ def _gemma3(said: GgufSettings) -> dict[str, Any]:
 
 
 def _gemma4(said: GgufSettings) -> dict[str, Any]:
-    if said.whole("attention.shared_kv_layers", 0, least=0):
-        said.refuse("its last layers share the keys and values of earlier ones")
-    if said.whole("embedding_length_per_layer_input", 0, least=0):
-        said.refuse("each of its layers reads the token ids, and a hop has only hidden states")
-    near, far, shared = _groups(said)
-    config = decoder(said, "gemma4_text", "Gemma4ForCausalLM", near)
+    seeing = said.whole("attention.shared_kv_layers", 0, least=0)
+    near, far, shared = _groups(said, seeing)
+    config = attentive(said, "gemma4_text", "Gemma4ForCausalLM", near) | _sizes(said, seeing)
     wide, narrow = head_width(said, config), said.whole("attention.key_length_swa")
     for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if said.whole(name, narrow) != narrow:
@@ -103,7 +110,7 @@ def _gemma4(said: GgufSettings) -> dict[str, Any]:
             "num_global_key_value_heads": far,
             "head_dim": narrow,
             "global_head_dim": wide,
-            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": seeing,
             "sliding_window": said.whole("attention.sliding_window"),
             "final_logit_softcapping": said.real("final_logit_softcapping", 0.0) or None,
             "rope_parameters": {
@@ -114,9 +121,28 @@ def _gemma4(said: GgufSettings) -> dict[str, Any]:
     )
 
 
-def _groups(said: GgufSettings) -> tuple[int, int, bool]:
+def _sizes(said: GgufSettings, seeing: int) -> dict[str, Any]:
+    """How wide feed-forward is, which may be twice that in layers that see keys of others, and what
+    is given to layers beside hidden states."""
+    wide = said.counts("feed_forward_length")
+    own, others = {*wide[: len(wide) - seeing]}, {*wide[len(wide) - seeing :]}
+    if len(own) != 1 or (not others <= {2 * min(own)} and others - own):
+        said.refuse("its feed-forward differs layer by layer")
+    width = said.whole("embedding_length_per_layer_input", 0, least=0)
+    found = {
+        "intermediate_size": own.pop(),
+        "use_double_wide_mlp": bool(others - {wide[0]}),
+        "hidden_size_per_layer_input": width,
+    }
+    if width:
+        words = said.rows("per_layer_token_embd.weight", width * len(wide))
+        found["vocab_size_per_layer_input"] = words
+    return found
+
+
+def _groups(said: GgufSettings, seeing: int) -> tuple[int, int, bool]:
     """How many heads for keys layers have that look at a window, and the others, and whether the
-    keys of those are their values."""
+    keys of those are their values; the last ones may see keys of others, and have none."""
     counts: dict[str, set[int]] = {"sliding_attention": set(), "full_attention": set()}
     kinds = said.windows()
     for kind, count in zip(kinds, said.counts("attention.head_count_kv"), strict=True):
@@ -124,7 +150,10 @@ def _groups(said: GgufSettings) -> tuple[int, int, bool]:
     far, near = counts["full_attention"], counts["sliding_attention"] or counts["full_attention"]
     if len(near) > 1 or len(far) > 1 or kinds[-1] != "full_attention":
         said.refuse("its layers differ in other ways than by what they look at")
-    shared = not said.has(f"blk.{len(kinds) - 1}.attn_v.weight")
+    if not {*kinds[len(kinds) - seeing :]} <= {*kinds[: len(kinds) - seeing]}:
+        said.refuse("its last layers see keys of layers of a kind that there is not")
+    last = max(i for i, kind in enumerate(kinds[: len(kinds) - seeing]) if kind == kinds[-1])
+    shared = not said.has(f"blk.{last}.attn_v.weight")
     if near != far and not shared:
         said.refuse("its layers have values of their own in other numbers of heads")
     return next(iter(near)), next(iter(far)), shared
@@ -148,4 +177,4 @@ def _unlike_gemma(name: str, _: Mapping[str, Any]) -> Difference | None:
 
 GEMMA2 = Architecture(_gemma2, _LAYER, unlike=_unlike_gemma)
 GEMMA3 = Architecture(_gemma3, _LAYER | HEAD_NORMS, unlike=_unlike_gemma)
-GEMMA4 = Architecture(_gemma4, _GEMMA4)
+GEMMA4 = Architecture(_gemma4, _GEMMA4, _GEMMA4_ENDS)
