@@ -276,4 +276,5 @@ def _model(
         keeps_states=keeps_states(manifest),
         pooling=pooling,
         inputs_size=manifest.row_size - manifest.hidden_size,
+        joined_from=manifest.joined_from,
     )

@@ -77,17 +77,21 @@ class LogitLens:
         )
         rows, layers = self._embedded(ids), list[dict[str, Any]]()
         served: list[RouteHop] = []
+        # Of layers that see keys of each other each is computed behind those before it.
+        joined = model.total_layers if model.joined_from is None else model.joined_from
+        before = rows
 
         def pick(refused: Collection[ShardKey]) -> tuple[RouteHop, ...]:
             left = LayerRange(len(layers), model.total_layers)
             return self._router.cover(model.model_id, model.weights_sha256, left, refused)
 
         async def through(hops: tuple[RouteHop, ...]) -> None:
-            nonlocal rows
+            nonlocal rows, before
             for hop in hops:
                 for layer in range(hop.layers.start, hop.layers.stop):
-                    alone = RouteHop(hop.shard, LayerRange(layer, layer + 1))
-                    rows = await self._through(alone, terms, rows)
+                    before = rows if layer <= joined else before
+                    alone = RouteHop(hop.shard, LayerRange(min(layer, joined), layer + 1))
+                    rows = await self._through(alone, terms, before)
                     said = self._top(rows[-1], top)
                     layers.append({"layer": layer, "node": hop.shard.node_name, "top": said})
                     served.append(alone)

@@ -125,6 +125,10 @@ class AskerModel:
     """How many numbers go from hop to hop behind each hidden state: what the model's layers are
     given of the token that stands there, where they are (`mesh.models.row_form`)."""
 
+    joined_from: int | None = None
+    """The first of the layers that see keys of each other, so that none of them is computed without
+    those before it; None where there are none."""
+
     @property
     def row_size(self) -> int:
         """How many numbers go from hop to hop for one position."""

@@ -49,12 +49,12 @@ class LayerShape:
 
 def require_joined(layers: LayerRange, shape: LayerShape, here: ShardDescriptor) -> None:
     """Raise BadRequest for layers that see keys of others and are asked for without those."""
-    joined_from, total = shape.joined_from, here.total_layers
-    if layers.stop > joined_from and (layers.start > joined_from or layers.stop < total):
+    joined = shape.joined_from
+    if layers.start > joined:
         raise BadRequest(
-            f"Layers {layers} are not a session: those of {LayerRange(joined_from, total)} see keys"
-            " of each other.",
-            fix=f"Ask for all of {LayerRange(joined_from, total)}, or none.",
+            f"Layers {layers} are not a session: those of {LayerRange(joined, here.total_layers)}"
+            " see keys of each other.",
+            fix=f"Ask for those from layer {joined} on as well.",
         )
 
 

@@ -5,13 +5,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import torch
+from transformers import AutoModelForCausalLM
 
+from mesh.clock import SystemClock
 from mesh.pipeline.commands import Thin
+from mesh.pipeline.hop import Patience
+from mesh.pipeline.lens import LensSettings, LogitLens
+from mesh.pipeline.links import HopLinks
+from mesh.pipeline.watch.oversight import Oversight
+from mesh.routing.cover import CoverRules
+from mesh.routing.router import ShardRouter
 from mesh.types import LayerRange, ModelId, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -82,3 +91,27 @@ async def test_in_4_bit_it_says_the_same_over_any_hops(tmp_path: Path) -> None:
         descriptors = [hosted.descriptor for hosted in mesh.host.shards.values()]
         assert {each.dtype for each in descriptors} == {"int4"}
         assert all("int4pack+lean" in each.determinism_class for each in descriptors)
+
+
+async def test_a_lens_reads_layers_that_see_keys_of_each_other(
+    askers: dict[Thin, Spread], tmp_path: Path
+) -> None:
+    """Each behind those before it, as no shard computes it alone."""
+    mesh = askers["never"]
+    await mesh.use(WAYS["three hops"])
+    oversight = Oversight(SystemClock(), ceiling_s=30.0)
+    links, router = HopLinks(secure.dial), ShardRouter(mesh, CoverRules())
+    lens = LogitLens(mesh.model, links, router, oversight, Patience(), LensSettings(30.0))
+    found = await lens.read(replace(greedy(PROMPT, 1), model=ModelId("given")), PROMPT, 1)
+    await links.close()
+    model = AutoModelForCausalLM.from_pretrained(
+        make_checkpoint(tmp_path / "model", "gemma4_e", layers=LAYERS), dtype=torch.float32
+    )
+    with torch.no_grad():
+        states = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+        heads = [model.lm_head(model.model.norm(each[:, -1])) for each in states[1:-1]]
+        heads.append(model.lm_head(states[-1][:, -1]))  # it has been through the norm
+    tokens = [mesh.model.text.token_bytes(int(each.argmax())).decode(errors="replace")
+              for each in heads]  # fmt: skip
+    assert [layer["top"][0]["token"] for layer in found["layers"]] == tokens
+    assert len(set(tokens)) > 2

@@ -90,13 +90,14 @@ class Attic:
         self,
         loader: CountedLoader | None = None,
         queue: Scheduler | None = None,
+        joined_from: int = 99,
         **settings: Any,
     ) -> None:
         self.loader = loader or CountedLoader()
         self.queue = queue or Scheduler()
         self.server = ShardServer(
             descriptor(), self.loader, ShardSettings(**settings),
-            shape=LayerShape(HIDDEN, HIDDEN, 99),
+            shape=LayerShape(HIDDEN, HIDDEN, joined_from),
             scheduler=self.queue,
         )  # fmt: skip
         self.service = ShardService()

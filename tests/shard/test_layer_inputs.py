@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadRequest, UnsupportedFamily
 from mesh.models.load import load_span
 from mesh.models.row_form import RowForm
 from mesh.shard.footprint import cached_numbers, estimate, position_bytes
@@ -21,6 +21,7 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import WINDOW
 from tests.research.steering.local import edit, load, low_rank_file, steered
+from tests.shard.asker import Attic
 from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, step
 
 LAYERS, JOINED = 8, 2
@@ -141,3 +142,12 @@ def test_its_lean_layers_are_proven() -> None:
     from mesh.models.families import family_of
 
     require_lean(family_of(checkpoint("gemma4_e", LAYERS)), None)
+
+
+async def test_a_session_without_the_layers_whose_keys_it_sees_is_refused() -> None:
+    async with Attic(joined_from=2) as attic:
+        asker = attic.asker()
+        with pytest.raises(BadRequest, match="see keys of each other"):
+            await asker.open(1, start=3, stop=4)
+        await asker.open(2, start=2, stop=3)  # a lens goes no further
+        await asker.open(3, start=0, stop=4)
