@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -75,6 +76,14 @@ def sync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def flush(descriptor: int) -> None:
+    """Have the bytes of an open file survive a power cut. Raises OSError."""
+    if sys.platform == "darwin":  # which has no call for bytes alone
+        os.fsync(descriptor)
+    else:
+        os.fdatasync(descriptor)
 
 
 def mending(error: OSError, otherwise: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import ssl
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -171,7 +172,7 @@ def _context(material: TlsMaterial, anchors: tuple[bytes, ...], *, server: bool)
 @contextlib.contextmanager
 def _file(content: bytes) -> Iterator[str]:
     """A path with `content`, gone afterwards: the ssl module reads keys from files only."""
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("hearthnet", os.MFD_CLOEXEC)
         try:
             os.write(descriptor, content)

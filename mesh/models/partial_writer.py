@@ -33,6 +33,7 @@ from mesh.models.partial import (
     read_record,
 )
 from mesh.models.partial_draft import discard, refused_by_disk
+from mesh.private_files import flush
 
 logger = logging.getLogger(__name__)
 
@@ -213,10 +214,10 @@ class PartialWriter:
                 verified = dict(self._verified)
             try:
                 for file in {entry.file for entry in verified.values()}:
-                    os.fdatasync(self._files[file])
+                    flush(self._files[file])
                 if verified:
                     self._note(*(f"c {self._index[name]}" for name in verified))
-                    os.fdatasync(self._journal)
+                    flush(self._journal)
             except OSError as error:
                 raise refused_by_disk(self.directory, error) from error
             with self._guard:

@@ -160,6 +160,8 @@ class Nursery:
         return None
 
     def _fork(self, report: int) -> int:
+        if sys.platform != "linux":  # `warm_parent` starts this process nowhere else
+            return -1
         parent = os.getpid()
         try:
             pid = os.fork()

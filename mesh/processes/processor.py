@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -36,8 +37,9 @@ def allowed_cores() -> frozenset[int] | None:
 def run_on(cores: Collection[int]) -> None:
     """Have all threads of this process, and those that they start, run on these cores alone. Raises
     OSError; only where `allowed_cores` says which there are."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+    if sys.platform == "linux":
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 class OthersLoad:

@@ -146,7 +146,7 @@ class ForkedProcess(ChildProcess):
             raise
 
     def kill(self) -> None:
-        if self._handle >= 0:
+        if sys.platform == "linux" and self._handle >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 

@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -90,7 +91,7 @@ class JailedJob:
         if self._ended.done() or self._killed_as is not None:
             return
         self._killed_as = ending
-        if self._process_fd >= 0:
+        if sys.platform == "linux" and self._process_fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
         else:

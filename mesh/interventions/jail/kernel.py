@@ -25,6 +25,7 @@ _NEW_NAMESPACES = {
 }  # fmt: skip
 
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
+_O_PATH = getattr(os, "O_PATH", 0)
 _LANDLOCK_NET = 0b11  # bind and connect over TCP
 _LANDLOCK_SCOPES = 0b11  # abstract unix sockets and signals
 _LANDLOCK_VERSION_FLAG, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
@@ -87,7 +88,7 @@ def landlock(here: CpuArchitecture, abi: int, readable: tuple[str, ...]) -> None
     )[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = syscall(here, "landlock_create_ruleset", attributes, len(attributes), 0)
     for path in readable:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = os.open(path, _O_PATH | os.O_CLOEXEC)
         rights = _LANDLOCK_READ_FILE | (_LANDLOCK_READ_DIR if Path(path).is_dir() else 0)
         rule = struct.pack("=Qi", rights, fd)
         syscall(here, "landlock_add_rule", rules, _LANDLOCK_RULE_PATH_BENEATH, rule, 0)

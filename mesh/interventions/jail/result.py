@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import struct
+import sys
 import tempfile
 
 _HEADER = struct.Struct("<4sBQ")
@@ -19,14 +20,14 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 def _memory_file(name: str) -> int:
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # unlinked from the start
         return os.dup(file.fileno())
 
 
 def _seal(fd: int, seals: int) -> None:
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         fcntl.fcntl(fd, _F_ADD_SEALS, seals)
 
 
