@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.interventions.jail import kernel
-from mesh.interventions.jail.canaries import CANARIES, STARTED, Traps
+from mesh.interventions.jail.canaries import STARTED, Traps, canaries_of
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,10 @@ class JailReport:
             JailStrength.NONE: "no code may run",
         }[self.level]
         lines = [f"jail: {self.level.value} ({meaning})"]
-        lines += [f"  OPEN  {name}: {what}" for name, what in self.broken.items()]
+        lines += [f"  OPEN  {name}: {what.strip()}" for name, what in self.broken.items()]
         lines += [f"  holds {name}" for name in self.held]
+        if sys.platform != "linux":
+            return "\n".join([*lines, "  The walls are Linux's: this system has none of them"])
         abi = f"version {self.landlock_abi}" if self.landlock_abi else "missing"
         filtered = "on" if self.filtered_calls else f"no table for {platform.machine()}"
         own = "own" if self.namespaces else "shared with the system (not required)"
@@ -104,7 +106,7 @@ async def examine(run_canary: RunCanary, *, namespaces: bool) -> JailReport:
                 await fly(name)
 
         # The one that attacks the victim goes last: the others need it alive.
-        await asyncio.gather(*(in_turn(name) for name in CANARIES if name != "signal"))
+        await asyncio.gather(*(in_turn(name) for name in canaries_of() if name != "signal"))
         await fly("signal")
     level = JailStrength.OS if not broken else JailStrength.WEAK
     if {"control", "never_ends"} & broken.keys():
@@ -114,7 +116,7 @@ async def examine(run_canary: RunCanary, *, namespaces: bool) -> JailReport:
     here = kernel.machine()
     return JailReport(
         level=level,
-        held=tuple(name for name in CANARIES if name not in broken),
+        held=tuple(name for name in canaries_of() if name not in broken),
         broken=broken,
         namespaces=namespaces,
         landlock_abi=kernel.landlock_abi(here) if here else 0,

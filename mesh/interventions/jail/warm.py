@@ -7,6 +7,7 @@ is and when it must end is `job`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -33,8 +34,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# A datagram socket whose far end is gone reads as the end only in this form.
-_DATAGRAMS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
 _LOST = {"status": signal.SIGKILL, "cpu_s": 0.0, "peak": 0}
 
 Report = dict[str, Any]
@@ -57,7 +56,7 @@ class Zygote:
     @classmethod
     async def start(cls, warm_up: str, argument: str, namespaces: bool, timeout_s: float) -> Zygote:
         """Start and warm it. Raises JailUnavailable with the reason when that fails."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAMS)
+        ours, theirs = _datagrams()
         module = "mesh.interventions.jail.zygote"
         try:
             process = await asyncio.to_thread(
@@ -127,7 +126,10 @@ class Zygote:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Close its socket, at which it ends; kill it when it does not. Reaps it."""
+        """Tell it to end, and close its socket; kill it when it does not. Reaps it."""
+        if self.alive:
+            with contextlib.suppress(Busy, JailUnavailable):
+                self.send({"end": True})  # not every system says that the socket is closed
         self._lose("it was stopped")
         try:
             await asyncio.to_thread(self._process.wait, _STOP_TIMEOUT_S)
@@ -194,3 +196,15 @@ class Zygote:
                 os.close(fd)
         else:
             started.set_result(fds[0] if fds else -1)
+
+
+def _datagrams() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a line of datagrams; where a system has it, one that says when the other end is
+    closed."""
+    if sys.platform != "linux":
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in pair:  # macOS takes 2 KiB at once unless there is room for more
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, 4 * MAX_COMMAND_BYTES)
+        return pair
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -185,6 +185,8 @@ class _Nursery:
         if not message:
             return False
         command = json.loads(message)
+        if "end" in command:
+            return False
         if "kill" in command:
             self._kill(int(command["kill"]))
         elif "job" in command:

@@ -19,7 +19,7 @@ import pytest
 
 from mesh.errors import Busy, JailUnavailable
 from mesh.interventions.jail import doctor
-from mesh.interventions.jail.canaries import STARTED
+from mesh.interventions.jail.canaries import STARTED, canaries_of
 from mesh.interventions.jail.doctor import JailStrength, examine
 from mesh.interventions.jail.job import Jail, JailedJob, examine_machine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
@@ -515,6 +515,14 @@ async def test_weak_walls_are_not_looked_at_before_every_job() -> None:
         assert looking.looks == 2
     finally:
         await warm.close()
+
+
+def test_elsewhere_nothing_is_tried_that_goes_by_the_numbers_and_names_of_linux() -> None:
+    """There each would fail for want of them, or call something else: neither says of a wall."""
+    ours, elsewhere = set(canaries_of("linux")), set(canaries_of("darwin"))
+    assert elsewhere < ours
+    assert {"ptrace", "socket", "memory_file", "read_environment"} <= ours - elsewhere
+    assert {"control", "never_ends", "read_file", "connect", "exec", "memory"} <= elsewhere
 
 
 async def test_an_examination_without_canaries_finds_no_walls() -> None:
