@@ -28,6 +28,8 @@ _PATIENCE_S = 90.0
 _POLL_S = 0.1
 _APPEARS_WITHIN_S = 5.0
 """From launchd's word that it starts something until there is a process."""
+_LETS_GO_WITHIN_S = 15.0
+"""So long launchd may refuse to start what it has stopped and no longer shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +176,21 @@ class LaunchAgent(ServiceManager):
         return int(found[1]) if found else None
 
     def stop(self) -> None:
-        if self._loaded() is not None:
+        if self._loaded() is None:
+            return
+        try:
             self._do("bootout", self._target)
+        except ServiceRefused as refused:
+            if "in progress" not in str(refused):  # launchctl waits less than launchd
+                raise
+        deadline_s = time.monotonic() + self._ends_within_s()
+        while self._loaded() is not None:
+            if time.monotonic() >= deadline_s:
+                raise ServiceRefused(
+                    f"launchd has not ended {self._target} yet.",
+                    fix=f"Look at it again in a while: `launchctl print {self._target}`.",
+                )
+            time.sleep(_POLL_S)
 
     def restart(self) -> None:
         self.stop()
@@ -188,10 +203,24 @@ class LaunchAgent(ServiceManager):
         return f"launchctl bootstrap {self._domain} {self.file}"
 
     def _start(self) -> None:
-        self._do("bootstrap", self._domain, str(self.file))
-        deadline = time.monotonic() + _APPEARS_WITHIN_S
-        while self.pid() is None and time.monotonic() < deadline:
+        deadline_s = time.monotonic() + _LETS_GO_WITHIN_S
+        while True:
+            try:
+                self._do("bootstrap", self._domain, str(self.file))
+                break
+            except ServiceRefused:
+                if time.monotonic() >= deadline_s:
+                    raise
             time.sleep(_POLL_S)
+        deadline_s = time.monotonic() + _APPEARS_WITHIN_S
+        while self.pid() is None and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+
+    def _ends_within_s(self) -> float:
+        """What launchd was told to give it, and some."""
+        with contextlib.suppress(OSError, ValueError):
+            return float(plistlib.loads(self.file.read_bytes())["ExitTimeOut"]) + _LETS_GO_WITHIN_S
+        return _PATIENCE_S
 
     def _loaded(self) -> str | None:
         """What launchd says of it; None while it does not know it."""
@@ -242,6 +271,8 @@ WantedBy=default.target
 
 def plist_of(label: str, service: Service) -> bytes:
     """The agent, launchd.plist(5)."""
+    # What says no type is throttled, in computing as in reading, and people wait for answers: how
+    # far the node yields to other programs is its own setting.
     agent = {
         "Label": label,
         "ProgramArguments": list(service.command),
@@ -249,6 +280,7 @@ def plist_of(label: str, service: Service) -> bytes:
         "WorkingDirectory": str(service.directory),
         "StandardOutPath": str(service.log),
         "StandardErrorPath": str(service.log),
+        "ProcessType": "Interactive",
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": 10,

@@ -33,15 +33,22 @@ exec {SYSTEMD} --user
 
 LAUNCHCTL = """\
 #!/bin/sh
-# As launchctl(1): what is bootstrapped runs until it is booted out.
+# As launchctl(1): what is bootstrapped runs until it is booted out, which is under way when it is
+# said; then it is not shown any more, and still in the way for a while.
 state={directory}/loaded
+settling={directory}/settling
 case $1 in
 bootstrap)
-    [ -f $state ] && {{ echo "Bootstrap failed: 5: Input/output error" >&2; exit 5; }}
+    if [ -f $state ] || [ -f $settling ]; then
+        echo "Bootstrap failed: 5: Input/output error" >&2; exit 5
+    fi
     sleep 60 < /dev/null > /dev/null 2>&1 &
     echo $! > $state ;;
 bootout)
-    kill $(cat $state) && rm $state ;;
+    kill $(cat $state)
+    touch $settling
+    (sleep 0.2; rm $state; sleep 0.2; rm $settling) < /dev/null > /dev/null 2>&1 &
+    echo "Boot-out failed: 36: Operation now in progress" >&2; exit 36 ;;
 print)
     case $2 in gui/*/*) [ -f $state ] || {{ echo "Could not find service" >&2; exit 113; }} ;; esac
     echo "	state = running"; [ -f $state ] && echo "	pid = $(cat $state)"; true ;;
@@ -199,6 +206,7 @@ def test_an_agent_of_launchd_is_what_was_asked_for(
         assert written["ProgramArguments"] == ["python", "up", "a b"]
         assert written["EnvironmentVariables"] == {"A": "b c"}
         assert written["KeepAlive"] == {"SuccessfulExit": False}
+        assert written["ProcessType"] == "Interactive"
         assert written["StandardErrorPath"] == str(log)
         agent.restart()
         assert agent.pid() not in {None, pid}
