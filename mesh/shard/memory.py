@@ -1,4 +1,4 @@
-"""Giving memory back to the operating system, which allocators put off."""
+"""Memory that runs out, and giving it back to the operating system, which allocators put off."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_caches()
     shed()
 
 
@@ -33,3 +32,20 @@ def shed() -> None:
     milliseconds."""
     unmap_files()
     give_back()
+
+
+def empty_caches() -> None:
+    """Return what of an accelerator's memory was freed, which its allocator keeps for itself."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():  # where it is the machine's own
+        torch.mps.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, the device's or the machine's."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    # Of Metal and of main memory torch raises no error of their own.
+    said = ("MPS backend out of memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in said)

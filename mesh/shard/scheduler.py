@@ -28,6 +28,7 @@ from mesh.processes.heap import give_back
 from mesh.shard.device import is_lost
 from mesh.shard.failures import lost
 from mesh.shard.gathering import Gathering, enough_rows
+from mesh.shard.memory import empty_caches, is_out_of_memory
 from mesh.shard.runtime import StepInput, may_batch
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, WireDtype
@@ -472,9 +473,8 @@ def _as_mesh_error(error: Exception, task: Task) -> MeshError:
         return error
     if (gone := lost(error)) is not None:
         return gone
-    if _is_out_of_memory(error):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    if is_out_of_memory(error):
+        empty_caches()
         return DeviceFailed(
             f"The device has no memory left for {task.rows} rows at position {task.step.position}.",
             fix="Use another shard, or lower kv_tokens or max_concurrent_streams here.",
@@ -484,9 +484,3 @@ def _as_mesh_error(error: Exception, task: Task) -> MeshError:
         f"The shard could not compute this step ({type(error).__name__}).",
         fix="Use another shard; the details are in this node's log.",
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

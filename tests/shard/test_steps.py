@@ -201,11 +201,20 @@ async def test_one_session_s_failure_is_its_own(monkeypatch: pytest.MonkeyPatch)
         assert close_to(found, await good.step(2, 4, rows(1)))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no memory"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GiB, max allowed: 9 GiB)."),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=["CUDA", "Metal", "main memory"],
+)
 async def test_a_device_without_memory_fails_the_step_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> object:
-        raise torch.OutOfMemoryError("no memory")
+        raise error
 
     async with Attic() as attic:
         asker = attic.asker()

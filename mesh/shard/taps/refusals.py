@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mesh.errors import SAME_VERSION, BadRequest, DeviceFailed, MeshError
 from mesh.shard.device import is_lost
+from mesh.shard.memory import is_out_of_memory
 from mesh.shard.taps.codec import Path
 from mesh.shard.taps.messages import Growth, TapRefusal, to_bytes
 
@@ -35,7 +34,7 @@ def raised(error: Exception, place: str = "") -> MeshError:
     """What an error of the model's code, or of torch, is answered with; `place` is where it was."""
     if is_lost(error):
         raise error  # it is not about this job alone: `Scheduler` acts upon it
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
     return BadRequest(
         f"{type(error).__name__}: {error!s:.2000}{place:.500}",
