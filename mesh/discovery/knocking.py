@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from mesh.wire.unreached import why_unreached
+
 TIMED_OUT = "timed out"
 """Nothing came back: a packet filter drops what is sent there, or the machine is off."""
 REFUSED = "refused"
@@ -22,7 +24,7 @@ async def knock(host: str, port: int, timeout_s: float) -> str:
     except ConnectionRefusedError:
         return REFUSED
     except (OSError, ValueError, OverflowError) as error:  # no address, or no port
-        return (isinstance(error, OSError) and error.strerror) or str(error)
+        return why_unreached(error)
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout_s):

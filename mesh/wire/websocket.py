@@ -32,6 +32,7 @@ from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
+from mesh.wire.unreached import why_unreached
 
 BACKLOG = 128
 ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - `LinkServer.answers_at` decides
@@ -81,7 +82,7 @@ async def connect(
         ) from exc
     except (OSError, LinkLost, ValueError) as exc:  # ValueError: a name that no host can have
         raise ConnectFailed(
-            f"No link to {where}: {str(exc).rstrip('.')}.",
+            f"No link to {where}: {why_unreached(exc)}.",
             fix="Check that the peer is up and knows this node.",
         ) from (exc.__cause__ or exc)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from mesh.discovery.sightings import PeerState, why_not
 from mesh.errors import ConnectFailed
 from mesh.identity.tls import TlsContexts
+from mesh.wire.unreached import why_unreached
 from mesh.wire.websocket import connect, serve
 from tests.identity.support import Party, contexts
 from tests.wire.house import House
@@ -48,9 +50,21 @@ async def test_who_is_of_another_hearth_is_no_peer(
 async def test_who_does_not_answer_is_unreachable() -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and nobody listens
+        port = bound.getsockname()[1]
         with pytest.raises(ConnectFailed) as caught:
             await connect(
-                "127.0.0.1", bound.getsockname()[1], hello=GUEST.hello(), handler=Recorder(),
+                "127.0.0.1", port, hello=GUEST.hello(), handler=Recorder(),
                 ssl=KNOWS_HOME.client(),
             )  # fmt: skip
-    assert why_not(caught.value)[0] is PeerState.UNREACHABLE
+    state, why = why_not(caught.value)
+    assert state is PeerState.UNREACHABLE
+    assert f"No link to 127.0.0.1:{port}: Connection refused." in why
+
+
+def test_macos_may_keep_a_program_from_the_local_network() -> None:
+    """And says what it says of a machine that is not there."""
+    error = OSError(errno.EHOSTUNREACH, "Connect call failed ('192.0.2.7', 8421)")
+    assert why_unreached(error, "linux") == "No route to host"
+    assert "Local Network" in why_unreached(error, "darwin")
+    refused = OSError(errno.ECONNREFUSED, "Connect call failed ('192.0.2.7', 8421)")
+    assert why_unreached(refused, "darwin") == "Connection refused"
