@@ -21,11 +21,12 @@ from mesh.errors import BadValue
 _VIRTUAL = (
     ("container bridge", r"docker.*|br-.+|cni.*|cbr\d+|flannel.*|cali.*|podman\d*|lx[cd]br\d+"),
     ("container link", r"veth.*|vethernet.*"),
-    ("virtual machine network", r"virbr.*|vboxnet.*|vmnet.*|vnet\d+"),
-    ("VPN or tunnel", r"tun\d*|tap\d*|u?tun\d+|wg.*|tailscale.*|zt.*|ppp\d+|ipsec.*|gif\d+|stf\d+"),
+    ("virtual machine network", r"virbr.*|vboxnet.*|vmnet.*|vnet\d+|vmenet\d+|bridge1\d\d"),
+    ("VPN or tunnel",
+     r"tun\d*|tap\d*|u?tun\d+|wg.*|tailscale.*|zt.*|feth\d+|ppp\d+|ipsec.*|gif\d+|stf\d+"),
     ("Apple peer-to-peer link", r"awdl\d*|llw\d*|anpi\d*|ap\d+"),
 )  # fmt: skip
-
+"""On macOS bridge0 is Thunderbolt to another Mac, and bridge100 and up lead to virtual machines."""
 
 LOOPBACK = "127.0.0.1"
 """Where a node reaches itself, whatever becomes of its network."""

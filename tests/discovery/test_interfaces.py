@@ -87,6 +87,7 @@ def test_an_interface_that_went_away_is_no_error() -> None:
     [
         "docker0", "docker_gwbridge", "br-1a2b3c4d5e6f", "veth12ab", "cni0", "virbr0", "tun0",
         "tap3", "wg0", "tailscale0", "utun4", "awdl0", "llw0", "ztabcdef12", "vmnet8", "podman0",
+        "feth1234", "bridge100", "vmenet0",
         "lxdbr0", "ppp0", "flannel.1", "cali12345",
     ],
 )  # fmt: skip
@@ -97,7 +98,7 @@ def test_virtual_interfaces_are_skipped(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eth0", "en0", "enp3s0", "wlan0", "wlp2s0", "br0", "bond0", "usb0"]
+    "name", ["eth0", "en0", "enp3s0", "wlan0", "wlp2s0", "br0", "bridge0", "bond0", "usb0"]
 )
 def test_real_interfaces_are_used(name: str) -> None:
     assert [c.name for c in select([interface(name, "10.9.8.7/24")], [])[0]] == [name]
