@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _LOG_FILE = "HEARTHNET_LOG_FILE"
 _PR_SET_PDEATHSIG = 1
+_PAUSE_S = 0.1
 
 
 class Child:
@@ -158,5 +160,7 @@ def end_with_parent() -> None:
                 hung_up = poller.poll(1000)
                 if hung_up or os.getppid() != parent:
                     os._exit(0)
+            if sys.platform == "darwin":
+                time.sleep(_PAUSE_S)  # there it may return at once while anything is to be read
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

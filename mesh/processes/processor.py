@@ -5,6 +5,7 @@ Reads what the kernel says. Imports nothing that computes, so that the daemon ma
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 import psutil
 
 _CPUINFO = Path("/proc/cpuinfo")
+_BRAND = b"machdep.cpu.brand_string"
 
 
 def cpu_model() -> str:
     """What the processor calls itself; empty where the platform does not say."""
-    return _field("model name", "hardware") or platform.processor()
+    return _field("model name", "hardware") or _of_macos(_BRAND) or platform.processor()
 
 
 def cpu_flags() -> frozenset[str]:
@@ -74,4 +76,15 @@ def _field(*names: str) -> str:
                     return line.partition(":")[2].strip()
     except OSError:  # no such file elsewhere than on Linux
         pass
+    return ""
+
+
+def _of_macos(name: bytes) -> str:
+    """What its kernel says under that name, sysctlbyname(3); nothing elsewhere."""
+    if sys.platform == "darwin":
+        text, size = ctypes.create_string_buffer(256), ctypes.c_size_t(256)
+        ask = ctypes.CDLL(None).sysctlbyname
+        ask.argtypes = [ctypes.c_char_p, *[ctypes.c_void_p] * 3, ctypes.c_size_t]
+        if ask(name, text, ctypes.byref(size), None, 0) == 0:
+            return text.value.decode("ascii", "replace")
     return ""

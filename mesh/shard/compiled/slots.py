@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ _ALIGNED = 16
 """Numbers to which each state is aligned: a line of the processor's cache."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
+_GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
+"""On macOS the other is a hint that keeps the pages; after either they may hold what they held."""
 
 Tensors = Mapping[str, torch.Tensor]
 """By the names that the graph of a layer has for them."""
@@ -108,7 +111,7 @@ class StateArea:
 
     def wipe(self) -> None:
         """Give the memory back."""
-        self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory.madvise(_GIVE_BACK)
 
 
 class Bank:
@@ -188,7 +191,7 @@ class _KeyArea:
                 first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
                 stop = (start + used) // mmap.PAGESIZE * mmap.PAGESIZE
                 if stop > first:
-                    memory.madvise(mmap.MADV_DONTNEED, first, stop - first)
+                    memory.madvise(_GIVE_BACK, first, stop - first)
 
 
 class SlotCache:
