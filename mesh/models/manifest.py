@@ -249,7 +249,7 @@ def looks_like_checkpoint(path: Path) -> bool:
     """Whether there is anything that `read_manifest` would look into."""
     if path.suffix == SUFFIX and not path.is_dir():
         return path.is_file()
-    return (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}"))
+    return (path / "config.json").is_file() or any(path.glob(f"[!.]*{SUFFIX}"))
 
 
 def _read(path: Path) -> tuple[Path, CheckpointContents]:

@@ -257,6 +257,8 @@ def test_a_directory_that_holds_only_a_file_is_that_model(
     file = write_gguf(directory, snapshot / "small-f16.gguf", "F16")
     for name in ("mmproj-small.gguf", "small-mmproj-f16.gguf"):
         (snapshot / name).write_bytes(b"pictures")
+    # macOS leaves such beside each file of a disk that keeps no attributes, as exFAT.
+    (snapshot / "._small-f16.gguf").write_bytes(b"\0\5\x16\7 attributes")
     manifest = read_manifest(snapshot)
     assert (manifest.model_id, manifest.gguf) == ("house/Small-GGUF", file)
     assert read_manifest(file).model_id == "small-f16"

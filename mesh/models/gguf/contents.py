@@ -76,7 +76,7 @@ def only_model(directory: Path) -> Path | None:
 
     Raises BadCheckpoint when it has several models.
     """
-    files = [each for each in directory.glob(f"*{SUFFIX}") if not is_projector(each.name)]
+    files = [each for each in directory.glob(f"[!.]*{SUFFIX}") if not is_projector(each.name)]
     models: dict[str, Path] = {}
     for file in sorted(files):
         models.setdefault(model_name(file), file)
