@@ -9,6 +9,7 @@ import errno
 import os
 import re
 import secrets
+import shlex
 import stat
 import sys
 import time
@@ -40,7 +41,7 @@ def read_private(path: Path, limit: int) -> bytes:
             if status.st_mode & 0o077:
                 raise KeyUnreadable(
                     f"{path} is open to others (mode {status.st_mode & 0o777:04o}).",
-                    fix=f"If nobody has copied it, run: chmod 600 {path}",
+                    fix=f"If nobody has copied it, run: chmod 600 {shlex.quote(str(path))}",
                 )
         return file.read(limit)
 

@@ -11,6 +11,7 @@ import contextlib
 import os
 import plistlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -200,7 +201,7 @@ class LaunchAgent(ServiceManager):
         return f"when {_user()} logs in"
 
     def how_to_start(self) -> str:
-        return f"launchctl bootstrap {self._domain} {self.file}"
+        return f"launchctl bootstrap {self._domain} {shlex.quote(str(self.file))}"
 
     def _start(self) -> None:
         deadline_s = time.monotonic() + _LETS_GO_WITHIN_S

@@ -20,7 +20,7 @@ from mesh.identity.keys import is_node_id, load_or_create, node_id, short_id
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "state" / "identity.key"
+    return tmp_path / "Application Support" / "state" / "identity.key"
 
 
 def test_first_start_makes_a_private_key_that_later_starts_keep(path: Path) -> None:
@@ -52,7 +52,7 @@ def test_key_that_others_can_read_is_refused(path: Path, mode: int) -> None:
     path.chmod(mode)
     with pytest.raises(KeyUnreadable, match=f"{mode:04o}") as caught:
         load_or_create(path)
-    assert f"chmod 600 {path}" in caught.value.fix
+    assert caught.value.fix.endswith(f"chmod 600 '{path}'"), "as macOS has a space in it"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,7 @@ def only_model(directory: Path) -> Path | None:
     if len(models) > 1:
         raise BadCheckpoint(
             f"{directory} holds {len(models)} models: {', '.join(list(models)[:8])}.",
-            fix=f"Name the file: --model {next(iter(models.values()))}.",
+            fix=f"Name the file: --model {shlex.quote(str(next(iter(models.values()))))}.",
         )
     return next(iter(models.values()), None)
 
