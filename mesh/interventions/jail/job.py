@@ -323,8 +323,8 @@ class Jail:
         if level is JailStrength.NONE or (level is JailStrength.WEAK and not trusted):
             raise JailUnavailable(
                 "this node cannot wall in foreign code.",
-                fix="`hearthnet doctor jail` says what is missing; a trusted key may run code "
-                "where the level is at least weak.",
+                fix="`hearthnet doctor jail` says what is missing. Where its level is weak, a key"
+                " of `hearthnet keys create --scope interventions --trusted` may run code.",
             )
         if self._running >= self._max_jobs:
             raise Busy(f"{self._running} jobs run already.", fix="Try again when one has ended.")

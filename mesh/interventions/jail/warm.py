@@ -30,6 +30,10 @@ _ENVIRONMENT = {
     "HOME": "/nonexistent",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    # On macOS: Accelerate's threads are lost by a fork, and Objective-C ends a child by itself that
+    # was forked beside any other thread.
+    "VECLIB_MAXIMUM_THREADS": "1",
+    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES",
     "MALLOC_CONF": "background_thread:false",  # of jemalloc, whose thread no fork takes along
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
