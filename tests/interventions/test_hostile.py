@@ -12,7 +12,8 @@ import msgpack
 import pytest
 import torch
 
-from mesh.shard.taps.codec import unpack
+from mesh.errors import BadRequest
+from mesh.shard.taps.codec import read_tensor, unpack
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.types import LayerRange
 from tests.interventions.cases import CASES, Parts
@@ -120,6 +121,13 @@ class Recorder(DirectChannel):
 
 
 RECORDED: list[bytes] = []
+
+
+def test_a_tensor_that_the_card_cannot_have_is_refused_with_what_to_do() -> None:
+    """Metal has none of 64 bit; torch says so with a TypeError."""
+    with pytest.raises(BadRequest, match="no fp64 tensors") as refused:
+        read_tensor(["fp64", [1]], memoryview(bytes(8)), torch.device("mps"))
+    assert "tensor.float()" in refused.value.fix
 
 
 def test_damaged_messages_of_a_real_job_never_break_the_shard() -> None:

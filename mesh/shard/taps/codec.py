@@ -299,6 +299,8 @@ def _slice_parts(value: Any) -> tuple[Any, Any, Any]:
 # Tensors
 
 
+_NOT_ON_METAL = frozenset({torch.float64, torch.complex128})
+
 # torch's own, where a job's process watches who asks a tensor for its memory.
 _numpy: Callable[[torch.Tensor], Any] = torch.Tensor.numpy
 storage_of: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
@@ -341,6 +343,11 @@ def read_tensor(description: Any, data: memoryview, device: torch.device) -> tor
         raise malformed("a tensor of negative size")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise malformed(f"{len(data)} bytes for a {name} tensor of shape {shape}")
+    if device.type == "mps" and dtype in _NOT_ON_METAL:
+        raise BadRequest(
+            f"The layer is on an Apple card, which has no {name} tensors.",
+            fix="Give a narrower one, such as `tensor.float()`.",
+        )
     # Allocated by torch: kernels give other last bits on memory that is not aligned as it aligns.
     # And no view: it could not be edited in place under autograd, and nnsight asks for `_base`.
     tensor = torch.empty(shape, dtype=dtype)
