@@ -367,6 +367,24 @@ async def test_a_job_hears_at_once_that_the_shard_has_ended_its_session(why: str
         assert isinstance(sessions.lost.error, SessionGone)
 
 
+async def test_a_job_that_opens_while_its_shard_is_unloaded_keeps_no_weights_there() -> None:
+    """Nobody needs what has loaded by then, and who unloads counts on the memory."""
+    gate = threading.Event()
+    async with shard() as here:
+        busy = asyncio.create_task(here.queue.load(lambda: gate.wait(10)))
+        opening = asyncio.create_task(HopSessions.open(here.route, here.lines))
+        server = here.service.servers[0]
+        await settled(lambda: server.weights.is_loading)
+        here.taps.shutdown()
+        with pytest.raises(HopLost):
+            await opening
+        gate.set()
+        await busy
+        await settled(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "shard-open"])
+        await server.evict()
+        assert here.taps.weights() == []
+
+
 async def test_a_hop_lost_while_the_job_thinks() -> None:
     """The job gets an error of the mesh, the shard unwinds the forward that stood still."""
     reached, lost = threading.Event(), threading.Event()

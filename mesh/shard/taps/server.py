@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
@@ -310,7 +310,8 @@ class TapServer:
             self._forget_tree()
 
     def shutdown(self) -> None:
-        """End every session and let the modules go."""
+        """End every session and let the modules go, what is still loading as well; for good."""
+        self.settings = replace(self.settings, idle_s=0.0)
         for session in list(self._sessions):
             session.end()
         if self._idle is not None:
