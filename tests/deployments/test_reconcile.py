@@ -314,6 +314,7 @@ def test_the_new_is_loaded_before_the_old_is_dropped_where_memory_allows() -> No
     first = reconcile(view(moved, holding("0-1"), free_mb=40))
     new = LoadAction(moved.id, shard_id(ModelId("m"), LayerRange(0, 4)), LayerRange(0, 4), 40)
     assert (first.fetches, first.load, first.drops) == ((new,), None, ())
+    assert reconcile(replace(view(moved, free_mb=0), free_mb=None)).fetches == (new,), "who knows"
     fetched = holding("0-3", ShardStage.PROVISIONED)
     second = reconcile(view(moved, holding("0-1"), fetched, free_mb=40))
     assert (second.fetches, second.load, second.drops) == ((), new, ())
@@ -331,6 +332,16 @@ def test_without_room_the_old_goes_first_and_the_gap_is_told_if_an_operator_aske
     waits = reconcile(view(by_itself, holding("0-1"), free_mb=25))
     assert waits.is_idle
     assert waits.waiting == {"m:0-3": "needs 40 MiB, 25 MiB are free"}
+
+
+def test_while_enough_is_going_nothing_else_goes_and_no_room_is_lacking() -> None:
+    wished, old, leaving = deployment(("me", "0-3")), holding("0-1"), holding("4-5")
+    nobodys = replace(leaving, shard=ShardId("n:4-5"), model_id=ModelId("n"))
+    for other in (replace(leaving, state=ShardStage.LEAVING), nobodys):
+        decision = reconcile(view(wished, old, other, free_mb=20))
+        assert {drop.shard for drop in decision.drops} <= {nobodys.shard}
+        assert decision.waiting == {"m:0-3": "needs 40 MiB, 20 MiB are free; room is being made"}
+        assert not decision.lacking
 
 
 def test_what_is_fetched_keeps_its_room_and_holds_up_nothing_that_fits_beside_it() -> None:
