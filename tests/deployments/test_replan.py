@@ -104,6 +104,7 @@ def test_one_that_cannot_be_planned_is_told_and_waits_while_others_are_planned(
     assert before == soon == [GOOD]
     assert house.asked == [BAD, GOOD, BAD]
     assert then == [GOOD, BAD]
+    assert all(each.plan is not None and each.plan.asked for each in house.log.values())
     first, *others = house.told
     assert (first["kind"], first["deployment"]) == ("deployment_unplanned", BAD)
     assert str(error).strip() in first["reason"]
@@ -206,14 +207,13 @@ def test_copies_that_are_wished_for_on_these_machines_only_stay() -> None:
 class Planned(House):
     """Its one deployment is planned for another machine, which comes and goes."""
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, *, asked: bool = True) -> None:
         super().__init__()
         del self.log[BAD]
         known = self.log[GOOD]
         self.span = Span(THERE, known.wish.whole)
-        wish = replace(known.wish, pins=(self.span,) if pinned else ())
-        plan = Plan(GOOD, known.event, 0, (Replica(0, (self.span,)),), 1, asked=True)
-        self.log[GOOD] = replace(known, wish=wish, plan=plan)
+        plan = Plan(GOOD, known.event, 0, (Replica(0, (self.span,)),), 1, asked)
+        self.log[GOOD] = replace(known, plan=plan)
         self.here, self.is_there, self.has_room = HERE, True, True
 
     @property
@@ -265,18 +265,23 @@ def test_only_one_of_those_that_are_there_plans_anew() -> None:
     assert watched(house, 600.0) == [[]]
 
 
-def test_layers_that_have_no_room_go_elsewhere_as_whoever_asked_for_them_may() -> None:
-    house = Planned()
+@pytest.mark.parametrize("asked", [True, False])
+def test_layers_that_have_no_room_go_elsewhere_as_whoever_asked_for_them_may(asked: bool) -> None:
+    """What makes room for them may open a gap only where that was so before."""
+    house = Planned(asked=asked)
     house.has_room = False
     assert watched(house, SETTLE_S + 2) == [[GOOD]]
     plan = house.log[GOOD].plan
     assert plan is not None
-    assert (plan.nodes, plan.asked) == ({HERE}, True), "what makes room for it may open a gap"
+    assert (plan.nodes, plan.asked) == ({HERE}, asked)
     assert plan.why == f"{THERE} has no room for layers 0-3"
 
 
-def test_pinned_layers_that_have_no_room_stay_planned_where_they_are() -> None:
-    house = Planned(pinned=True)
-    house.has_room = False
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_plan_that_can_be_no_other_is_not_published_again(is_pinned: bool) -> None:
+    house = Planned()
+    known, house.has_room = house.log[GOOD], False
+    pins, nodes = ((house.span,), ()) if is_pinned else ((), (THERE,))
+    house.log[GOOD] = replace(known, wish=replace(known.wish, pins=pins, nodes=nodes))
     assert watched(house, 600.0) == [[]]
-    assert house.told == []
+    assert bool(house.told) is not is_pinned, "whether that was looked for"

@@ -96,7 +96,7 @@ async def test_a_kept_session_that_a_liar_had_a_part_in_is_not_gone_on_with() ->
 
 
 async def test_a_host_that_is_caught_while_it_is_asked_is_not_used() -> None:
-    network, (liar, honest), _ = _mesh_of("a-liar", "b")
+    network, (liar, honest), back = _mesh_of("a-liar", "b")
     dial = network.dial
 
     async def dial_and_hear(host: str, port: int, handler: object) -> object:
@@ -109,6 +109,8 @@ async def test_a_host_that_is_caught_while_it_is_asked_is_not_used() -> None:
         frames = await mesh.ask(6)
         assert tokens_of(frames) == expected_tokens(PROMPT, 6)
         assert not liar.steps
+        await asyncio.sleep(0)  # what was said last arrives
+        assert [shard.open_streams() for shard in (liar, back)] == [0, 0], "nor has it a stream"
         await mesh.engine.close()
 
 

@@ -16,9 +16,11 @@ from mesh.types import (
     Principal,
     PrincipalKind,
     StreamFrame,
+    WireDtype,
 )
 from tests.health.watched import tokens_of
 from tests.pipeline.toy_mesh import (
+    TOTAL_LAYERS,
     ToyNetwork,
     ToySession,
     ToyShard,
@@ -109,6 +111,21 @@ async def test_nobody_elses_is_copied() -> None:
     assert (await house.ask(SECOND)).cached_tokens == 0
     assert house.copied == [[], []]
     assert (await house.ask(SECOND, someone)).cached_tokens == len(SYSTEM)
+    await house.sessions.close()
+
+
+@pytest.mark.parametrize("prompt", [SECOND, [*FIRST, 9]])
+async def test_what_travelled_in_another_format_is_neither_copied_nor_gone_on_with(
+    prompt: list[int],
+) -> None:
+    house = House()
+    await house.ask(FIRST)
+    terms = house.sessions.known()[0].route.terms
+    for wire_dtype in (WireDtype.FP16, terms.wire_dtype):
+        other = replace(terms, wire_dtype=wire_dtype)
+        session = await house.sessions.acquire(prompt, other, TOTAL_LAYERS, at_home=False)
+        assert bool(session.token_ids) is (wire_dtype is terms.wire_dtype)
+        house.sessions.release(session, keep=False)
     await house.sessions.close()
 
 

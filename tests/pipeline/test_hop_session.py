@@ -1,18 +1,27 @@
-"""A session on a hop to which nothing can be sent: the hop is at fault, and no other."""
+"""A session on a hop that takes nothing, or answers what it should not: that hop is at fault, and
+no other."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.errors import BadRequest, CacheFull, LimitReached, LinkLost
+from mesh.errors import (
+    BadRequest,
+    CacheFull,
+    LimitReached,
+    LinkLost,
+    PipelineStalled,
+    SessionGone,
+)
 from mesh.interventions.relay import RelayedSession
 from mesh.pipeline.claims import Claims
 from mesh.pipeline.history import CHUNK_ROWS
-from mesh.pipeline.hop import GenerationHop, HopSession, Patience
+from mesh.pipeline.hop import STEPS_UNDER_WAY, GenerationHop, HopSession, Patience
 from mesh.pipeline.links import HopLink
 from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.oversight import Oversight
@@ -23,15 +32,18 @@ from mesh.wire.messages import (
     Blob,
     Failure,
     Hello,
+    Loading,
     Message,
     Open,
     Opened,
     OpenTaps,
     Result,
     Resume,
+    Step,
     WireTensor,
 )
 from tests.pipeline.one_hop import HOST, MODEL, hop_over, session_over
+from tests.simulation.virtual_loop import run_virtually
 
 
 class FullLink:
@@ -126,15 +138,18 @@ async def test_jobs_that_think_over_a_full_link_are_there_once_it_takes_somethin
     link.close("the end")
 
 
-async def test_the_answer_to_a_step_behind_a_refused_one_says_nothing_of_what_follows() -> None:
-    route_hop, link, _ = hop_over(FullLink)
-    claim, oversight = (
-        Claims().claim(key_of(route_hop.shard)),
-        Oversight(SystemClock(), ceiling_s=9),
-    )
+async def generating(claims: Claims) -> tuple[GenerationHop, HopLink, FullLink]:
+    """The hop of a generation, its session number 1."""
+    route_hop, link, way = hop_over(FullLink)
+    claim, oversight = claims.claim(key_of(route_hop.shard)), Oversight(SystemClock(), ceiling_s=9)
     terms = SessionTerms(MODEL, "0" * 64, 64, WireDtype.FP16)
     hop = GenerationHop(route_hop, link, claim, terms, Patience(5.0, 5.0), oversight)
     await hop.open()
+    return hop, link, way
+
+
+async def test_the_answer_to_a_step_behind_a_refused_one_says_nothing_of_what_follows() -> None:
+    hop, link, _ = await generating(Claims())
     hop.accept(a_row())
     hop.accept(a_row())
     full, behind = CacheFull("no room.", fix=""), BadRequest("it starts at 1.", fix="")
@@ -145,3 +160,67 @@ async def test_the_answer_to_a_step_behind_a_refused_one_says_nothing_of_what_fo
     link.message(Result(1, 3, a_row(), 1, 0))
     assert (hop.error, hop.delivered) == (None, 1)
     hop.close()
+
+
+@pytest.mark.parametrize(("step", "answer"), [(2, a_row()), (1, replace(a_row(), gradient=True))])
+async def test_an_answer_out_of_turn_or_of_another_kind_is_handed_to_nobody(
+    step: int, answer: WireTensor
+) -> None:
+    claims, said = Claims(), list[WireTensor]()
+    hop, link, _ = await generating(claims)
+    hop.on_output = lambda _, tensor: said.append(tensor)
+    hop.accept(a_row())
+    hop.accept(a_row())
+    link.message(Result(1, step, answer, 1, 0))
+    assert hop.error is not None
+    assert said == []
+    assert claims.depth(key_of(hop.hop.shard)) == 0, "a lost hop keeps nobody away from its host"
+
+
+async def test_what_waits_for_others_to_be_answered_follows_them_unless_it_was_cut() -> None:
+    claims = Claims()
+    hop, link, way = await generating(claims)
+    for _ in range(STEPS_UNDER_WAY + 3):
+        hop.accept(a_row())
+    hop.cut(STEPS_UNDER_WAY + 1)
+    for step in range(1, STEPS_UNDER_WAY + 2):
+        assert hop.delivered == step - 1
+        link.message(Result(1, step, a_row(), 1, 0))
+    sent = [each.position for each in way.taken if isinstance(each, Step)]
+    assert sent == list(range(STEPS_UNDER_WAY + 1))
+    assert (hop.error, hop.waiting_since) == (None, None)
+    hop.close()
+    assert claims.depth(key_of(hop.hop.shard)) == 0
+
+
+async def test_who_owes_an_answer_is_not_gone_on_with_after_a_rest() -> None:
+    hop, _, _ = await generating(Claims())
+    hop.accept(a_row())
+    hop.park()
+    with pytest.raises(SessionGone):
+        await hop.resume()
+
+
+class LoadingLink(FullLink):
+    """It loads and loads."""
+
+    def send(self, message: Message) -> None:
+        """See `Link`."""
+        if isinstance(message, Open):
+            for part in range(100):
+                loading = Loading(message.session)
+                asyncio.get_running_loop().call_later(part, self._hop.message, loading)
+
+
+def test_who_says_again_and_again_that_it_loads_is_waited_for_once() -> None:
+    async def main() -> None:
+        route_hop, link, _ = hop_over(LoadingLink)
+        claim, loop = Claims().claim(key_of(route_hop.shard)), asyncio.get_running_loop()
+        terms = SessionTerms(MODEL, "0" * 64, 64, WireDtype.FP16)
+        session, began = HopSession(route_hop, link, claim, terms, Patience(5.0, 9.0)), loop.time()
+        with pytest.raises(PipelineStalled):
+            await session.open()
+        assert loop.time() - began == pytest.approx(9.0, abs=0.1)
+        session.close()
+
+    run_virtually(main)

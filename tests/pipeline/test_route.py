@@ -6,10 +6,18 @@ import asyncio
 
 import pytest
 
-from mesh.errors import NoRoute
+from mesh.errors import ConnectFailed, NoRoute
+from mesh.pipeline.claims import Claim, Claims
 from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.hop import HopSession
+from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.room_line import WAIT_S
-from mesh.types import Done
+from mesh.pipeline.route import HopLost, open_sessions
+from mesh.routing.cover import key_of
+from mesh.types import Done, RouteHop
+from mesh.wire.link import Link
+from tests.pipeline.one_hop import hop_over
+from tests.pipeline.test_hop_session import FullLink
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_orchestrator, toy_request
 from tests.simulation.virtual_loop import run_virtually
 
@@ -91,3 +99,21 @@ def test_home_is_for_whoever_waited_for_room_in_vain(frees_after_s: float | None
         await sessions.close()
 
     run_virtually(main)
+
+
+async def test_a_host_that_is_not_there_is_not_taken_for_busy_afterwards() -> None:
+    async def dial(*_: object) -> Link:
+        raise ConnectFailed("nobody is there.", fix="")
+
+    hop, _, _ = hop_over(FullLink)
+    claims = Claims()
+
+    def claim(hop: RouteHop) -> Claim:
+        return claims.claim(key_of(hop.shard))
+
+    def session_on(hop: RouteHop, link: HopLink, claimed: Claim) -> HopSession:
+        raise AssertionError("there is no link")
+
+    with pytest.raises(HopLost, match="nobody is there"):
+        await open_sessions([hop], HopLinks(dial), claim, session_on)
+    assert claims.depth(key_of(hop.shard)) == 0

@@ -148,6 +148,10 @@ async def test_a_resumed_session_has_the_room_it_asks_for_now() -> None:
             await asker.step(2, 100, rows(1))
         with pytest.raises(BadRequest):
             await asker.resume(1)
+        asker.park()
+        await asker.resume(1, max_tokens=1)
+        now = attic.server.load_now()
+        assert now.kv_tokens_used == 200, "what is allocated is taken, wanted or not"
 
 
 async def test_the_lease_of_a_parked_session_ends() -> None:
@@ -173,6 +177,7 @@ async def test_a_link_that_closes_frees_its_sessions_at_once() -> None:
         await settled(lambda: attic.server.sessions.active == 1)
         now = attic.server.load_now()
         assert (now.kv_tokens_used, now.kv_mb) == (128, 0)
+        assert attic.server.scheduler.streams == 1
         await stays.step(0, 0, rows(2))
         assert attic.server.load_now().kv_mb > 0
 

@@ -88,7 +88,8 @@ async def test_one_node_may_have_everything_while_nobody_else_asks() -> None:
 
 
 async def test_silent_sessions_make_room_for_anothers_share_and_no_further() -> None:
-    async with house(silent_s=0.0) as here:
+    """Of streams and of positions: whoever goes for one leaves the other as well."""
+    async with house(silent_s=0.0, kv_tokens=STREAMS * 128) as here:
         eve, ann = await here.enter(EVE), await here.enter(ANN)
         for number in range(STREAMS):
             await eve.open(number)
