@@ -66,6 +66,8 @@ async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None
         assert caught - first_lie <= 25, "a check every four steps sees all steps since the last"
         assert tokens_of(frames)[:first_lie] == expected_tokens(PROMPT, 120)[:first_lie]
         await mesh.idle()
+        await asyncio.sleep(0)  # what was said last arrives
+        assert not any(shard.open_streams() for shard in network.shards.values())
         (event,) = told(mesh)
         assert (event["type"], event["node"]) == ("shard_lied", "a-liar")
         digests = event["digests"]

@@ -10,8 +10,8 @@ from mesh.accounts.ledger import of_peer
 from mesh.errors import SessionGone
 from mesh.interventions.relay import HopSessions
 from mesh.shard.taps.server import TapSettings
-from mesh.types import NodeId
-from mesh.wire.messages import OpenTaps
+from mesh.types import NodeId, WireDtype
+from mesh.wire.messages import Open, OpenTaps
 from tests.interventions.test_server import MODEL, shard
 from tests.interventions.worlds import LAYERS
 from tests.shard.asker import settled
@@ -22,8 +22,9 @@ async def test_weights_that_jobs_share_are_not_idle_until_those_let_them_go() ->
     with plain_kernels():
         async with shard(TapSettings(idle_s=0.0), eviction_idle_s=0.0) as here:
             sessions = await HopSessions.open(here.route, here.lines)
+            (server,), weights = here.service.servers, here.route[0].shard.weights_sha256
+            server.admit(Open(1, MODEL, weights, 0, LAYERS, 8, WireDtype.FP32)).close()
             await asyncio.sleep(0.05)
-            (server,) = here.service.servers
             assert server.load_now().loaded, "chat would load them once more"
             sessions.close()
             await settled(lambda: not here.taps.sessions and not server.load_now().loaded)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 import torch
 
@@ -100,6 +103,27 @@ async def test_only_what_was_fed_nothing_begins_as_another() -> None:
             await copied(asker, 2, 1, 70)
         with pytest.raises(SessionGone):
             await copied(asker, 7, 1, 70)
+
+
+async def test_until_it_has_begun_as_another_a_session_is_neither_fed_nor_begun_as_a_third() -> (
+    None
+):
+    gate = threading.Event()
+    async with Attic() as attic:
+        asker = attic.asker()
+        await asker.open(1)
+        await asker.open(2)
+        await asker.step(0, 0, rows(80), 1)
+        attic.server.scheduler.visit(lambda: gate.wait(10), lambda _: None)
+        asker.link.send(CopyPrefix(2, 1, 70))
+        await asyncio.sleep(0.01)  # it waits for the device
+        asker.send_step(0, 0, rows(1), 2)
+        asker.link.send(CopyPrefix(2, 1, 60))
+        for _ in range(2):
+            with pytest.raises(BadRequest):
+                await asker.unwrapped()
+        gate.set()
+        assert await asker.answer() == PrefixCopied(2, 70)
 
 
 async def test_a_copy_longer_than_the_session_has_room_for_is_refused() -> None:

@@ -253,21 +253,23 @@ async def test_what_is_withdrawn_is_not_computed_and_what_is_computed_ends_after
     async with scheduling() as scheduler:
         runtime = Adds()
         runtime.gate.clear()
-        running, waiting, stays = (Stream(scheduler, runtime) for _ in range(3))
+        running, waiting, stays, behind = (Stream(scheduler, runtime) for _ in range(4))
         running.send(0, 0, 100)
         running.send(1, 100, 1)
         await asyncio.sleep(0)  # it is on the thread
         waiting.send(0, 0, 1)
         stays.send(0, 0, 1)
+        behind.send(0, 0, 1)
         first, second = scheduler.withdraw(running.sequence)
         assert (first.is_running, second.is_running) == (True, False)
         assert not running.results
-        (dropped,) = scheduler.withdraw(waiting.sequence)
-        assert not dropped.is_running
+        for stream in (waiting, behind):
+            (dropped,) = scheduler.withdraw(stream.sequence)
+            assert not dropped.is_running
         runtime.gate.set()
         await settled(lambda: bool(stays.results))
         assert running.results == [None]
-        assert (running.replies, waiting.results) == ([], [])
+        assert (running.replies, waiting.results, behind.results) == ([], [], [])
         assert runtime.visits == [[(0, 100)], [(0, 1)]]
         stays.send(1, 1, 1)  # and the sequences are as before
         waiting.send(1, 0, 1)
@@ -287,6 +289,23 @@ async def test_one_step_s_error_is_its_own_and_leaves_its_cache_as_it_was() -> N
         assert good.answered == [0, 1]
         assert isinstance(bad.results[1], DeviceFailed)
         assert bad.sequence.cache.length == 4
+
+
+async def test_a_long_step_that_is_begun_again_for_another_s_error_has_its_rows_once() -> None:
+    async with scheduling() as scheduler:
+        runtime = Adds(batch_rows=100)
+        good, bad = Stream(scheduler, runtime, prefill_rows=64), Stream(scheduler, runtime)
+        runtime.gate.clear()
+        good.send(0, 0, 100)
+        await asyncio.sleep(0)  # its first piece is on the thread
+        bad.send(0, 0, 1, fill=POISON)
+        runtime.gate.set()
+        await settled(lambda: bool(good.results and bad.results))
+        assert runtime.visits[:2] == [[(0, 64)], [(64, 36), (0, 1)]]
+        assert isinstance(bad.results[0], DeviceFailed)
+        (whole,) = good.replies
+        assert isinstance(whole, Result)
+        assert whole.tensor.shape == (1, 100, 2)
 
 
 async def test_a_device_that_is_gone_is_told_of_once_and_batches_are_not_tried_again() -> None:

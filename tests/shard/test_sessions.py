@@ -173,6 +173,7 @@ async def test_a_link_that_closes_frees_its_sessions_at_once() -> None:
             await gone.open(session)
         await stays.open()
         gone.park(3)
+        await settled(lambda: attic.server.load_now().parked == 1)
         gone.cut()
         await settled(lambda: attic.server.sessions.active == 1)
         now = attic.server.load_now()
@@ -192,6 +193,7 @@ async def test_a_session_closed_during_its_step_is_freed_right_after() -> None:
         await settled(lambda: attic.server.load_now().kv_tokens_used == 0)
         await asker.open(2)
         await asker.step(0, 0, rows(1), 2)
+        assert attic.server.scheduler.streams == 1, "it was freed once"
         assert asker.answers_waiting == 0
         assert (await attic.server.health()).queue_depth == 0
 

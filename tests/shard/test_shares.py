@@ -100,6 +100,7 @@ async def test_silent_sessions_make_room_for_anothers_share_and_no_further() -> 
             assert isinstance(error, dict)
             assert error["code"] == SessionGone.code
             assert "more than its share" in error["message"]
+            assert here.held(EVE) == STREAMS - 1 - number
         with pytest.raises(Busy):
             await ann.open(STREAMS // 2)
         assert (here.held(EVE), here.held(ANN)) == (4, 4)
