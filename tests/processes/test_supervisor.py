@@ -232,6 +232,7 @@ async def test_a_start_that_fails_is_tried_again(
     process: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = await process.up()
+    process.restart_delays_s = (0.1, 0.15, 0.2)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/nonexistent")
         await asyncio.to_thread(end_warm_parent)
@@ -242,6 +243,7 @@ async def test_a_start_that_fails_is_tried_again(
     assert "nonexistent" in caplog.text
     assert process.endings[1:] == [ChildEnding(None), ChildEnding(None)]
     assert await process.up() != first
+    assert process.standing.wait_s == 0.2, "later each time"
 
 
 async def test_one_that_cannot_do_its_first_command_says_why_and_is_replaced() -> None:
