@@ -127,6 +127,7 @@ async def test_a_daemon_that_stood_still_itself_blames_nobody(process: Watched) 
     first = await process.up()
     os.kill(first, signal.SIGSTOP)
     time.sleep(3 * SUSPECT_S)  # noqa: ASYNC251 - as when the machine sleeps, and all on it
+    await asyncio.sleep(0.01)  # it looks who was heard before anybody can say anything
     os.kill(first, signal.SIGCONT)
     await asyncio.sleep(2 * supervisor.TICK_S)
     assert await process.up() == first
