@@ -12,6 +12,7 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 from msgspec import UNSET, UnsetType
@@ -76,6 +77,7 @@ class HarvestIndex:
         self.plan = plan
         self._directory = directory
         self._batches = directory / "batches"
+        self._adding = Lock()  # batches that run at a time may come back at the same moment
         try:
             self._batches.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -93,16 +95,17 @@ class HarvestIndex:
     def add(self, result: dict[str, Any]) -> None:
         """Keep what a batch gave. Raises BadRequest when the model is not what it was, or the
         directory became another harvest's, DiskFull."""
-        if not self._claim():
-            _write(self._directory / _HEAD, self._head)
-        self._weights.add(result["weights_sha256"])
-        if len(self._weights) > 1:
-            raise BadRequest(
-                f"The weights of {self.plan.model} are not those of the earlier batches.",
-                fix="Harvest into another directory.",
-                param="model",
-            )
-        _write(self._batches / f"{result['batch']:06d}.json", result)
+        with self._adding:
+            if not self._claim():
+                _write(self._directory / _HEAD, self._head)
+            self._weights.add(result["weights_sha256"])
+            if len(self._weights) > 1:
+                raise BadRequest(
+                    f"The weights of {self.plan.model} are not those of the earlier batches.",
+                    fix="Harvest into another directory.",
+                    param="model",
+                )
+            _write(self._batches / f"{result['batch']:06d}.json", result)
 
     def finish(self, count: int) -> Path:
         """Join `count` batches to ``index.json``; its path. Raises BadRequest, DiskFull."""

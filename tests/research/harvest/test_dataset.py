@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,14 @@ def test_a_directory_is_taken_up_again(tmp_path: Path) -> None:
     assert index.done() == {1}
     index.add(result(0))
     assert index.finish(2) == tmp_path / "out" / "index.json"
+
+
+def test_batches_that_come_at_the_same_moment_are_all_kept(tmp_path: Path) -> None:
+    for again in range(5):
+        index = HarvestIndex(tmp_path / f"{again}", PLAN)
+        with ThreadPoolExecutor(8) as at_once:
+            list(at_once.map(index.add, [result(number) for number in range(8)]))
+        assert index.done() == set(range(8))
 
 
 def test_other_weights_and_other_plans_are_kept_apart(tmp_path: Path) -> None:
