@@ -140,7 +140,8 @@ class NotRunning(MeshError, code="not_running", http_status=503, retryable=True)
 
 
 class NodeStopped(MeshError, code="node_stopped", http_status=503, retryable=True):
-    """The node was stopped, and the answer had not ended when its `drain_seconds` were over."""
+    """The node was stopped, or asks the model otherwise from now on, and the answer had not ended
+    when its `drain_seconds` were over."""
 
 
 class AlreadyRunning(MeshError, code="already_running", http_status=409):

@@ -295,6 +295,7 @@ class Holdings:
         tls, before = await self._tls(), self.askers.get(model_id)
         if before is not None:
             self._start_asker(self._model(model_id), tls)
+            before.is_followed = True
             await self._end_asker(before)
 
     async def _end_asker(self, asker: AskerSupervisor) -> None:

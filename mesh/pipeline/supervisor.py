@@ -14,10 +14,10 @@ from msgspec import structs
 
 from mesh.clock import loop_time
 from mesh.errors import (
-    Busy,
     InternalError,
     MeshError,
     ModelNotFound,
+    NodeStopped,
     PipelineStalled,
 )
 from mesh.health.series import HopSteps
@@ -105,6 +105,8 @@ class AskerSupervisor(Supervisor):
         """What its ends are; nothing before they are loaded."""
         self.report = AskerReport()
         """What it said last that it does."""
+        self.is_followed = False
+        """Whether another asks the same model once this is to stop."""
         self.error: MeshError | None = None
         self._owner = owner
         self._attempts = Attempts()
@@ -115,8 +117,7 @@ class AskerSupervisor(Supervisor):
         """The shards that its process knows."""
 
     async def wait_ready(self) -> None:
-        """Until the ends are loaded. Raises what loading raised, ModelNotFound once it is to stop,
-        or InternalError after long."""
+        """Until the ends are loaded. Raises what `why_not_wait` says, InternalError after long."""
         if self.error is not None:
             raise self.error
         self._waiting += 1
@@ -128,8 +129,6 @@ class AskerSupervisor(Supervisor):
                 f"the asker of {self.model_id} did not start in {START_TIMEOUT_S:g} s.",
                 fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
             ) from None
-        except Busy:  # it is to stop
-            raise self._asks_no_more() from None
         finally:
             self._waiting -= 1
         if self.error is not None:
@@ -215,19 +214,28 @@ class AskerSupervisor(Supervisor):
         self.ready()
         if error.retryable:
             self._attempts.failed(self.model_id, error, loop_time())
-            self.replace()  # by one that gives it another try, in time
+            super().on_failed(error)  # another one gives it another try, in time
         self._owner.asker_changed()
 
     def on_ended(self, ending: ChildEnding) -> None:
         """End what ran in an asker that is no more with the reason."""
         if ending.loading is not None:
             self.error = self._attempts.died(ending.loading, ending, loop_time())
+            self.replace()  # who waits for it hears why, as it is no more already
         self.report = structs.replace(self.report, generations=(), accounts={})
         self._owner.asker_changed()
 
     def on_changed(self) -> None:
         """Have it known that the asker fell silent, was heard again or is gone."""
         self._owner.asker_changed()
+
+    def why_not_wait(self) -> MeshError | None:
+        """That it is to stop, or why its ends did not load when that was tried last."""
+        return self._asks_no_more() if self.is_stopping else self.error
+
+    def lost(self, ending: ChildEnding) -> MeshError:
+        """See `Supervisor`; one that was to stop is not started anew."""
+        return self._asks_no_more() if self.is_stopping else super().lost(ending)
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
         """Why no asker is to be started while so much main memory is free."""
@@ -254,7 +262,12 @@ class AskerSupervisor(Supervisor):
 
     # Private
 
-    def _asks_no_more(self) -> ModelNotFound:
+    def _asks_no_more(self) -> MeshError:
+        if self.is_followed:
+            return NodeStopped(
+                f"{self.model_id} is asked otherwise from now on, and this had not ended in time.",
+                fix="Ask again.",
+            )
         return ModelNotFound(
             f"This node has ceased to ask for {self.model_id!r}.",
             fix="See `hearthnet models`; `hearthnet run` brings it up again.",

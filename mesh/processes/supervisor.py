@@ -109,9 +109,17 @@ class Supervisor(ABC):
     def on_changed(self) -> None:
         """It fell silent, was heard again or is gone: `is_up` is another."""
 
+    def why_not_wait(self) -> MeshError | None:
+        """Why nobody is to wait for one that is up; asked again whenever one is gone."""
+        return Busy("this node is stopping.", fix="Start it again.") if self.is_stopping else None
+
     def why_not_start(self, free_mb: int) -> MeshError | None:
         """Why none is to be started now, while so much main memory is free; it is asked again."""
         return None
+
+    def lost(self, ending: ChildEnding) -> MeshError:
+        """What those hear whose questions one that is no more has not answered."""
+        return ProcessLost(f"{self.name}: {ending}.", fix="It is started anew; try again.")
 
     @property
     def ended_at_will(self) -> bool:
@@ -183,10 +191,10 @@ class Supervisor(ABC):
 
     async def wait_up(self) -> None:
         """Until there is one that is up, however long that takes; it is when this returns. Raises
-        Busy when there will be none."""
+        what `why_not_wait` says."""
         while not self.is_up:
-            if self.is_stopping:
-                raise Busy("this node is stopping.", fix="Start it again.")
+            if (error := self.why_not_wait()) is not None:
+                raise error
             await self._up.wait()
 
     def begin(self, first: Start[Any]) -> None:
@@ -235,7 +243,6 @@ class Supervisor(ABC):
 
     async def _end(self) -> None:
         self._stopping.set()
-        self._up.set()  # who waits for one hears that there will be none
         self._lose()
         if self._task is not None:
             await asyncio.wait([self._task])  # not cancelled: a child has to be waited for
@@ -329,6 +336,7 @@ class Supervisor(ABC):
 
     def _lose(self) -> None:
         self._gone.set()
+        self._up.set()  # who waits for one sees whether to go on
         self._up.clear()
 
     async def _bury(self, child: Child | None, *, hung: bool) -> None:
@@ -352,8 +360,7 @@ class Supervisor(ABC):
                 of_memory=None not in (before, now) and before != now,
             )
             self.on_ended(self.ending)
-            lost = f"{self.name}: {self.ending}."
-            self.exchange.end(ProcessLost(lost, fix="It is started anew; try again."))
+            self.exchange.end(self.lost(self.ending))
 
     def _heard(self, run: int, body: bytes) -> None:
         if run != self.starts:
@@ -377,7 +384,9 @@ class Supervisor(ABC):
         if error is None:
             self.ready()
             self.on_ready(first.result())
-        elif isinstance(error, MeshError) and not isinstance(error, ProcessLost):
+        elif isinstance(error, ProcessLost) or self.is_stopping:
+            return
+        elif isinstance(error, MeshError):
             self.on_failed(error)
 
     def _heard_last_words(self, words: messages.LastWords) -> None:

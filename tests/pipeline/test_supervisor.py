@@ -15,7 +15,15 @@ import pytest
 from msgspec import structs
 
 from mesh.config import Config
-from mesh.errors import DeviceLost, InternalError, LinkLost, MeshError, ModelNotFound
+from mesh.errors import (
+    DeviceLost,
+    InternalError,
+    LinkLost,
+    MeshError,
+    ModelNotFound,
+    NodeStopped,
+    NotEnoughMemory,
+)
 from mesh.health.series import HopSteps
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
@@ -24,10 +32,12 @@ from mesh.node.wiring import start_asker
 from mesh.pipeline.commands import Generate, Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
+from mesh.processes.memory_budget import MemoryCaps
 from mesh.processes.messages import ProcessMessage, Request
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from tests import secure
 from tests.test_formats import advertised
+from tests.waiting import until
 
 MODEL = ModelId("builtin")
 TIMEOUT_S = 60.0
@@ -125,6 +135,33 @@ async def test_who_waits_for_an_asker_that_is_to_stop_hears_that(start: StartAsk
         await asker.wait_ready()
 
 
+@pytest.mark.parametrize(("is_followed", "said"), [(False, ModelNotFound), (True, NodeStopped)])
+async def test_whose_answer_has_not_ended_when_its_asker_is_to_stop_hears_that(
+    start: StartAsker, *, is_followed: bool, said: type[MeshError]
+) -> None:
+    asked = asyncio.Event()
+
+    class Slow(Owner):
+        async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+            asked.set()
+            await asyncio.Event().wait()
+            return []
+
+    asker = AskerSupervisor(start, Slow())
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asker.wait_ready()
+            waiting = asyncio.ensure_future(anext(asker.generate(REQUEST)))
+            await asked.wait()
+            asker.is_followed = is_followed
+            await asker.stop()
+            with pytest.raises(said):
+                await waiting
+    finally:
+        await asker.stop()
+
+
 async def test_an_asker_knows_what_whoever_asks_has_seen(start: StartAsker) -> None:
     told: list[type[ProcessMessage]] = []
 
@@ -189,6 +226,22 @@ async def test_a_process_whose_device_does_nothing_more_ends_itself_and_is_repla
         assert asker.pid != first
         assert asker.ending is not None
         assert isinstance(asker.ending.said, DeviceLost)
+    finally:
+        await asker.stop()
+
+
+async def test_why_a_process_without_room_for_its_ends_is_replaced_is_said(
+    start: StartAsker, tmp_path: Path
+) -> None:
+    options = replace(start.options, caps=MemoryCaps(tmp_path / "claims", "1 MiB"))
+    asker = AskerSupervisor(structs.replace(start, options=options), Owner())
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(NotEnoughMemory):
+                await asker.wait_ready()
+            await until(lambda: asker.ending is not None)
+        assert "the ends of builtin" in str(asker.ending)
     finally:
         await asker.stop()
 
