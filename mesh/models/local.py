@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from mesh.config import Config
-from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
+from mesh.errors import BadValue, NotEnoughMemory, nobody_asks
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
@@ -118,11 +118,7 @@ def local_manifest(
     """The manifest of a model that this node holds. Raises ModelNotFound and BadCheckpoint."""
     local = models.get(model_id)
     if local is None:
-        raise ModelNotFound(
-            f"this node does not hold {model_id!r}.",
-            fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
-            param="model",
-        )
+        raise nobody_asks(model_id, models)
     return read_manifest(Path(local.directory), model_id=model_id, cache_dir=cache_dir)
 
 

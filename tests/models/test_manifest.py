@@ -22,7 +22,7 @@ from mesh.config import Config
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models import hashing, header
 from mesh.models.hashing import hash_tensors
-from mesh.models.local import find_local_models
+from mesh.models.local import find_local_models, local_manifest
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange, ModelId
 from tests.models.conftest import Checkpoint
@@ -197,6 +197,12 @@ def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound) as caught:
         read_manifest(tmp_path / "nothing")
     assert caught.value.code == "model_not_found"
+
+
+def test_of_a_model_that_is_not_held_it_is_said_what_brings_it_up(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        local_manifest({}, ModelId("tea"), tmp_path)
+    assert "hearthnet deploy" in caught.value.fix
 
 
 def test_a_file_is_not_a_checkpoint(copied: Path) -> None:

@@ -59,8 +59,9 @@ def test_its_own_directory_means_a_model(served: list[ServedModel]) -> None:
 
 @pytest.mark.parametrize("repo_id", ["other", "somebody/gpt2", "somebody/mine", "", "/", "Qwen/x"])
 def test_names_that_mean_none(served: list[ServedModel], repo_id: str) -> None:
-    with pytest.raises(ModelNotFound, match=r"it has: mine|it has: .*qwen"):
+    with pytest.raises(ModelNotFound, match=r"it has: mine|it has: .*qwen") as caught:
         find(ModelKey.parse(key(repo_id)), served)
+    assert "hearthnet deploy" in caught.value.fix
 
 
 def test_main_and_none_and_the_snapshot_are_the_same_revision(served: list[ServedModel]) -> None:

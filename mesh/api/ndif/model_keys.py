@@ -128,7 +128,7 @@ def find(key: ModelKey, served: Sequence[ServedModel]) -> ServedModel:
         known = ", ".join(sorted(model.repo_id for model in served)) or "none"
         raise ModelNotFound(
             f"This node has no model {key.repo_id[:200]!r}; it has: {known}.",
-            fix="Ask for one of these, or start the node with `--model PATH=ID`.",
+            fix="Ask for one of these, or bring it up with `hearthnet deploy`.",
             param="model_key",
         )
     if len(meant) > 1:

@@ -142,7 +142,7 @@ class JobsSupervisor(Supervisor):
         model = self._models.get(spec.model_id)  # it may go while the process starts
         if model is None:
             reason = str(self.why_not(spec.model_id))
-            raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
+            raise ModelNotFound(reason, fix="Bring it up with `hearthnet deploy`.")
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
         directory = Path(model.directory)
