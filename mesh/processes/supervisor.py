@@ -53,8 +53,7 @@ class Supervisor(ABC):
         runs. Without its first command, which is not known yet, it must not be started."""
         self.name = name
         self.first_command = first_command
-        self.starts = 0
-        """How many were started."""
+        self.starts = 0  # how many were started
         self.ending: ChildEnding | None = None
         """Of the latest that ended unasked."""
         self.listener: socket.socket | None = None  # for each process, open all the time
@@ -110,7 +109,7 @@ class Supervisor(ABC):
         """It fell silent, was heard again or is gone: `is_up` is another."""
 
     def why_not_wait(self) -> MeshError | None:
-        """Why nobody is to wait for one that is up; asked again whenever one is gone."""
+        """Why nobody is to wait for one that is up; see `look_again`."""
         return Busy("this node is stopping.", fix="Start it again.") if self.is_stopping else None
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
@@ -186,8 +185,13 @@ class Supervisor(ABC):
     def ready(self) -> None:
         """It has said that it is ready for work."""
         self._is_ready = True
-        if self.is_up:
-            self._up.set()
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Have those who wait for one that is up see whether there is, and whether to go on."""
+        self._up.set()
+        if not self.is_up:
+            self._up.clear()
 
     async def wait_up(self) -> None:
         """Until there is one that is up, however long that takes; it is when this returns. Raises
@@ -336,8 +340,7 @@ class Supervisor(ABC):
 
     def _lose(self) -> None:
         self._gone.set()
-        self._up.set()  # who waits for one sees whether to go on
-        self._up.clear()
+        self.look_again()
 
     async def _bury(self, child: Child | None, *, hung: bool) -> None:
         self._lose()
@@ -381,12 +384,11 @@ class Supervisor(ABC):
 
     def _has_begun(self, first: asyncio.Future[Any]) -> None:
         error = first.exception()
+        is_over = self.is_stopping or isinstance(error, ProcessLost)
         if error is None:
             self.ready()
             self.on_ready(first.result())
-        elif isinstance(error, ProcessLost) or self.is_stopping:
-            return
-        elif isinstance(error, MeshError):
+        elif isinstance(error, MeshError) and not is_over:
             self.on_failed(error)
 
     def _heard_last_words(self, words: messages.LastWords) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from mesh import codec
-from mesh.shard.commands import Loaded, ShardReport
+from mesh.errors import MeshError
+from mesh.shard.commands import Loaded, ShardReport, ShardRequest
 from mesh.types import ShardDescriptor, ShardHealth
 
 
@@ -43,3 +45,16 @@ class LocalShard:
             del health["last_seen"]
             facts |= {"shard_id": self.report.shard_id, **health, "rss_mb": self.rss_mb, **load}
         return facts
+
+
+@dataclass(slots=True)
+class KnownShard:
+    """One shard: how it was asked for last, what came of that, and how it was last to be served,
+    also where it is no more."""
+
+    asked: ShardRequest | None = None
+    ordered: ShardRequest | None = None
+    here: LocalShard | None = None
+    error: MeshError | None = None
+    loading: asyncio.Future[LocalShard] | None = None
+    leaving: asyncio.Future[int] | None = None

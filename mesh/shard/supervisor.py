@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec import structs
@@ -45,7 +44,7 @@ from mesh.shard.commands import (
     Withdrawn,
     traces_of,
 )
-from mesh.shard.local_shard import LocalShard
+from mesh.shard.local_shard import KnownShard, LocalShard
 from mesh.types import ShardId
 
 logger = logging.getLogger(__name__)
@@ -54,19 +53,6 @@ START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 _NOTABLE_MB = 64
 """A footprint that changed by more is advertised at once."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """One shard: how it was asked for last, what came of that, and how it was last to be served,
-    also where it is no more."""
-
-    asked: ShardRequest | None = None
-    ordered: ShardRequest | None = None
-    here: LocalShard | None = None
-    error: MeshError | None = None
-    loading: asyncio.Future[LocalShard] | None = None
-    leaving: asyncio.Future[int] | None = None
 
 
 class ShardSupervisor(Supervisor):
@@ -96,7 +82,8 @@ class ShardSupervisor(Supervisor):
         self._on_change = on_change
         self._revoked: tuple[str, ...] = ()
         self._attempts = attempts or Attempts()
-        self._known: defaultdict[ShardId, _Known] = defaultdict(_Known)
+        self._unable: MeshError | None = None  # why the latest process could not begin
+        self._known: defaultdict[ShardId, KnownShard] = defaultdict(KnownShard)
 
     @property
     def processes(self) -> Mapping[str, ShardSupervisor]:
@@ -242,6 +229,7 @@ class ShardSupervisor(Supervisor):
 
     def on_ready(self, answer: Listening) -> None:
         """Load what is to be served."""
+        self._unable = None
         self._use_port(answer.port)
         self.reasons = answer.reasons
         self._load_missing()
@@ -256,8 +244,14 @@ class ShardSupervisor(Supervisor):
             logger.warning("%s The shards move to another port.", error.message)
             self._use_port(None)
             return
+        self._unable = error
+        self.look_again()
         for name in self.wanted:
             self._did_not_load(name, error)
+
+    def why_not_wait(self) -> MeshError | None:
+        """That it is to stop, or why it could not begin."""
+        return super().why_not_wait() or self._unable
 
     def on_ended(self, ending: ChildEnding) -> None:
         """Withdraw the shards of a process that is no more."""

@@ -18,6 +18,7 @@ import pytest
 from mesh.errors import (
     BadCheckpoint,
     BadRequest,
+    BadValue,
     Busy,
     ConnectFailed,
     DeviceLost,
@@ -257,6 +258,16 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
         assert list(host.failed) == ["broken:1-3"]
     finally:
         await host.stop()
+
+
+async def test_who_needs_layers_of_a_process_whose_device_is_gone_hears_so(
+    served: tuple[dict[str, Any], TorchRuntime],
+) -> None:
+    shard, _ = served
+    async with secure.hosting(None, device="cuda:99") as host, asyncio.timeout(TIMEOUT_S):
+        for need in (host.ensure, host.serve):  # before that is known, and then
+            with pytest.raises(BadValue, match="cuda:99"):
+                await need(secure.request(**shard))
 
 
 async def test_what_cannot_be_loaded_in_one_way_is_tried_in_another(
