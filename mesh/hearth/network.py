@@ -23,7 +23,7 @@ from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering
 from mesh.discovery.sightings import NOT_KNOWN_THERE, PeerState, PeerView
-from mesh.errors import Busy, ExperimentalDisabled, LinkLost
+from mesh.errors import Busy, ExperimentalDisabled, LinkLost, NodeStopped
 from mesh.events import messages
 from mesh.events.intake import Report
 from mesh.hearth.epoch import next_epoch
@@ -192,14 +192,18 @@ class Network:
     # Inviting and joining.
 
     def require_hearth(self) -> Hearth:
-        """The hearth. Raises ExperimentalDisabled when distributed inference is switched off, and
-        Busy between two hearths."""
+        """The hearth. Raises ExperimentalDisabled when distributed inference is switched off, Busy
+        between two hearths, and NodeStopped behind the last."""
         return self._require_here().hearth
 
     def _require_here(self) -> _Here:
-        if self._here is None and self._settings.is_enabled:
+        if self._here is None and self._moving.locked():
             raise Busy(
                 "This node is just joining or leaving a hearth.", fix="Try again in a moment."
+            )
+        if self._here is None and self._settings.is_enabled:
+            raise NodeStopped(
+                "This node is being stopped.", fix="Ask again when it is up, or ask another node."
             )
         if self._here is None:
             raise ExperimentalDisabled(

@@ -94,6 +94,7 @@ class House(World):
         await self._hearth().publish(PLACEMENT_WISHED, wish.payload())
         signed = self.deployments().get(wish.deployment)
         if signed is None:
+            self._hearth()  # raises why there is none any more
             raise InternalError("the wish is not in the log.", fix="Report this as a bug.")
         return signed
 

@@ -6,22 +6,28 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
+from mesh.accounts.allowances import DAEMON
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.wishes import Deployment
 from mesh.discovery.directory import ShardStore
-from mesh.errors import BadCheckpoint, Busy, NoRoute
+from mesh.errors import BadCheckpoint, Busy, NodeStopped, NoRoute
+from mesh.hearth.network import Network
+from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.deploying import House
 from mesh.node.holdings import Holdings, by_hand
 from mesh.node.wiring import start_asker
+from mesh.paths import StatePaths
 from mesh.pipeline.askers import Askers
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
@@ -45,9 +51,6 @@ from tests.pipeline.test_entrance import as_it_is, no_steps
 from tests.pipeline.test_supervisor import REQUEST, Owner
 from tests.simulation.virtual_loop import run_virtually
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from mesh.hearth.network import Network
 
 MODEL = LocalModel(ModelId("toy"), "/nowhere", "ab" * 32, 4, None, None, 40)
 SHARD = ShardId("toy:2-3")
@@ -224,3 +227,26 @@ def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
         assert len(told) == count
 
     run_virtually(main)
+
+
+async def test_who_wishes_while_the_node_is_stopped_hears_that(tmp_path: Path) -> None:
+    switched_on = {"distributed_inference": {"enabled": True}}
+    config = await asyncio.to_thread(
+        Config, state_dir=tmp_path, interface=("127.0.0.1",), port=0, research=switched_on,
+        policy={"research": {"enable": True}},
+    )  # fmt: skip
+    own, store = secure.KEY.node_id, ShardStore(SystemClock(), expiry_s=9.0)
+    settings = NetworkSettings.of(config, own, "test", "127.0.0.1")
+    hooks = NetworkHooks(Serving, *[lambda *told: None] * 3)
+    paths = await asyncio.to_thread(StatePaths(tmp_path).create)
+    accounts = ResourceLedger(SystemClock(), DAEMON)
+    network = Network(secure.KEY, paths, settings, store, SystemClock(), hooks, accounts)
+    await network.start()
+    held = Holdings(config, secure.KEY, [MODEL], Owner(), tls)
+    house = House(config, own, held, network, store, lambda model: False)
+    wishing = asyncio.create_task(house.publish_wish(WISH))
+    await asyncio.sleep(0)
+    await network.stop()
+    for late in (wishing, house.publish_wish(WISH)):
+        with pytest.raises(NodeStopped):
+            await late
