@@ -146,7 +146,7 @@ class Docket:
         elif verdict is EventVerdict.ACCEPTED:
             self._add(decision)
             self._settle()
-        elif verdict is not EventVerdict.KNOWN:
+        elif verdict not in _NOTHING_OF_THE_BODY:
             self._refuse(decision.id)
         return verdict
 
@@ -250,6 +250,10 @@ class Docket:
         self._refused[decision_id] = None
         while len(self._refused) > _MAX_REFUSED:
             self._refused.popitem(last=False)
+
+
+_NOTHING_OF_THE_BODY = (EventVerdict.KNOWN, EventVerdict.FORGED)
+"""An id is that of a body: the same one with a true signature is to be asked for still."""
 
 
 def _is_signed(decision: SignedDecision, key: bytes) -> bool:

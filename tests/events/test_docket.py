@@ -302,6 +302,12 @@ def test_forged_decisions_mute_whoever_sends_them() -> None:
         replica.receive(Received(decisions=forged[start : start + 10]), "attacker")
     assert [report.kind for report in replica.reports] == ["peer_muted"]
     assert len(replica.docket.graph) == 3
+    # A copy with a wrong signature, as whom it puts out may send ahead, keeps nobody from the true
+    # one: they have the same id.
+    honest = MemoryReplica()
+    honest.take([*events, good])
+    replica.catch_up(honest)
+    assert good.id in replica.docket.graph
 
 
 @given(st.binary(max_size=300))
