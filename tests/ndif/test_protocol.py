@@ -231,11 +231,27 @@ async def test_a_revoked_key_s_jobs_end_also_those_that_nobody_waits_for(tmp_pat
                 headers, asked = {"ndif-api-key": whose, **VERSION}, parts(b"script = 'wait'")
                 jobs.append((await http.post("/request", headers=headers, **asked)).json()["id"])  # type: ignore[arg-type]
             first = await node.runner.began.get()
+            revoked = asyncio.Event()
+
+            async def late() -> AsyncIterator[bytes]:
+                yield body[:-1]
+                await revoked.wait()
+                yield body[-1:]
+
+            written = http.build_request("POST", "/request", **parts())  # type: ignore[arg-type]
+            body = written.read()
+            headers = {
+                "content-type": written.headers["content-type"], "ndif-api-key": key, **VERSION
+            }  # fmt: skip
+            sending = asyncio.create_task(http.post("/request", headers=headers, content=late()))
+            await until(lambda: any(node.queue.spool.root.glob("incoming/*")))
             await http.post(
                 "/mesh/v1/keys/revoke",
                 json={"key_id": made.id},
                 headers={"authorization": f"Bearer {OWNER}"},
             )
+            revoked.set()
+            assert (await sending).status_code == 401
             assert [first, await node.runner.began.get()] == [jobs[0], jobs[2]]
             for job_id in jobs[:2]:
                 ended = await node.queue.find(job_id, None)

@@ -8,14 +8,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.auth import Caller, caller_of
+from mesh.api.auth import Access, Caller, caller_of
 from mesh.api.ndif import answers, model_keys
 from mesh.api.ndif.clients import require_served
 from mesh.api.ndif.deployments import Deployments
 from mesh.api.ndif.results import ResultUrls
 from mesh.api.ndif.sessions import ClientSession, ClientSessions
 from mesh.api.ndif.uploads import receive
-from mesh.errors import MeshError
+from mesh.errors import MeshError, Unauthorized
 from mesh.identity.api_keys import Scope
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.types import Status, Submission
@@ -89,6 +89,12 @@ async def _take(
         session.jobs.add(job.job_id)
         if not session.is_open:
             await queue.kill(job.job_id, owner, "Its client went away.")
+    access: Access = request.app.state.access
+    try:
+        access.require_known(caller)
+    except Unauthorized as revoked:  # while it arrived: what ends the key's jobs has not seen it
+        await queue.kill(job.job_id, owner, revoked.message)
+        raise
     return answers.answer(job.job_id, Status.RECEIVED, f"The node has a job for {meant.model_id}.")
 
 
