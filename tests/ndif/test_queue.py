@@ -343,7 +343,11 @@ async def test_one_owner_s_waiting_jobs_take_half_of_the_disk(tmp_path: Path) ->
     queue = a_queue(tmp_path, disk_bytes=1000, max_result_bytes=100)
     await queue.start()
     runner_of(queue).obstacle = "Nobody serves it"
-    await hand_in(queue, "a" * 450, BEN)
+    # Also of two that are sent at once.
+    both = await asyncio.gather(
+        *(hand_in(queue, word * 450, BEN) for word in "ab"), return_exceptions=True
+    )
+    assert [type(each) for each in both].count(Job) == 1
     with pytest.raises(StorageFull, match="are for one key"):
         await hand_in(queue, "b" * 450, BEN)
     await hand_in(queue, "c" * 450, CARL)

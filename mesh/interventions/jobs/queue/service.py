@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,7 +82,7 @@ class JobQueue:
         self._lanes: dict[ModelId, Lane] = {}
         self._printed: dict[str, Printed] = {}
         self._tickets: dict[str, JobTicket] = {}
-        self._arriving: Counter[tuple[ModelId, Principal]] = Counter()
+        self._arriving: dict[str, Job] = {}
         self._slots = asyncio.Semaphore(settings.concurrent)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -145,9 +144,7 @@ class JobQueue:
         model_id, owner, limit = asked.model_id, asked.owner, self.settings.max_queued
         if self._is_stopping:
             raise Busy("The node is stopping.", fix="Try again when it is back.")
-        mine = [t.job.asked.owner for t in self._of(model_id)]
-        mine += [who for (model, who), count in self._arriving.items() if model == model_id
-                 for _ in range(count)]  # fmt: skip
+        mine = [job.asked.owner for job in self._taken() if job.asked.model_id == model_id]
         if len(mine) >= limit or mine.count(owner) >= max(1, limit // 2):
             raise Busy(
                 f"{mine.count(owner)} of your jobs and {len(mine) - mine.count(owner)} others wait"
@@ -161,17 +158,16 @@ class JobQueue:
 
         Raises Busy when there is no place, StorageFull. `arrived` is used up in any case.
         """
-        place = (asked.model_id, asked.owner)
         job = Job(secrets.token_hex(16), asked, self._now(), payload_bytes=arrived.size_bytes)
         try:
             self.check_room(asked)
-            mine = [t.job for t in self._tickets.values() if t.job.asked.owner == asked.owner]
+            mine = [each for each in self._taken() if each.asked.owner == asked.owner]
             self.results.require_share(sum(each.payload_bytes for each in mine), job.payload_bytes)
-            self._arriving[place] += 1
+            self._arriving[job.job_id] = job
             try:
                 await self._keep(job, arrived)
             finally:
-                self._arriving[place] -= 1
+                del self._arriving[job.job_id]
         except BaseException:
             self.spool.release(arrived.size_bytes)
             await asyncio.to_thread(arrived.discard)
@@ -271,8 +267,9 @@ class JobQueue:
     def _now(self) -> float:
         return self._clock.now().timestamp()
 
-    def _of(self, model_id: ModelId) -> list[JobTicket]:
-        return [t for t in self._tickets.values() if t.job.asked.model_id == model_id]
+    def _taken(self) -> list[Job]:
+        """The jobs that have not ended, and those that are being put on the disk."""
+        return [*(ticket.job for ticket in self._tickets.values()), *self._arriving.values()]
 
     async def _keep(self, job: Job, arrived: Incoming) -> None:
         try:
