@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
-from mesh.api.auth import caller_of
+from mesh.api.auth import Access, caller_of
 from mesh.api.services import ApiSettings
 from mesh.errors import BadRequest, BodyTooLarge
 from mesh.types import Principal
@@ -149,12 +149,17 @@ class LongBodies:
 
 
 async def read_body(request: Request, model: type[_Body], settings: ApiSettings) -> _Body:
-    """The request's JSON object as `model`. Raises BadRequest and BodyTooLarge."""
-    raw = await _read(request, settings)
+    """The request's JSON object as `model`. Raises BadRequest and BodyTooLarge, and Unauthorized
+    where the caller's key was revoked while it came."""
+    raw, caller = await _read(request, settings), caller_of(request)
     if len(raw) <= _SHORT_BYTES:
-        return _understood(raw, model)
-    beside: LongBodies = request.app.state.long_bodies
-    return await beside.read(caller_of(request).principal, lambda: _understood(raw, model))
+        body = _understood(raw, model)
+    else:
+        beside: LongBodies = request.app.state.long_bodies
+        body = await beside.read(caller.principal, lambda: _understood(raw, model))
+    access: Access = request.app.state.access
+    access.require_known(caller)
+    return body
 
 
 def _understood(raw: bytes, model: type[_Body]) -> _Body:

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.api.app import create_app
 from mesh.api.auth import caller_of, needed_of
 from mesh.api.page import PATHS as PAGE_FILES
@@ -22,6 +24,7 @@ from mesh.identity.api_keys import ApiKeys, Quota, Scope, new_owner_key
 from mesh.types import OWNER, Principal, PrincipalKind
 from tests.api.conftest import SETTINGS, Served, serving
 from tests.fakes import ScriptedGenerations, ScriptedView
+from tests.waiting import until
 
 OWNERS = new_owner_key()
 WITH_OWNER = replace(SETTINGS, api_key=OWNERS)
@@ -169,6 +172,30 @@ async def test_an_admin_key_does_what_the_owner_does(
     http.headers.update(bearer(make(api, Scope.ADMIN)))
     assert (await http.get("/mesh/v1/keys")).is_success
     assert (await http.post("/v1/chat/completions", json=CHAT)).is_success
+
+
+async def test_a_request_that_is_being_sent_when_its_key_is_revoked_is_refused() -> None:
+    """Else whoever has an admin key, and always has such a request under way, makes the next."""
+    accounts = ResourceLedger(SystemClock(), allowances.API)
+    async with (
+        serving(replace(WITH_OWNER, accounts=accounts)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as http,
+    ):
+        headers, revoked = bearer(make(api, Scope.ADMIN)), asyncio.Event()
+        (admins,) = api.keys.keys
+        account = Principal(PrincipalKind.KEY, admins.id)
+
+        async def late() -> AsyncIterator[bytes]:
+            yield b'{"name": "again", '
+            await revoked.wait()
+            yield b'"scopes": ["admin"]}'
+
+        asking = asyncio.create_task(http.post("/mesh/v1/keys", content=late(), headers=headers))
+        await until(lambda: accounts.held(account, Resource.OPEN_REQUESTS) > 0)
+        api.keys.revoke(admins.id)
+        revoked.set()
+        assert code(await asking) == (401, "unauthorized")
+        assert api.keys.keys == ()
 
 
 async def test_requests_over_the_quota_get_429_and_reading_is_free(
