@@ -189,9 +189,19 @@ def test_what_waits_is_bounded_and_signed_by_somebody_known() -> None:
     strange = [said(Author(99), added(6), nowhere, 9, n) for n in range(20)]
     assert set(offer(to, *strange)) == {EventVerdict.HELD}
     assert to.wanted == ()
+    # What waits of an anchor is relied on, so it has to be the anchor's.
+    forged = structs.replace(said(founder, added(6), nowhere, 9), signature=bytes(64))
+    assert offer(to, forged) == [EventVerdict.HELD]
+    assert to.wanted == ()
     for number in range(docket_module.MAX_WAITING + 50):
         offer(to, said(founder, added(6), (DecisionId(b"%032d" % number),), 9))
     assert len(to.wanted) == docket_module.MAX_WAITING
+    most = docket_module.MAX_WAITING_BYTES
+    for number in range(most // 15_000 + 10):
+        large = {"said": bytes(15_000), "number": number}
+        draft = DecisionDraft(HEARTH, founder.id, 9, 0, "new.kind", large, nowhere)
+        offer(to, seal(draft, founder.key.sign))
+    assert most - 16_000 < to.waiting_bytes <= most
 
 
 def test_a_failed_write_leaves_memory_as_it_was() -> None:

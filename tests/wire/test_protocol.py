@@ -21,6 +21,7 @@ from mesh.types import WireDtype
 from mesh.wire.call_back import CallBack, CalledBack
 from mesh.wire.control import pack_map
 from mesh.wire.frames import Frame, FrameType
+from mesh.wire.inbox import MAX_ROWS_ASKED
 from mesh.wire.messages import (
     CONTROL_MESSAGES,
     Advertise,
@@ -324,6 +325,22 @@ def test_close_gives_back_the_credits_of_steps_nobody_answers() -> None:
     assert [type(m) for m in got] == [Step] * 16 + [Close, Step]
     b.send(Result(1, 0, make_tensor(), 0, 0))  # late: nobody waits for it
     assert frames(b) == []
+
+
+def test_rows_asked_for_and_not_answered_are_bounded() -> None:
+    a, b = session_pair()
+    for step in range(MAX_ROWS_ASKED):
+        a.send(RowAsk(1, step, 0))
+    exchange(a, b)
+    a.send(Close(1))  # nobody waits for them any more
+    for step in range(MAX_ROWS_ASKED):
+        a.send(RowAsk(1, step, 0))
+    exchange(a, b)
+    assert b.is_open
+    a.send(RowAsk(1, MAX_ROWS_ASKED, 0))
+    with pytest.raises(Busy, match="Too many rows"):
+        exchange(a, b)
+    assert b.is_closed
 
 
 def test_results_for_a_closed_session_do_not_pile_up() -> None:
