@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 
 import msgpack
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import Busy, ConnectFailed, MeshError, PairingRejected
 from mesh.identity.invitations import Invitation, Ticket, Window, WindowEnding, parse_ticket
+from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import MAX_FRAME_BYTES, Inviter, Joined, Joiner, JoinRequest, Welcome
 from mesh.identity.pairing_tcp import DEFAULT_LIMITS, PairingLimits, PairingListener, join, listen
 from mesh.identity.roster import Member, TrustLevel
-from tests.identity.support import ManualClock, Party
+from tests.identity.support import ManualClock, Party, new_key
 
 HEARTH = "hh1" + "a" * 32
 HOME_NAME = "Grandmother's machine"
@@ -508,6 +510,56 @@ async def test_one_host_cannot_take_all_places() -> None:
             await asyncio.wait_for(places[2][0].readexactly(1), 5)
         for _, writer in places:
             writer.close()
+
+
+class Posing(NodeKey):
+    """Somebody who has the code and says that another's key, or another's certificate, is his."""
+
+    def __init__(self, lie: str) -> None:
+        super().__init__(Ed25519PrivateKey.generate())
+        other = new_key()
+        if lie == "key":
+            self.public_bytes = other.public_bytes
+        elif lie == "certificate":
+            self.to_pem = other.to_pem  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("who", ["joiner", "inviter"])
+@pytest.mark.parametrize(
+    ("lie", "said"), [("key", "does not own its key"), ("certificate", "of another key"), ("", "")]
+)
+def test_whoever_has_the_code_proves_its_key_and_shows_its_own_certificate(
+    who: str, lie: str, said: str
+) -> None:
+    window = Window(Invitation.create(), ManualClock())
+    inviter = Inviter(Posing(lie if who == "inviter" else ""), window)
+    ticket = parse_ticket(window.invitation.code)
+    joiner = Joiner(Posing(lie if who == "joiner" else ""), "guest", ticket)
+    with pytest.raises(PairingRejected, match=said) if lie else contextlib.nullcontext():
+        inviter.examine(joiner.prove(inviter.greet(joiner.start())))
+        joiner.read_welcome(inviter.welcome(Welcome(HEARTH, HOME_NAME, ())))
+
+
+def test_frames_of_another_form_cost_no_guess() -> None:
+    home, window = Party("home"), Window(Invitation.create(), ManualClock())
+    ticket = parse_ticket(window.invitation.code)
+    fine = [1, 1, "code", new_key().public_bytes]
+    for place, other in ((1, 2), (2, "word"), (3, bytes(31))):
+        start = msgpack.packb([*fine[:place], other, *fine[place + 1 :]])
+        with pytest.raises(PairingRejected, match="another version"):
+            Inviter(home.key, window).greet(start)
+    for message, mac in ((bytes(32), bytes(32)), (bytes(33), bytes(31))):
+        inviter = Inviter(home.key, window)
+        inviter.greet(msgpack.packb(fine))
+        with pytest.raises(PairingRejected, match="wrong form"):
+            inviter.examine(msgpack.packb([3, message, mac, b""]))
+    for public, message in ((bytes(31), bytes(33)), (home.key.public_bytes, bytes(32))):
+        with pytest.raises(PairingRejected, match="wrong form"):
+            Joiner(new_key(), "guest", ticket).prove(msgpack.packb([2, public, message]))
+    for _ in range(2):  # the third one is the last
+        window.guess()
+        window.missed()
+    assert window.ending is None
 
 
 _FRAMES = st.one_of(
