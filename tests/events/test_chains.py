@@ -12,7 +12,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.events import chains, pending
 from mesh.events.intake import Received
-from mesh.events.types import Event, decode, seal
+from mesh.events.types import MODEL_PUBLISHED, Event, decode, seal
 from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 from tests.events.support import (
@@ -120,12 +120,48 @@ def test_a_forged_proof_freezes_nobody() -> None:
     replica = MemoryReplica()
     replica.take(events)
     forged = signed(altered(invented, signature=bytes(64)))
-    for proof in ((signed(real), forged), (signed(real), signed(real)), (forged, (b"", b""))):
+    # The author's own words, of two places in its chain, and of two hearths.
+    later = signed(other.publish("later", 30))
+    abroad = other.fork()
+    abroad.ids.clear()
+    elsewhere = seal(
+        altered(abroad.draft(MODEL_PUBLISHED, {"model_id": "m"}), hearth_id="another"),
+        other.key.sign,
+    )
+    for proof in (
+        (signed(real), forged), (signed(real), signed(real)), (forged, (b"", b"")),
+        (signed(real), later), (signed(real), signed(elsewhere)),
+    ):  # fmt: skip
         outcome = replica.receive(Received((), (proof,)))
         assert all(verdict.is_bad for verdict in outcome.verdicts)
-    assert replica.state.frozen == {}
+        assert replica.state.frozen == {}
     replica.receive(Received((), ((signed(real), signed(invented)),)))
     assert replica.state.frozen == {other.id: (1, 0)}
+
+
+def test_whoever_sends_forged_proofs_or_forged_events_ahead_of_their_turn_is_muted() -> None:
+    _, (_, other), events = household(2)
+    real, invented = other.publish("m", 20), other.fork().publish("n", 20)
+    replica = MemoryReplica()
+    replica.take(events)
+    proofs = [(signed(real), signed(altered(real, signature=bytes([n]) * 64))) for n in range(9)]
+    proofs += [(signed(real), signed(altered(invented, signature=bytes(64))))]
+    replica.receive(Received((), tuple(proofs * 3)), "prover")
+    ahead = other.fork()
+    waiting = [altered(ahead.publish(f"{n}", 30 + n), signature=bytes(64)) for n in range(30)]
+    for number in range(2):
+        replica.take(waiting[number:], "forger")  # nobody can say yet what they are
+    assert bad_events_of(replica) == {"prover": 30}
+    replica.take([real], "honest")
+    assert bad_events_of(replica) == {"prover": 30, "forger": 1}
+
+
+def bad_events_of(replica: MemoryReplica) -> dict[str, float]:
+    return {
+        row["name"]: row["resources"]["bad_events_per_minute"]["used"]
+        for row in replica.chains.accounts.snapshot()
+        if "bad_events_per_minute" in row["resources"]
+    }
 
 
 def flood(authors: list[Author], count: int) -> list[Event]:
