@@ -139,7 +139,7 @@ def test_a_forged_proof_freezes_nobody() -> None:
     assert replica.state.frozen == {other.id: (1, 0)}
 
 
-def test_whoever_sends_forged_proofs_or_forged_events_ahead_of_their_turn_is_muted() -> None:
+def test_forged_proofs_and_forged_events_ahead_of_their_turn_count_against_who_sent_them() -> None:
     _, (_, other), events = household(2)
     real, invented = other.publish("m", 20), other.fork().publish("n", 20)
     replica = MemoryReplica()

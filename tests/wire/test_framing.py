@@ -73,3 +73,19 @@ def test_frames_are_read_however_they_are_cut(
 def test_what_is_odd_is_left_to_websockets(data: bytes) -> None:
     reader = FrameReader(1000, masked=False)
     assert reader.take(wrap(b"plain", masked=False) + data) == ([b"plain"], data)
+    # The way past it, for what is alone in its read, is as strict.
+    assert unwrap(b"\x81" + wrap(bytes(200), masked=False)[1:], masked=False) is None
+    assert unwrap(wrap(bytes(200), masked=True), masked=False) is None
+    head, mask = b"\x82\x7e", wrap(bytes(200), masked=True)[2:]
+    assert unwrap(head + mask, masked=True) is None
+
+
+def test_what_looks_like_a_frame_within_another_is_none() -> None:
+    """Also in a read of its own: weights have any bytes, and so have lengths."""
+    inner = wrap(bytes(200), masked=False)
+    cases = ((bytes(296) + inner + b"end", 300), (inner[2:] + bytes(0x827E - 202), 2))
+    for payload, cut in cases:
+        data, reader = wrap(payload, masked=False), FrameReader(1 << 16, masked=False)
+        reads = data[:cut], data[cut : cut + len(inner)], data[cut + len(inner) :]
+        assert unwrap(reads[1], masked=False) is not None
+        assert [bytes(each) for read in reads for each in reader.take(read)[0]] == [payload]
