@@ -520,6 +520,8 @@ def test_a_wrong_code_and_a_used_proof_prove_nothing() -> None:
     log.recover("c", code=new_code())
     assert log.who()["c"] == "trusted"
     proven = log.recovered("c")
+    log.say("b", proven)  # who is shown it first does not make it its own
+    assert log.who() == {"a": "anchor", "b": "anchor", "c": "trusted"}
     log.say("c", proven)
     log.recover("a")
     assert log.who() == {"a": "anchor", "b": "trusted", "c": "trusted"}
