@@ -110,6 +110,14 @@ def test_nobody_decides_before_becoming_an_anchor() -> None:
     assert log.who()["c"] == "member"
 
 
+def test_nobody_is_let_in_as_an_anchor() -> None:
+    """One anchor alone would make the second."""
+    log = Deciding()
+    refused = log.raw("a", *decisions.encode(Added(party("b").certificate, "b", ANCHOR)))
+    assert refused.id not in log.graph
+    assert log.who() == {"a": "anchor"}
+
+
 def test_member_may_leave_once() -> None:
     log = Deciding()
     log.add("a", "b")
