@@ -54,6 +54,7 @@ def test_a_hold_gives_back_exactly_once() -> None:
     ledger = streams(each=5, total=5)
     with ledger.hold(ANN, STREAMS, 2) as hold, ledger.hold(ANN, STREAMS, 2) as other:
         hold.shrink(1)
+        other.resize(4)
         other.resize(3)
         hold.close()
         hold.close()
@@ -167,7 +168,8 @@ def test_a_principals_own_quota_goes_before_its_kinds() -> None:
 
 def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten() -> None:
     clock = ManualClock()
-    ledger = ResourceLedger(clock, {EVENTS: Limit(10)}, max_principals=3)
+    limits = {EVENTS: Limit(10), STREAMS: Limit(5)}
+    ledger = ResourceLedger(clock, limits, max_principals=3)
     held = ledger.hold(ANN, STREAMS, 1)
     for number in range(50):
         clock.time += 0.1
@@ -178,7 +180,9 @@ def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten()
     with pytest.raises(Busy, match="3 others"):
         ledger.hold(BOB, STREAMS, 1)
     held.close()
-    ledger.hold(BOB, STREAMS, 1)
+    with pytest.raises(LimitReached):
+        ledger.hold(ANN, STREAMS, 6)
+    ledger.hold(BOB, STREAMS, 1)  # who was refused holds nothing
 
 
 def test_revoked_names_are_forgotten_unless_they_hold_something() -> None:
