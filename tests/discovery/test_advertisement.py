@@ -152,6 +152,8 @@ def test_a_further_copy_of_the_same_layers_has_its_number_in_its_id() -> None:
         ("layers", "7-0"),
         ("layers", "0-7777777"),
         ("layers", "0-16"),
+        ("head", True),
+        ("embeds", True),
         ("weights_sha256", "A" * 64),
         ("weights_sha256", "a" * 63),
         ("total_layers", True),
@@ -174,7 +176,8 @@ def test_a_further_copy_of_the_same_layers_has_its_number_in_its_id() -> None:
     ],
 )
 def test_value_out_of_bounds_is_refused_by_name(key: str, bad: Any) -> None:
-    data = {**encode(advertised(HOST)), key: bad}
+    middle = advertised(HOST, "4-7") if key == "embeds" else advertised(HOST)
+    data = {**encode(middle), key: bad}
     if key == "layers":
         data["shard_id"] = f"tiny:{bad}"
     with pytest.raises(BadAdvertisement) as caught:
