@@ -103,6 +103,22 @@ def test_each_refusal_has_its_name() -> None:
     assert offer(to, unreadable) == [EventVerdict.UNLAWFUL]
 
 
+def test_a_log_begins_with_the_one_founding_of_its_hearth() -> None:
+    """Whoever comes in has an empty log, and who lets it in may send anything first."""
+    _, (founder, _), (root, *_) = anchors()
+    stranger, to = Author(9), docket()
+    own = {"certificate": make_certificate(stranger.key)}
+    for changes, by in (
+        ({"wall_ms": root.wall_ms + 1}, founder),
+        ({"author": stranger.id}, stranger),
+        ({"author": stranger.id, "payload": {**root.payload, **own}}, stranger),
+        ({"payload": {**root.payload, "hearth_name": "Another"}}, founder),
+    ):
+        other = seal(replace_draft(root, **changes), by.key.sign)
+        assert offer(to, other) == [EventVerdict.UNLAWFUL], changes
+    assert offer(to, root) == [EventVerdict.ACCEPTED]
+
+
 def replace_draft(decision: SignedDecision, **changes: Any) -> DecisionDraft:
     names = ("hearth_id", "author", "depth", "wall_ms", "type", "payload", "parents")
     return DecisionDraft(**{**{name: getattr(decision, name) for name in names}, **changes})
