@@ -258,6 +258,45 @@ async def test_a_revoked_key_s_jobs_end_also_those_that_nobody_waits_for(tmp_pat
                 assert (ended.status, ended.description) == ("ERROR", "The API key was revoked.")
 
 
+async def test_what_is_being_sent_counts_as_what_waits(tmp_path: Path) -> None:
+    """Else one key fills the disk with payloads that never end."""
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        node.queue.spool.budget_bytes = 4000
+        scopes = frozenset({Scope.INTERVENTIONS})
+        anna, ben = [
+            (
+                await asyncio.to_thread(node.keys.create, name, scopes, Quota(), SystemClock())
+            )[1]
+            for name in ("anna", "ben")
+        ]  # fmt: skip
+        asked = httpx.Request("POST", node.url, **parts(b"script = 'x'" + b" " * 1400))  # type: ignore[arg-type]
+        body = asked.read()
+
+        async def begin(key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            """All but the end."""
+            fields = {
+                **VERSION, "host": asked.url.netloc.decode(), "ndif-api-key": key,
+                "content-type": asked.headers["content-type"], "content-length": str(len(body)),
+            }  # fmt: skip
+            head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            ends = await asyncio.open_connection(asked.url.host, asked.url.port)
+            ends[1].write(f"POST /request HTTP/1.1\r\n{head}\r\n".encode() + body[:-10])
+            return ends
+
+        async with asyncio.timeout(10):
+            begun = [await begin(anna)]
+            await until(lambda: sum(each.size_bytes for each in node.queue.uploads) > 1400)
+            refused, writer = await begin(anna)
+            assert b" 507 " in await refused.readline()
+            writer.close()
+            begun.append(await begin(ben))
+            for reader, writer in begun:
+                writer.write(body[-10:])
+                assert b" 200 " in await reader.readline()
+                writer.close()
+        assert node.queue.uploads == {}
+
+
 async def test_a_web_page_cannot_subscribe(node: Node) -> None:
     with pytest.raises(InvalidStatus):
         async with connect(

@@ -80,9 +80,11 @@ async def _take(
         queue.check_room(asked)
         await deployments.wake(meant.model_id, caller)
     except BaseException:
+        del queue.uploads[arrived]
         queue.spool.release(arrived.size_bytes)
         await asyncio.to_thread(arrived.discard)
         raise
+    del queue.uploads[arrived]
     job = await queue.submit(asked, arrived, session.feed if session is not None else None)
     # Nothing has run since the job was admitted, so its end cannot have been told yet.
     if session is not None:

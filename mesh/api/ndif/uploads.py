@@ -6,6 +6,8 @@ The blob is never whole in memory and never looked into. Sizes and time are boun
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -37,7 +39,8 @@ class UploadDescription(BaseModel):
 async def receive(
     request: Request, queue: JobQueue, owner: Principal
 ) -> tuple[UploadDescription, Incoming]:
-    """The two parts of a request of `owner`'s; the caller disposes of the file.
+    """The two parts of a request of `owner`'s; the caller disposes of the file, which is among the
+    queue's `uploads` until then.
 
     Raises BadRequest, BodyTooLarge, StorageFull.
     """
@@ -49,10 +52,12 @@ async def receive(
         incoming = await asyncio.to_thread(queue.spool.receive)
     except OSError as error:
         raise _unwritable(error) from error
+    queue.uploads[incoming] = owner
     try:
-        upload = _Upload(incoming, most)
+        upload = _Upload(incoming, most, partial(queue.require_share, owner))
         envelope = await upload.read(request)
     except BaseException as error:
+        del queue.uploads[incoming]
         queue.spool.release(incoming.size_bytes)
         await asyncio.to_thread(incoming.discard)
         if isinstance(error, OSError):
@@ -64,8 +69,11 @@ async def receive(
 class _Upload:
     """One body on its way: what the parser finds goes to the part it belongs to."""
 
-    def __init__(self, incoming: Incoming, limit_bytes: int) -> None:
+    def __init__(
+        self, incoming: Incoming, limit_bytes: int, require_share: Callable[[int], None]
+    ) -> None:
         self._incoming = incoming
+        self._require_share = require_share
         self._limit_bytes = limit_bytes
         self._data = bytearray()
         self._blob = bytearray()
@@ -142,6 +150,7 @@ class _Upload:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._part == "blob":
+            self._require_share(end - start)
             self._incoming.grow(end - start, self._limit_bytes)
             self._blob += data[start:end]
         elif self._part == "data":

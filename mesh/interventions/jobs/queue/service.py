@@ -83,6 +83,8 @@ class JobQueue:
         self._printed: dict[str, Printed] = {}
         self._tickets: dict[str, JobTicket] = {}
         self._arriving: dict[str, Job] = {}
+        self.uploads: dict[Incoming, Principal] = {}
+        """Payloads that are being sent, and by whom."""
         self._slots = asyncio.Semaphore(settings.concurrent)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -152,6 +154,12 @@ class JobQueue:
                 fix="Try again when some have ended.",
             )
 
+    def require_share(self, owner: Principal, more_bytes: int) -> None:
+        """Raises StorageFull where an owner's payloads, with so much more, are over the share."""
+        sizes = [job.payload_bytes for job in self._taken() if job.asked.owner == owner]
+        sizes += [each.size_bytes for each, whose in self.uploads.items() if whose == owner]
+        self.results.require_share(sum(sizes), more_bytes)
+
     async def submit(self, asked: Submission, arrived: Incoming, feed: Feed | None = None) -> Job:
         """Accept a job: one that outlives the daemon is on the disk when this returns. Its updates
         go to `feed`.
@@ -161,8 +169,7 @@ class JobQueue:
         job = Job(secrets.token_hex(16), asked, self._now(), payload_bytes=arrived.size_bytes)
         try:
             self.check_room(asked)
-            mine = [each for each in self._taken() if each.asked.owner == asked.owner]
-            self.results.require_share(sum(each.payload_bytes for each in mine), job.payload_bytes)
+            self.require_share(asked.owner, job.payload_bytes)
             self._arriving[job.job_id] = job
             try:
                 await self._keep(job, arrived)
