@@ -189,6 +189,27 @@ def test_what_is_said_of_a_gguf_model_has_nothing_from_beside_it(whole: Manifest
             documents.decode(many, whole.weights_sha256)
 
 
+def test_a_description_is_of_what_was_asked_for_and_names_no_file_elsewhere(
+    whole: Manifest,
+) -> None:
+    said = documents.document_of(whole, "", None)
+    first, *others = said.tensors
+    file = said.weights[0]
+    small = documents.SmallFile("tokenizer.json", 10, "0" * 64)
+    for changed, wrong in (
+        (said, "is another one"),
+        (replace(said, tensors=(replace(first, sha256="0" * 64), *others)), "is another one"),
+        (replace(said, tensors=(first, first, *others)), "is another one"),
+        (replace(said, weights=(replace(file, name="../toy.gguf"),)), "name of a weights file"),
+        (replace(said, weights=(replace(file, name="toy.bin"),)), "name of a weights file"),
+        (replace(said, small=(replace(small, name="../config.json"),)), "may be fetched"),
+        (replace(said, small=(replace(small, name="modeling_toy.py"),)), "may be fetched"),
+    ):
+        wanted = whole.weights_sha256 if changed is not said else "0" * 64
+        with pytest.raises(BadCheckpoint, match=wrong):
+            documents.decode(documents.encode(changed), wanted)
+
+
 async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
     tmp_path: Path, checkpoint: Path
 ) -> None:
