@@ -185,7 +185,8 @@ class Family:
         same keys."""
         total = self.config.num_hidden_layers
         joined = joined_from(self.config.to_dict(), total)
-        if layers.start <= joined and (layers.stop <= joined or layers.stop == total):
+        stops = layers.stop <= joined or layers.stop == total
+        if joined == total or (layers.start <= joined and stops):
             return
         raise UnsupportedFamily(
             f"Layers {layers} of {self.model_type} cannot be computed by themselves: its layers"

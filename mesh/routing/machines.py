@@ -87,7 +87,7 @@ class ModelShape:
     def may_lie_apart(self, layers: LayerRange) -> bool:
         """Whether these can be on a machine without the others."""
         stops = layers.stop <= self.joined_from or layers.stop == self.total_layers
-        return layers.start <= self.joined_from and stops
+        return self.joined is None or (layers.start <= self.joined_from and stops)
 
     @property
     def edges(self) -> tuple[int, ...]:
