@@ -20,7 +20,7 @@ from typing import Protocol
 from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
-from mesh.models.hashing import read_cached
+from mesh.models.hashing import are_known, read_cached
 from mesh.models.hub_cache import cache_folder, checkpoint_name, plain_name, split_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
@@ -128,7 +128,26 @@ class LocalWeights:
             return Path(held.directory)
         return await asyncio.to_thread(self._locate, model_id, weights_sha256, on_progress)
 
+    async def kept(self, model_id: ModelId, weights_sha256: str) -> Path | None:
+        """Where a checkpoint of this hash lies, as far as that is known without reading all of it;
+        None for what was fetched, which the fetcher knows by itself."""
+        return await asyncio.to_thread(self._kept, model_id, weights_sha256)
+
     # Private: these block.
+
+    def _kept(self, model_id: ModelId, weights_sha256: str) -> Path | None:
+        if self._cache_dir is None or model_id == BUILTIN:
+            return None
+        for directory in self._candidates(model_id):
+            try:
+                headers = read_manifest(directory, model_id=model_id, is_hashed=False)
+                if not are_known(headers.tensors, self._cache_dir):
+                    continue
+                if self._read(directory, model_id).weights_sha256 == weights_sha256:
+                    return directory
+            except (MeshError, OSError) as error:
+                logger.info("%s is not offered: %s", directory, error)
+        return None
 
     def _manifest(self, model: str) -> Manifest:
         try:

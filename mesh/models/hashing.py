@@ -104,6 +104,15 @@ def hash_tensors(
     return {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}, hashed
 
 
+def are_known(tensors: Mapping[str, TensorEntry], cache_dir: Path) -> bool:
+    """Whether `hash_tensors` would read none of them. Raises OSError."""
+    names_by_file: dict[Path, set[str]] = {}
+    for name, entry in tensors.items():
+        names_by_file.setdefault(entry.file, set()).add(name)
+    known = ((_recall(cache_dir, fingerprint(f)), names) for f, names in names_by_file.items())
+    return all(digests is not None and digests.keys() == names for digests, names in known)
+
+
 def has_changed(entry: TensorEntry, share: float = 1.0) -> bool:
     """Whether the bytes of a hashed tensor are others by now, or its disk gives none of them.
 

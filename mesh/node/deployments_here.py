@@ -26,6 +26,7 @@ from mesh.discovery.progress import (
     shortened,
 )
 from mesh.health.eventstream import EventFeed
+from mesh.node.deployed_weights import DeployedWeights
 from mesh.node.deploying import House
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
@@ -50,14 +51,11 @@ class DeploymentsHere:
         self._held = held
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         self.house = house
-        weights = self.weights = FetchedWeights(
-            LocalWeights(
-                held.models, folders, cache_dir(), StatePaths(config.state_dir).named_checkpoints
-            ),
-            fetching,
-            cache_dir(),
-            thin=config.distributed.thin == "always",
-        )
+        named = StatePaths(config.state_dir).named_checkpoints
+        local = LocalWeights(held.models, folders, cache_dir(), named)
+        thin = config.distributed.thin == "always"
+        weights = self.weights = FetchedWeights(local, fetching, cache_dir(), thin=thin)
+        self._deployed = DeployedWeights(house.deployments, local, fetching.fetcher.offer)
 
         def changed() -> None:
             events.stir()
@@ -97,12 +95,14 @@ class DeploymentsHere:
     def start(self) -> None:
         """Follow the log."""
         self.reconciler.start()
+        self._deployed.start()
         self._replanner.start()
         self._sleeper.start()
 
     async def stop(self) -> None:
         """Follow it no more."""
         await self.control.close()
+        await self._deployed.stop()
         await self._replanner.stop()
         await self._sleeper.stop()
         await self.reconciler.stop()
