@@ -16,7 +16,7 @@ from mesh.models.families import Family, family_of, has_states
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import require_present
 from mesh.models.progress import Progress
-from mesh.models.standard import experts_met, goes_by_torch, other_formats
+from mesh.models.standard import experts_met, goes_by_torch, has_other_layers, other_formats
 from mesh.shard import int4
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import MIXED_SIZE, Quant, bytes_per_weight
@@ -208,7 +208,10 @@ def _quant(
     request: ShardRequest, manifest: Manifest, host: HostedOn
 ) -> tuple[Choice[Quant | None], bool]:
     """The format, and whether the compiled runtime computes in it."""
-    choice = choose_quant(request.quant, host.device, is_int4=manifest.is_int4)
+    faster = "int8"
+    if has_other_layers(manifest.config):
+        faster = "int4" if goes_by_torch(manifest.config, manifest.model_type) else ""
+    choice = choose_quant(request.quant, host.device, is_int4=manifest.is_int4, faster=faster)
     if choice.value is None:
         return choice, False
     family = family_of(manifest)

@@ -147,6 +147,14 @@ def test_eight_bits_are_refused_with_what_to_ask_for_instead() -> None:
     assert plan("gemma4", "auto").quant.value is None
 
 
+def test_what_is_faster_is_said_only_of_what_there_is() -> None:
+    said = {"llama": "int8 is faster", "gemma4": "int4 is faster", "falcon_h1": "has them"}
+    for family, ending in said.items():
+        reason = plan(family, "none").quant.reason
+        assert ending in reason
+        assert ("faster" in reason) == ("faster" in ending)
+
+
 @pytest.mark.parametrize(("kind", "quant"), [("Q4_0", "int4"), ("Q8_0", None)])
 def test_auto_is_4_bit_for_a_file_that_is_stored_so(
     kind: str, quant: str | None, tmp_path: Path
