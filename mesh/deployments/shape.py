@@ -6,7 +6,8 @@ import math
 import re
 
 from mesh.models.coded.scheme import is_decoded
-from mesh.models.manifest import Manifest, is_inputs
+from mesh.models.end_names import is_inputs
+from mesh.models.manifest import Manifest
 from mesh.models.standard import (
     experts_met,
     goes_by_torch,

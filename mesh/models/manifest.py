@@ -9,7 +9,6 @@ nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.coded.gathering import all_are_blocks, all_fit_int4, gathered, parts_of
 from mesh.models.coded.scheme import scheme_of
+from mesh.models.end_names import is_end, is_head, is_inputs, parent_of
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.gguf.rotary import SIDE_TENSORS
@@ -29,7 +29,7 @@ from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.joined_rows import with_joined_rows
 from mesh.models.latents import with_latents
-from mesh.models.layer_names import INDEXED, find_layers, language_part, layer_bytes, number_in
+from mesh.models.layer_names import find_layers, language_part, layer_bytes, number_in
 from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.standard import goes_by_torch, joined_from
 from mesh.types import LayerRange, ModelId
@@ -39,8 +39,6 @@ _SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
-_INPUTS = "embed_tokens_per_layer.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
@@ -95,7 +93,7 @@ class Manifest:
     @property
     def base_prefix(self) -> str:
         """What the names of the base model's own tensors begin with, ``model.`` for most."""
-        return _parent(self.layer_prefix)
+        return parent_of(self.layer_prefix)
 
     def layer_tensors(self, layers: LayerRange) -> tuple[TensorEntry, ...]:
         """The stored tensors of these layers; BadCheckpoint when the model does not have that
@@ -152,7 +150,7 @@ class Manifest:
 
     def ends_weights(self) -> tuple[TensorEntry, ...]:
         """The same as the model has them."""
-        return tuple(e for e in self.weights.values() if _is_end(e.name, self.layer_prefix))
+        return tuple(e for e in self.weights.values() if is_end(e.name, self.layer_prefix))
 
     @property
     def ends_dtype(self) -> str:
@@ -223,7 +221,7 @@ def _manifest(
         weights=weights,
         layer_prefix=prefix,
         layer_bytes=layer_bytes(tensors, prefix, total_layers),
-        ends_bytes=sum(e.nbytes for e in weights.values() if _is_end(e.name, prefix)),
+        ends_bytes=sum(e.nbytes for e in weights.values() if is_end(e.name, prefix)),
         tied=not any(is_head(name) and name.endswith("weight") for name in weights),
         weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
         eos_ids=found.eos_ids,
@@ -275,11 +273,6 @@ def _gguf_of(path: Path) -> Path | None:
         return path if path.suffix == SUFFIX else None
     is_other = any((path / name).is_file() for name in (_INDEX, _SINGLE))
     return None if is_other else only_model(path)
-
-
-def is_head(name: str) -> bool:
-    """Whether a stored tensor is one of an output head's own; with its weight, nothing is tied."""
-    return _HEAD.search(name) is not None
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -349,18 +342,6 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     return tensors
 
 
-def is_inputs(name: str) -> bool:
-    """Whether the tensor of that name is the table of what each token gives all layers."""
-    return name.endswith(_INPUTS)
-
-
-def _is_end(name: str, prefix: str) -> bool:
-    if name.startswith(prefix):
-        return False
-    inside = name.startswith(_parent(prefix)) and not INDEXED.match(name)
-    return inside or is_head(name)
-
-
 def _put_together(stored: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
     """Of a GGUF file, with those in one that are one in the model."""
     return with_joined_rows(with_latents(stored))
@@ -383,7 +364,7 @@ def _largest_end(directory: Path, tensors: Mapping[str, TensorEntry], prefix: st
     matrices = [
         each
         for each in tensors.values()
-        if _is_end(each.name, prefix) and len(each.shape) == 2 and not is_inputs(each.name)
+        if is_end(each.name, prefix) and len(each.shape) == 2 and not is_inputs(each.name)
     ]
     if not matrices:
         raise BadCheckpoint(
@@ -414,8 +395,3 @@ def _eos_ids(
             if type(item) is int:
                 ids.setdefault(item)
     return tuple(ids)
-
-
-def _parent(layer_prefix: str) -> str:
-    head, dot, _ = layer_prefix.rstrip(".").rpartition(".")
-    return head + dot

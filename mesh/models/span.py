@@ -25,12 +25,13 @@ from mesh.errors import BadCheckpoint
 from mesh.models.anatomy import Anatomy, base_of
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.empty import empty_model
+from mesh.models.end_names import is_head, is_inputs
 from mesh.models.families import Family, narrow_config
 from mesh.models.filling import Placement, compute_buffers, fill, without_empty_biases
 from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import Late, late_experts, stacks_of
-from mesh.models.manifest import Manifest, is_head, is_inputs
+from mesh.models.manifest import Manifest
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.models.row_form import taking_rows

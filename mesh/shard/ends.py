@@ -21,8 +21,9 @@ from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.candidates import candidates_of
 from mesh.models.coded.gathering import fits_int4
 from mesh.models.coded.scheme import is_decoded
+from mesh.models.end_names import is_head
 from mesh.models.load import Ends, load_ends
-from mesh.models.manifest import Manifest, is_head
+from mesh.models.manifest import Manifest
 from mesh.models.progress import Progress
 from mesh.models.rounded import note_place
 from mesh.shard.compiled.formats import Quant

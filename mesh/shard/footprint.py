@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from mesh.models.end_names import is_inputs
 from mesh.models.header import TensorEntry
-from mesh.models.manifest import Manifest, is_inputs
+from mesh.models.manifest import Manifest
 from mesh.types import LayerRange, ShardMemory
 
 SPARE_MB = 64

@@ -31,7 +31,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mesh.models.span import LoadedSpan
+from mesh.models.anatomy import Anatomy
+from mesh.models.families import family_of_config
+from mesh.models.span import LoadedSpan, bare_of_ends
 from mesh.shard import int4
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -54,6 +56,12 @@ SHAPES: dict[str, Callable[[], Any]] = {
         head_dim=256, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
         enable_moe_block=True, num_hidden_layers=1, vocab_size=128, layer_types=["full_attention"],
         hidden_size_per_layer_input=0, num_kv_shared_layers=0,
+    ),
+    "Gemma-4-E4B": lambda: Gemma4TextConfig(
+        hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=256, global_head_dim=512, num_hidden_layers=1, vocab_size=128,
+        layer_types=["full_attention"], hidden_size_per_layer_input=256, num_kv_shared_layers=0,
+        vocab_size_per_layer_input=128,
     ),
     "GLM-4.7-Flash": lambda: Glm4MoeLiteConfig(
         num_hidden_layers=1, vocab_size=128, first_k_dense_replace=0, mlp_layer_types=["sparse"]
@@ -117,12 +125,8 @@ def _runtime(config: Any, way: str, folder: Path) -> Runtime:
     torch.manual_seed(0)
     # Of its own: a span's config says by which code its experts are computed.
     module = AutoModel.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-    setattr(
-        module,
-        "embedding_norm" if hasattr(module, "embedding_norm") else "norm",
-        torch.nn.Identity(),
-    )
-    module.embed_tokens = None
+    family = family_of_config(module.config)
+    bare_of_ends(module, family, Anatomy.of(module, family), 0)
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)

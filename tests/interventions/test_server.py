@@ -33,6 +33,7 @@ from mesh.models.load import load_span
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.route import HopLost
+from mesh.shard.admission import LayerShape
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
@@ -96,7 +97,7 @@ async def shard(
     queue = Scheduler()
     server = ShardServer(
         descriptor, _runtime, ShardSettings(eviction_idle_s=eviction_idle_s),
-        hidden_size=manifest.hidden_size, scheduler=queue,
+        shape=LayerShape(manifest.hidden_size, manifest.hidden_size, LAYERS), scheduler=queue,
     )  # fmt: skip
 
     def plain() -> Any:

@@ -16,6 +16,7 @@ import torch
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, both_matrices, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
 from mesh.shard.compiled.latent import Latent, latent_of
+from mesh.shard.compiled.layer_inputs import LayerInputs, inputs_of
 from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
 from mesh.shard.compiled.recurrences import (
     ChannelDeltaNet,
@@ -38,6 +39,7 @@ __all__ = [
     "ExpertsBeside",
     "FeedForward",
     "Growth",
+    "LayerInputs",
     "LayerParts",
     "Mixer",
     "Norm",
@@ -123,18 +125,6 @@ class ExpertsBeside:
     after_feed_forward: Norm
 
 
-@dataclass(frozen=True, slots=True)
-class LayerInputs:
-    """What a layer does with the numbers that it takes beside hidden states, as Gemma 4 E2B: a few
-    numbers of a row, activated and each multiplied by one of those, are projected, normalised and
-    added."""
-
-    gate: nn.Module
-    projection: nn.Module
-    norm: Norm
-    activation: str
-
-
 Mixer = Attention | Recurrence
 """Where rows see those before them: the only part of a layer that is computed for each session by
 itself."""
@@ -182,7 +172,7 @@ def layer_parts(
         config.hidden_size,
         _scale_of(reader),
         _beside(reader, fill),
-        _inputs_of(reader, config),
+        inputs_of(reader, config),
     )
     reader.require_all_read()
     return parts
@@ -347,17 +337,6 @@ def _beside(reader: PartsReader, fill: Callable[[], None]) -> ExpertsBeside | No
     return ExpertsBeside(
         reader.get("router"), *both_matrices(reader, experts, fill), before, after, after_ff
     )
-
-
-def _inputs_of(reader: PartsReader, config: Any) -> LayerInputs | None:
-    gate = reader.find("per_layer_input_gate")
-    if gate is None:
-        return None
-    norm = reader.norm("post_per_layer_input_norm")
-    activation = ACTIVATION_NAMES.get(config.hidden_activation)
-    if norm is None or activation is None:
-        raise NotCompilable("what it takes beside hidden states is used in a way of its own")
-    return LayerInputs(gate, reader.get("per_layer_projection"), norm, activation)
 
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
