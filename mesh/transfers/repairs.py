@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from mesh.clock import backoff_s
@@ -42,7 +42,7 @@ class Repairs:
     def take(self, damaged: Damaged) -> None:
         """Fetch this again."""
         wanted = self._wanted.setdefault(damaged.directory, [])
-        if all((each.layers, each.ends) != (damaged.layers, damaged.ends) for each in wanted):
+        if not _is_among(damaged, wanted):
             wanted.append(damaged)
         if damaged.directory not in self._tasks:
             work = self._repair(damaged.directory, wanted)
@@ -66,10 +66,9 @@ class Repairs:
         wait_s, sha256, rounds = self.first_s, wanted[0].weights_sha256, 0
         while wanted:
             await asyncio.sleep(wait_s)
-            first = wanted[0]
+            first = wanted.pop(0)  # what is found of the same from now on is not fetched with it
             try:
                 await self._ensure(first)
-                del wanted[0]
                 wait_s = 0.0
                 if not wanted:  # what else has changed, or was found meanwhile, becomes wanted
                     await self._reread(sha256)
@@ -78,8 +77,13 @@ class Repairs:
             except MeshError as error:
                 logger.warning("%s is not whole again yet: %s", directory, error)
                 wait_s = self.again_s
-                if not wanted:  # what was not read again is not known to be whole
-                    wanted.append(first)
+                if not _is_among(first, wanted):
+                    wanted.insert(0, first)
         logger.info("%s is whole again", directory)
         del self._wanted[directory], self._tasks[directory]
         self.on_repaired(sha256)
+
+
+def _is_among(damaged: Damaged, wanted: Sequence[Damaged]) -> bool:
+    """Whether one of these is of the same layers and ends."""
+    return any((each.layers, each.ends) == (damaged.layers, damaged.ends) for each in wanted)

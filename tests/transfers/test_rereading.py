@@ -13,6 +13,8 @@ from mesh.errors import TransferFailed, WeightsDamaged
 from mesh.models.manifest import Manifest
 from mesh.models.partial_writer import lock_directory
 from mesh.paths import quantised_dir
+from mesh.transfers.commands import Damaged
+from mesh.transfers.repairs import Repairs
 from mesh.types import LayerRange
 from tests.transfers.house import MODEL, Fetcher, House, house, up
 from tests.transfers.test_fetcher import right, spoil, whole
@@ -120,6 +122,29 @@ async def test_what_is_found_while_the_first_is_fetched_is_fetched_as_well(
         await keeper.supervisor.reread(whole.weights_sha256)
         await until(lambda: repaired and directory not in keeper.supervisor.repairs)
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
+async def test_what_is_found_of_layers_that_are_being_fetched_is_fetched_after_them() -> None:
+    begun, goes_on, fetched = asyncio.Event(), asyncio.Event(), list[Damaged]()
+
+    async def ensure(damaged: Damaged) -> None:
+        fetched.append(damaged)
+        begun.set()
+        await goes_on.wait()
+
+    async def reread(weights_sha256: str) -> None:
+        """All is well by then."""
+
+    repairs, error = Repairs(ensure, reread), WeightsDamaged("One.", fix="None.")
+    repairs.first_s = 0.0
+    place = Path("attic")
+    damaged = Damaged(MODEL, "ab" * 32, place, error, True, (LayerRange(0, 1),), False)
+    repairs.take(damaged)
+    await begun.wait()
+    repairs.take(damaged)
+    goes_on.set()
+    await until(lambda: place not in repairs)
+    assert fetched == [damaged, damaged]
 
 
 async def test_what_nobody_has_is_fetched_once_somebody_has_it(
