@@ -39,8 +39,9 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlace:
-    """The attention of layer `index` of the span: at most `window` keys in all are seen (None: all
-    that went before). `exact` computes it for one session."""
+    """A layer's attention over the keys and values that layer `index` of the span has cached, for
+    most itself: at most `window` keys in all are seen (None: all that went before). `exact`
+    computes it for one session."""
 
     index: int
     heads: int
