@@ -27,7 +27,7 @@ from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.models.pooling import read_pooling
 from mesh.models.row_form import RowForm
-from mesh.models.standard import joined_from
+from mesh.models.standard import joined_from, may_lie_apart
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
@@ -185,8 +185,7 @@ class Family:
         same keys."""
         total = self.config.num_hidden_layers
         joined = joined_from(self.config.to_dict(), total)
-        stops = layers.stop <= joined or layers.stop == total
-        if joined == total or (layers.start <= joined and stops):
+        if may_lie_apart(layers, joined, total):
             return
         raise UnsupportedFamily(
             f"Layers {layers} of {self.model_type} cannot be computed by themselves: its layers"

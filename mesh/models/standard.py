@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from mesh.types import LayerRange
+
 UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Models whose layers differ in width."""
 STANDARD = UNEQUAL | {
@@ -83,6 +85,13 @@ def joined_from(config: Mapping[str, Any], total: int) -> int:
         return 0  # nothing tells which they are
     own, seeing = [*kinds[: total - shared]], {*kinds[total - shared :]}
     return min(len(own) - 1 - own[::-1].index(k) if k in own else 0 for k in seeing)
+
+
+def may_lie_apart(layers: LayerRange, joined: int, total: int) -> bool:
+    """Whether a machine can have these of so many layers without the others, where those from
+    `joined` on lie together."""
+    stops = layers.stop <= joined or layers.stop == total
+    return joined == total or (layers.start <= joined and stops)
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mesh.capacity import Device
+from mesh.models.standard import may_lie_apart
 from mesh.types import HALVED_FORMAT, LayerRange, ModelId, NodeId
 
 Quant = Literal["none", "int8", "int4"]
@@ -86,8 +87,7 @@ class ModelShape:
 
     def may_lie_apart(self, layers: LayerRange) -> bool:
         """Whether these can be on a machine without the others."""
-        stops = layers.stop <= self.joined_from or layers.stop == self.total_layers
-        return self.joined is None or (layers.start <= self.joined_from and stops)
+        return may_lie_apart(layers, self.joined_from, self.total_layers)
 
     @property
     def edges(self) -> tuple[int, ...]:

@@ -81,6 +81,20 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(1, count, HIDDEN, generator=torch.Generator().manual_seed(seed))
 
 
+@torch.inference_mode()
+def whole_model(family: str, hidden: torch.Tensor, layers: int = 4) -> torch.Tensor:
+    """Hugging Face's own code and masks over all rows at once, without a cache."""
+    loaded = load_span(
+        checkpoint(family, layers), LayerRange(0, layers), dtype=torch.float32, device=CPU,
+        attn_implementation="eager",
+    )  # fmt: skip
+    positions = torch.arange(hidden.shape[1])[None]
+    output: torch.Tensor = loaded.module(
+        inputs_embeds=hidden, position_ids=positions, use_cache=False
+    ).last_hidden_state
+    return output
+
+
 def step(
     span: TorchRuntime, cache: SessionCache, position: int, hidden: torch.Tensor
 ) -> torch.Tensor:

@@ -22,7 +22,7 @@ from mesh.types import LayerRange
 from tests.checkpoints import WINDOW
 from tests.research.steering.local import edit, load, low_rank_file, steered
 from tests.shard.asker import Attic
-from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, step
+from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, step, whole_model
 
 LAYERS, JOINED = 8, 2
 ALL = LayerRange(0, LAYERS)
@@ -43,27 +43,13 @@ def runtime(layers: LayerRange = ALL, *, lean: bool, dtype: torch.dtype) -> Torc
     return made
 
 
-@torch.inference_mode()
-def whole_model(given: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's own code and masks over all rows at once, without a cache."""
-    loaded = load_span(
-        checkpoint("gemma4_e", LAYERS), ALL, dtype=torch.float32, device=CPU,
-        attn_implementation="eager",
-    )  # fmt: skip
-    positions = torch.arange(given.shape[1])[None]
-    output: torch.Tensor = loaded.module(
-        inputs_embeds=given, position_ids=positions, use_cache=False
-    ).last_hidden_state
-    return output
-
-
 @pytest.mark.parametrize("lean", [False, True])
 def test_chunks_decode_and_rollback_over_two_spans_give_what_hugging_face_gives(
     lean: bool,
 ) -> None:
     spans = [runtime(layers, lean=lean, dtype=torch.float32) for layers in HALVES]
     given = rows(WINDOW + 40)
-    expected = whole_model(given)
+    expected = whole_model("gemma4_e", given, LAYERS)
     assert torch.equal(expected[..., HIDDEN:], given[..., HIDDEN:])
     caches = [span.new_cache(256) for span in spans]
     found = torch.empty_like(expected)
@@ -94,7 +80,7 @@ def test_a_step_in_the_middle_of_a_span_is_given_what_is_meant_for_its_layers() 
     span, given = runtime(lean=False, dtype=torch.float32), rows(9)
     behind = span.forward([StepInput(span.new_cache(32), 0, given)], HALVES[0])[0]
     parted = span.forward([StepInput(span.new_cache(32), 0, behind)], HALVES[1])[0]
-    assert relative_error(parted, whole_model(given)) < 1e-4
+    assert relative_error(parted, whole_model("gemma4_e", given, LAYERS)) < 1e-4
 
 
 def test_it_is_steered_like_by_a_hook() -> None:

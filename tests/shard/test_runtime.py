@@ -6,21 +6,19 @@ import transformers
 from transformers import AutoModel
 
 from mesh.errors import BadRequest, ContextTooLong
-from mesh.models.load import load_span
 from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import run
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL, WINDOW
 from tests.shard.spans import (
-    CPU,
     HIDDEN,
     WHOLE,
-    checkpoint,
     of_module,
     relative_error,
     rows,
     runtime,
     step,
+    whole_model,
 )
 
 UNBATCHED = (
@@ -29,20 +27,6 @@ UNBATCHED = (
 )  # fmt: skip
 """Families whose code touches the keys between cache and attention, that attend in chunks, or whose
 layers keep states."""
-
-
-@torch.inference_mode()
-def whole_model(family: str, hidden: torch.Tensor) -> torch.Tensor:
-    """Hugging Face's own code and masks over all rows at once, without a cache."""
-    loaded = load_span(
-        checkpoint(family), LayerRange(0, 4), dtype=torch.float32, device=CPU,
-        attn_implementation="eager",
-    )  # fmt: skip
-    positions = torch.arange(hidden.shape[1])[None]
-    output: torch.Tensor = loaded.module(
-        inputs_embeds=hidden, position_ids=positions, use_cache=False
-    ).last_hidden_state
-    return output
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)

@@ -60,8 +60,9 @@ head."""
 SHARED_UP, SHARED_DOWN, SHARED_GATE = "shared_up", "shared_down", "shared_gate"
 """Of what rows go through beside their experts."""
 BESIDE_UP, BESIDE_DOWN = "beside_up", "beside_down"
-INPUTS_GATE, INPUTS_PROJECTION = "inputs_gate", "inputs_projection"
 """Of experts that rows go through beside their feed-forward."""
+INPUTS_GATE, INPUTS_PROJECTION = "inputs_gate", "inputs_projection"
+"""Of what a layer does with the numbers that it is given beside hidden states."""
 
 
 class GraphBuilder:
