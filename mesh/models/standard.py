@@ -105,21 +105,12 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
-        or _are_given_more(text)
     )
 
 
 def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether torch computes its layers in 4 bit instead."""
-    is_mixture = experts_met(config) < 1
-    return (is_mixture and model_type in MIXTURES_BY_TORCH) or (
-        _are_given_more(_text(config)) and model_type in UNEQUAL
-    )
-
-
-def _are_given_more(text: Mapping[str, Any]) -> bool:
-    """Whether layers take numbers of their own beside hidden states, or keys of other layers."""
-    return bool(text.get("hidden_size_per_layer_input") or text.get("num_kv_shared_layers"))
+    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
 
 
 def other_formats(quants: Iterable[str]) -> str:

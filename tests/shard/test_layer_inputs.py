@@ -10,24 +10,32 @@ import pytest
 import torch
 
 from mesh.errors import BadRequest, UnsupportedFamily
+from mesh.models.families import family_of
 from mesh.models.load import load_span
 from mesh.models.row_form import RowForm
+from mesh.models.standard import has_other_layers
+from mesh.shard.compiled.formats import Quant
+from mesh.shard.compiled.proof import check_kernels, require_compilable
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.store import dense_span, quantised_span
 from mesh.shard.footprint import cached_numbers, estimate, position_bytes
 from mesh.shard.kv import SessionCache
 from mesh.shard.lean_proof import require_lean
-from mesh.shard.runtime import StepInput
+from mesh.shard.runtime import Runtime, StepInput
 from mesh.shard.steering import SessionEdits
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import WINDOW
 from tests.research.steering.local import edit, load, low_rank_file, steered
 from tests.shard.asker import Attic
-from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, step, whole_model
+from tests.shard.compiled.spans import step
+from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, whole_model
 
 LAYERS, JOINED = 8, 2
 ALL = LayerRange(0, LAYERS)
 HALVES = LayerRange(0, JOINED), LayerRange(JOINED, LAYERS)
 """The second sees keys within it only."""
+QUANTS: tuple[Quant, ...] = ("int8", "int4")
 FORM = RowForm(HIDDEN, LAYERS, 16)
 
 
@@ -43,11 +51,27 @@ def runtime(layers: LayerRange = ALL, *, lean: bool, dtype: torch.dtype) -> Torc
     return made
 
 
-@pytest.mark.parametrize("lean", [False, True])
+def graphs(quant: Quant | None, layers: LayerRange = ALL) -> CompiledRuntime:
+    manifest = checkpoint("gemma4_e", LAYERS)
+    loaded = load_span(manifest, layers, dtype=torch.float32, device=CPU)
+    made = (
+        dense_span(loaded)
+        if quant is None
+        else quantised_span(loaded, quant, manifest.weights_sha256, None)
+    )
+    return CompiledRuntime(made, threads=1, positions=256)
+
+
+@pytest.mark.parametrize("way", ["modules", "lean", "graphs"])
 def test_chunks_decode_and_rollback_over_two_spans_give_what_hugging_face_gives(
-    lean: bool,
+    way: str,
 ) -> None:
-    spans = [runtime(layers, lean=lean, dtype=torch.float32) for layers in HALVES]
+    spans: list[Runtime] = [
+        graphs(None, layers)
+        if way == "graphs"
+        else runtime(layers, lean=way == "lean", dtype=torch.float32)
+        for layers in HALVES
+    ]
     given = rows(WINDOW + 40)
     expected = whole_model("gemma4_e", given, LAYERS)
     assert torch.equal(expected[..., HIDDEN:], given[..., HIDDEN:])
@@ -74,6 +98,41 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(lean: bool) -> None:
         inputs.append(StepInput(cache, length, last))
     for one, batched in zip(alone, span.forward(inputs), strict=True):
         assert relative_error(batched, one) < 0.02
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_in_few_bits_rows_are_those_of_torch_but_for_rounding_and_the_same_in_any_chunk_and_batch(
+    quant: Quant,
+) -> None:
+    span, given = graphs(quant), rows(WINDOW + 20)
+    reference = TorchRuntime(span.loaded, device=CPU, dtype=torch.float32)
+    theirs = step(reference, reference.new_cache(256), 0, given)
+    whole = step(span, span.new_cache(256), 0, given)
+    off = (whole - theirs)[..., :HIDDEN].norm() / (theirs - given)[..., :HIDDEN].norm()
+    assert off < 0.06
+    assert torch.equal(whole[..., HIDDEN:], given[..., HIDDEN:])
+    others = [span.new_cache(256) for _ in range(3)]
+    for number, other in enumerate(others):
+        step(span, other, 0, rows(3 + number, seed=number))
+    for size in (1, 2, 7, 65):
+        cache, found = span.new_cache(256), []
+        for part in torch.split(given, size, 1):
+            at = cache.length
+            steps = [StepInput(cache, at, part)]
+            if size == 1:
+                steps += [StepInput(each, each.length, part) for each in others]
+            found.append(span.forward(steps)[0])
+        assert torch.equal(torch.cat(found, 1), whole), size
+    assert "same bits in any chunk and batch" in check_kernels(span)
+    hidden = span.forward([StepInput(span.new_cache(9), 0, given[:, :9])], HALVES[0])[0]
+    behind = graphs(quant, HALVES[1])
+    assert torch.equal(step(behind, behind.new_cache(9), 0, hidden), whole[:, :9])
+
+
+def test_its_graphs_are_proven_and_plans_know_of_them() -> None:
+    manifest = checkpoint("gemma4_e", LAYERS)
+    require_compilable(family_of(manifest), None)
+    assert not has_other_layers(manifest.config)
 
 
 def test_a_step_in_the_middle_of_a_span_is_given_what_is_meant_for_its_layers() -> None:
@@ -125,8 +184,6 @@ def test_only_layers_with_keys_of_their_own_are_counted() -> None:
 
 
 def test_its_lean_layers_are_proven() -> None:
-    from mesh.models.families import family_of
-
     require_lean(family_of(checkpoint("gemma4_e", LAYERS)), None)
 
 

@@ -5,8 +5,11 @@ for all of them; the mixer is computed for one session at a time (`attention_gra
 `recurrence_graph`).
 
 - `front_model`: ``x`` (1, rows, hidden) to ``projected`` (1, rows, what the mixer takes), and to
-  ``gate`` (1, rows, what it gives) where what it gives is multiplied by that.
-- `back_model`: ``attended``, ``gate`` and ``x`` of the same rows to ``y``, as ``x``.
+  ``gate`` (1, rows, what it gives) where what it gives is multiplied by that. ``shared`` (1, rows,
+  width) are the keys and values of rows that several layers see: that which makes them gives them,
+  the others take them.
+- `back_model`: ``attended``, ``gate`` and ``x`` of the same rows, and ``inputs`` (1, rows, width),
+  what the layer is given beside them if it is, to ``y``, as ``x``.
 
 Floats are fp32 throughout.
 Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
@@ -24,6 +27,8 @@ from mesh.shard.compiled.builder import (
     FLOAT,
     FORGETTING,
     GATES,
+    INPUTS_GATE,
+    INPUTS_PROJECTION,
     OUTPUT,
     QKV,
     RATES,
@@ -41,6 +46,7 @@ from mesh.shard.compiled.parts import (
     DeltaNet,
     Experts,
     FeedForward,
+    LayerInputs,
     LayerParts,
     Mixer,
     NotCompilable,
@@ -48,14 +54,15 @@ from mesh.shard.compiled.parts import (
 )
 
 
-def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
-    """The serialised graph of what stands before the mixer.
+def front_model(
+    parts: LayerParts, products: Mapping[str, Product], *, is_seen: bool = False
+) -> bytes:
+    """The serialised graph of what stands before the mixer; other layers see its keys and values
+    if it `is_seen`.
 
     What it refers to is looked for in its products' folder.
     """
     graph, mixer = GraphBuilder(products), parts.mixer
-    if isinstance(mixer, Attention) and mixer.sees is not None:
-        raise NotCompilable("some of its layers see keys of others")
     x = graph.norm(graph.input("x", FLOAT, [1, "rows", parts.hidden]), parts.before_mixer)
     found = graph.product(x, QKV)
     if isinstance(mixer, Attention):
@@ -69,9 +76,13 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     else:
         first, gate, second = graph.split(found, [mixer.width] * 3)
         projected = graph.op("Mul", [first, second])
+    shared, both = "", mixer.projected - mixer.attended
+    if is_seen:
+        _, shared = graph.split(projected, [mixer.attended, both])
     for name, value, width in (
         ("projected", projected, mixer.projected),
         ("gate", gate, mixer.attended),
+        ("shared", shared, both),
     ):
         if value:
             graph.op("Identity", [value], outputs=[name])
@@ -86,8 +97,6 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     """
     if parts.beside is not None:
         raise NotCompilable("it has experts beside its feed-forward")
-    if parts.inputs is not None:
-        raise NotCompilable("its layers take more than hidden states")
     graph, mixer = GraphBuilder(products), parts.mixer
     x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     y = graph.product(_gated(graph, mixer), OUTPUT)
@@ -104,6 +113,8 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     else:
         y = _feed_forward(graph, part, normed)
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
+    if parts.inputs is not None:
+        y = graph.op("Add", [y, _of_inputs(graph, parts.inputs, y)])
     if parts.scale != 1.0:
         y = graph.op("Mul", [y, graph.constant(np.array(parts.scale, np.float32))])
     graph.op("Identity", [y], outputs=["y"])
@@ -125,6 +136,10 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
     keys = attention.kv_heads * attention.width
     norms = attention.query_norm, attention.key_norm, attention.value_norm
     gate = ""
+    if attention.sees is not None:
+        shared = graph.input("shared", FLOAT, [1, "rows", 2 * keys])
+        q = graph.norm_heads(found, attention.query_norm, attention.heads, attention.width)
+        return graph.op("Concat", [q, shared], axis=-1), gate
     if attention.latent is not None:
         return before_latents(graph, attention, attention.latent, found), gate
     if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
@@ -215,6 +230,14 @@ def _feed_forward(
     gate, multiplied = graph.split(up, [part.width, part.width])
     active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
     return graph.product(active, second)
+
+
+def _of_inputs(graph: GraphBuilder, part: LayerInputs, x: str) -> str:
+    """What is added for them."""
+    inputs = graph.input("inputs", FLOAT, [1, "rows", part.width])
+    y = _activated(graph, graph.product(x, INPUTS_GATE), part.activation)
+    y = graph.product(graph.op("Mul", [y, inputs]), INPUTS_PROJECTION)
+    return graph.norm(y, part.norm)
 
 
 def _activated(graph: GraphBuilder, x: str, activation: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES
-from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader, rows_out
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +22,7 @@ class LayerInputs:
     projection: nn.Module
     norm: Norm
     activation: str
+    width: int
 
 
 def inputs_of(reader: PartsReader, config: Any) -> LayerInputs | None:
@@ -33,4 +34,5 @@ def inputs_of(reader: PartsReader, config: Any) -> LayerInputs | None:
     activation = ACTIVATION_NAMES.get(config.hidden_activation)
     if norm is None or activation is None:
         raise NotCompilable("what it takes beside hidden states is used in a way of its own")
-    return LayerInputs(gate, reader.get("per_layer_projection"), norm, activation)
+    projection = reader.get("per_layer_projection")
+    return LayerInputs(gate, projection, norm, activation, rows_out(gate))

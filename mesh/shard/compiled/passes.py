@@ -15,6 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from mesh.models.row_form import RowForm
 from mesh.shard.compiled.attention_graph import attention_model, grouped_model, padding, row_shape
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
@@ -24,6 +25,7 @@ from mesh.shard.compiled.parts import Attention, Experts, Mixer
 from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.store import GraphSpan
+from mesh.types import LayerRange
 
 Ints = npt.NDArray[Any]
 Tables = Mapping[str, torch.Tensor]
@@ -51,6 +53,9 @@ class LayerSessions:
     attended: int
     """How wide a row is before and behind the mixer."""
     is_mixed: bool
+    shares: int | None = None
+    """The number of the layer whose keys and values it sees together with others: its own where
+    they see those that it makes."""
 
 
 def layer_sessions(
@@ -79,18 +84,24 @@ def layer_sessions(
         several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
         return session(several), session(one)
 
+    sees = [_seen_by(layer.parts.mixer) for layer in span.layers]
     found = []
-    for layer in span.layers:
-        mixer = layer.parts.mixer
-        front, back = (
-            compiled(model(layer.parts, layer.products), threads, layer.folder)
-            for model in (front_model, back_model)
-        )
+    for number, layer in enumerate(span.layers):
+        of, mixer = (layer.parts, layer.products), layer.parts.mixer
+        models = front_model(*of, is_seen=number in sees), back_model(*of)
+        front, back = (compiled(model, threads, layer.folder) for model in models)
         tables = _tables(mixer, rotary)
         sessions = front, *sessions_of(mixer, tables), back
         is_mixed = isinstance(layer.parts.feed_forward, Experts)
-        found.append(LayerSessions(*sessions, tables, mixer.projected, mixer.attended, is_mixed))
+        shares = number if number in sees else sees[number]
+        found.append(
+            LayerSessions(*sessions, tables, mixer.projected, mixer.attended, is_mixed, shares)
+        )
     return found
+
+
+def _seen_by(mixer: Mixer) -> int | None:
+    return mixer.sees if isinstance(mixer, Attention) else None
 
 
 def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:
@@ -168,27 +179,48 @@ class Workspace:
     """Buffers for passes of up to `capacity` rows."""
 
     layers: Sequence[LayerSessions]
-    hidden: int
+    form: RowForm
     capacity: int
     _states: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     _projected: torch.Tensor = field(init=False)
     _attended: torch.Tensor = field(init=False)
     _gate: torch.Tensor = field(init=False)
+    _inputs: torch.Tensor = field(init=False)
+    _shared: dict[int, torch.Tensor] = field(init=False)
     _products: dict[tuple[int, int], list[BoundProducts]] = field(init=False, default_factory=dict)
     _attending: OrderedDict[tuple[int, ...], Attending] = field(
         init=False, default_factory=OrderedDict
     )
 
     def __post_init__(self) -> None:
-        self._states = self._rows(self.hidden), self._rows(self.hidden)
+        self._states = self._rows(self.form.hidden), self._rows(self.form.hidden)
         self._projected = self._rows(max(each.projected for each in self.layers))
         self._attended = self._rows(max(each.attended for each in self.layers))
         self._gate = torch.zeros_like(self._attended)
+        self._inputs = torch.zeros(len(self.layers), self.capacity, self.form.width)
+        # Not zeros: of a layer that is asked by itself each weight is to have a part in the answer.
+        self._shared = {
+            layer.shares: torch.ones(1, self.capacity, layer.projected - layer.attended)
+            for layer in self.layers
+            if layer.shares is not None
+        }
 
     def state(self, number: int, rows: int) -> torch.Tensor:
         """What the layer of that number in the span takes, (1, rows, hidden); the one before gives
         it. There are two in turns."""
         return self._states[number % 2][:, :rows]
+
+    def put(self, rows: torch.Tensor, at: slice, begin: int, layers: LayerRange) -> None:
+        """Let `rows` (1, rows, row size) stand there for the layer of the number `begin`, and what
+        the `layers` of the model are given with them."""
+        self._states[begin % 2][:, at] = rows[..., : self.form.hidden]
+        if self.form.width:
+            self._inputs[:, at] = self.form.inputs(rows, layers)[0].transpose(0, 1)
+
+    def before_mixer(self, number: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer of that number has made of so many rows for its mixer and its gate."""
+        projected, _, gate = self._between(self.layers[number], 0, rows)
+        return projected, gate
 
     def products(self, rows: int, apart: int = 0) -> list[BoundProducts]:
         """The graphs before and behind the mixer of each layer, bound for so many rows; those that
@@ -218,12 +250,24 @@ class Workspace:
     def _layer(self, number: int, layer: LayerSessions, rows: int, apart: int) -> BoundProducts:
         x, y = self.state(number, rows), self.state(number + 1, rows)
         projected, attended, gate = self._between(layer, 0, rows)
-        front = Binding.of(layer.front, {"x": x}, {"projected": projected, "gate": gate})
+        # Which it does not take otherwise.
+        shared = gate if layer.shares is None else self._shared[layer.shares][:, :rows]
+        front = Binding.of(
+            layer.front,
+            {"x": x, "shared": shared},
+            {"projected": projected, "gate": gate, "shared": shared},
+        )
+        inputs = self._inputs[number : number + 1, :rows]
         each = [slice(row, row + 1) for row in range(apart)] if layer.is_mixed else []
         back = tuple(
             Binding.of(
                 layer.back,
-                {"x": x[:, part], "attended": attended[:, part], "gate": gate[:, part]},
+                {
+                    "x": x[:, part],
+                    "attended": attended[:, part],
+                    "gate": gate[:, part],
+                    "inputs": inputs[:, part],
+                },
                 {"y": y[:, part]},
             )
             for part in each or [slice(0, rows)]

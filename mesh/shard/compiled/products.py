@@ -139,13 +139,15 @@ def without_modules(parts: LayerParts) -> LayerParts:
         mixer = replace(mixer, latent=latent)
     elif isinstance(mixer, ChannelDeltaNet):
         mixer = replace(mixer, gates=None, forgetting=None)
-    part = parts.feed_forward
+    if (inputs := parts.inputs) is not None:
+        inputs = replace(inputs, gate=nn.Identity(), projection=nn.Identity())
+    parts, part = replace(parts, mixer=mixer, inputs=inputs), parts.feed_forward
     if isinstance(part, Experts):
         shared = None if part.shared is None else _bare(part.shared)
         gate = None if part.shared_gate is None else nn.Identity()
         part = replace(part, shared=shared, shared_gate=gate)
-        return replace(parts, mixer=mixer, feed_forward=part)
-    return replace(parts, mixer=mixer, feed_forward=_bare(part))
+        return replace(parts, feed_forward=part)
+    return replace(parts, feed_forward=_bare(part))
 
 
 def _bare(part: FeedForward) -> FeedForward:

@@ -24,6 +24,7 @@ from mesh.shard.compiled import (
     graph,
     latent,
     latent_graph,
+    layer_inputs,
     parts,
     parts_reader,
     recurrence_graph,
@@ -57,7 +58,7 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 _CODE = (
     attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, latent,
-    latent_graph, parts, parts_reader, recurrence_graph, recurrences,
+    latent_graph, layer_inputs, parts, parts_reader, recurrence_graph, recurrences,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

@@ -15,6 +15,7 @@ import onnxruntime
 import torch
 from torch import nn
 
+from mesh.models.row_form import RowForm
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
@@ -31,10 +32,11 @@ from mesh.shard.compiled.recurrence_graph import states_of
 from mesh.shard.compiled.slots import (
     SPARE,
     Bank,
+    Cached,
     CacheShape,
     KeyShape,
+    SeenKeys,
     SlotCache,
-    StateShapes,
 )
 from mesh.shard.compiled.state_slots import Banks, StateSlotCache
 from mesh.shard.compiled.store import GraphSpan
@@ -47,8 +49,9 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
-_MIXED_PROBES = 64
-"""So many rows miss hardly any of 128 experts of which each meets eight."""
+_PROBES = 64
+"""So many rows miss hardly any of 128 experts of which each meets eight; and what one row does not
+tell, as it is rounded to 8 bit before a product, another may."""
 
 _SCORES_BYTES = 32 << 20
 """What a piece of a prompt may take at once in attention that holds all its weights over positions:
@@ -75,8 +78,9 @@ class CompiledRuntime:
         self.quant = span.quant
         self.loaded = span.loaded
         self.layers = span.loaded.layers
-        self.row_size: int = span.loaded.config.hidden_size
         self._module: Any = span.loaded.module.eval()
+        self._form = RowForm.of(self._module)
+        self.row_size = self._form.size
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
         attentions = [each.mixer for each in parts if isinstance(each.mixer, Attention)]
@@ -121,29 +125,32 @@ class CompiledRuntime:
         return CanaryCheck(self)
 
     def probe(self, layer: int, number: int = 0) -> torch.Tensor:
-        """What layer `layer` makes of a row that is always the same, (1, 1, hidden): there is one
-        for each `number` below `probes`.
+        """What layer `layer` makes of a row that is always the same, for its mixer and in the end,
+        (numbers,): there is one for each `number` below `probes`.
 
         Touches no session; another thread may compute meanwhile.
         """
         index = layer - self.layers.start
         rows = self._fewest_rows
-        workspace = Workspace(self._sessions[index : index + 1], self.row_size, rows)
+        workspace = Workspace(self._sessions[index : index + 1], self._form, rows)
         row = torch.linspace(-1, 1, self.row_size)
-        if number:  # other experts
+        if number:
             row = torch.randn(self.row_size, generator=torch.Generator().manual_seed(number))
-        workspace.state(0, rows)[:] = row
-        shape = CacheShape(self._banks.shape.layers[index : index + 1], SPARE)
+        workspace.put(row.expand(1, rows, -1), slice(rows), 0, LayerRange(layer, layer + 1))
+        cached = self._banks.shape.layers[index]
+        shape = CacheShape((cached.of if isinstance(cached, SeenKeys) else cached,), SPARE)
         place = PassPlace(Bank(shape), 0, 0, 1)
         attending = workspace.attending(place)
         attending.stand(0)
         _run_layer(workspace.products(rows, 1)[0], 0, [attending])
-        return workspace.state(1, 1)
+        # Of queries and keys the answer of a row that is alone says nothing.
+        found = *workspace.before_mixer(0, 1), workspace.state(1, 1)
+        return torch.cat([each.flatten() for each in found])
 
     @property
     def probes(self) -> int:
-        """How many rows there are to ask a layer with: a row meets a few of its experts only."""
-        return _MIXED_PROBES if self._is_mixed else 1
+        """How many rows there are to ask a layer with."""
+        return _PROBES
 
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
@@ -196,7 +203,7 @@ class CompiledRuntime:
         workspace = self._kept if rows <= KEPT_ROWS else self._workspace(rows)
         begin, end = (each - self.layers.start for each in (layers.start, layers.stop))
         for step, place in zip(steps, places, strict=True):
-            workspace.state(begin, rows)[:, place.slice] = step.hidden
+            workspace.put(step.hidden, place.slice, begin, self.layers)
         if rows > count:
             workspace.state(begin, rows)[:, count:] = 0.0
         attending = []
@@ -218,7 +225,10 @@ class CompiledRuntime:
             if hooks:
                 _call(hooks, at, "output", workspace.state(number + 1, rows))
         found = workspace.state(end, rows)
-        return [found[:, place.slice].clone() for place in places]
+        return [
+            self._form.with_hidden(step.hidden, found[:, place.slice].clone())
+            for step, place in zip(steps, places, strict=True)
+        ]
 
     def _rows_at_once(self, positions: int) -> int:
         """Rows whose weights over so many positions are held at once by attention that is grouped;
@@ -229,7 +239,7 @@ class CompiledRuntime:
         return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
 
     def _workspace(self, rows: int) -> Workspace:
-        return Workspace(self._sessions, self.row_size, rows)
+        return Workspace(self._sessions, self._form, rows)
 
     def _reference(self) -> TorchRuntime:
         if self._twin is None:
@@ -290,8 +300,9 @@ def _cache_shape(parts: Sequence[LayerParts], positions: int) -> CacheShape:
     return CacheShape(tuple(map(_cached, parts)), positions)
 
 
-def _cached(parts: LayerParts) -> KeyShape | StateShapes:
+def _cached(parts: LayerParts) -> Cached:
     mixer = parts.mixer
-    if isinstance(mixer, Attention):
-        return KeyShape(mixer.kv_heads, mixer.width, has_values=mixer.latent is None)
-    return states_of(mixer)
+    if not isinstance(mixer, Attention):
+        return states_of(mixer)
+    keys = KeyShape(mixer.kv_heads, mixer.width, has_values=mixer.latent is None)
+    return keys if mixer.sees is None else SeenKeys(mixer.sees, keys)

@@ -71,11 +71,24 @@ class StateShapes:
     of: tuple[tuple[str, tuple[int, ...]], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SeenKeys:
+    """Of a layer that caches nothing: the number of that whose keys and values it sees, and their
+    shape."""
+
+    layer: int
+    of: KeyShape
+
+
+Cached = KeyShape | StateShapes | SeenKeys
+"""What a layer caches, or sees of what another has."""
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """What each layer caches, and how many positions a session may have."""
 
-    layers: tuple[KeyShape | StateShapes, ...]
+    layers: tuple[Cached, ...]
     positions: int
 
     @cached_property
@@ -144,8 +157,9 @@ class Bank:
 
     def tensors(self, layer: int, slot: int, copy: int) -> Tensors:
         """What a layer caches in a slot: its ``keys`` and ``values`` (1, heads, positions, width),
-        or its states in one of their two copies."""
-        area = self._keys.get(layer)
+        or those that it sees, or its states in one of their two copies."""
+        cached = self.shape.layers[layer]
+        area = self._keys.get(cached.layer if isinstance(cached, SeenKeys) else layer)
         if area is None:
             return self.states[slot].tensors[copy][layer]
         return {name: each[slot : slot + 1] for name, each in area.tensors.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
-from mesh.shard.compiled.builder import DOWN
+from mesh.shard.compiled.builder import DOWN, INPUTS_GATE, INPUTS_PROJECTION, OUTPUT, QKV, UP
 from mesh.shard.compiled.formats import BlockMatrix
 from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.compiled.spans import compiled, span
@@ -38,11 +39,24 @@ def test_one_code_that_has_changed_is_noticed() -> None:
     assert changed_in_a_round(check, 1) == {"layer 2"}
 
 
+@pytest.mark.parametrize("name", [QKV, OUTPUT, UP, DOWN, INPUTS_GATE, INPUTS_PROJECTION])
+def test_a_bit_that_has_tipped_over_in_any_product_is_noticed(name: str) -> None:
+    check_of = Tipping(span("int4", "gemma4_e"), threads=1, positions=64)
+    check = check_of.weight_check()
+    assert changed_in_a_round(check, 1) == set()
+    changed = span("int4", "gemma4_e")
+    matrix = changed.layers[3].products[name].matrix  # which sees keys of another
+    assert isinstance(matrix, BlockMatrix)
+    matrix.codes[7, 0, 5] ^= 4
+    check_of.tipped = CompiledRuntime(changed, threads=1, positions=64)
+    assert "layer 3" in changed_in_a_round(check, 1) | changed_in_a_round(check, 1)
+
+
 def test_a_code_of_any_expert_that_has_changed_is_noticed() -> None:
     """The first row that a layer is asked with meets two of the four."""
     runtime = Tipping(span("int8", "gpt_oss"), threads=1, positions=64)
     check = runtime.weight_check()
-    for _ in range(runtime.probes):
+    for _ in range(2 * runtime.probes):
         assert changed_in_a_round(check, 1) == set()
     for expert in range(4):
         changed = span("int8", "gpt_oss")
@@ -50,7 +64,7 @@ def test_a_code_of_any_expert_that_has_changed_is_noticed() -> None:
         assert isinstance(matrix, BlockMatrix)
         matrix.codes[64 * expert + 17, 1, 5] ^= 64
         runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
-        found = [changed_in_a_round(check, 1) for _ in range(runtime.probes)]
+        found = [changed_in_a_round(check, 1) for _ in range(2 * runtime.probes)]
         assert {"layer 2"} in found
         assert set() in found
 
