@@ -25,6 +25,7 @@ from onnx import TensorProto
 
 from mesh.shard.compiled.builder import FLOAT, GraphBuilder
 from mesh.shard.compiled.parts import Attention
+from mesh.shard.compiled.slots import FEWEST_ROWS, WIDE
 
 _SINKS, _QUERIES = 11, 16
 """Which inputs of the attention operator are the sinks, and how many rows it takes of each
@@ -135,15 +136,18 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
             for x, n in ((q, heads), (k, kv_heads))
         )
     at, end = (graph.input(name, TensorProto.INT64, [1]) for name in ("at", "end"))
+    # Wide heads are multiplied in parts, which are others with few keys; those behind the end are
+    # not seen.
+    stop = graph.op("Max", [end, graph.numbers(FEWEST_ROWS)]) if width > WIDE else end
     seen = []
     for name, new in (("keys", k), ("values", v)):
         shape: list[int | str] = [1, kv_heads, "capacity", width]
         given = [graph.input(name, FLOAT, shape), graph.by_head(new, kv_heads, width), at]
         written = graph.op("TensorScatter", given, outputs=[f"new_{name}"], axis=-2)
         graph.output(written, shape)
-        seen.append(graph.op("Slice", [written, graph.numbers(0), end, graph.numbers(2)]))
+        seen.append(graph.op("Slice", [written, graph.numbers(0), stop, graph.numbers(2)]))
     if alone:
-        _attend_alone(graph, attention, q, seen)
+        _attend_alone(graph, attention, q, seen, end)
     else:
         _attend_several(graph, attention, q, seen, end)
     graph.output("attended", [1, "rows", heads * width])
@@ -156,15 +160,16 @@ def _grown(graph: GraphBuilder, q: str) -> str:
     return graph.op("Mul", [q, graph.op("Unsqueeze", [factors, graph.numbers(2)])])
 
 
-def _attend_alone(graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str]) -> None:
+def _attend_alone(
+    graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str], end: str
+) -> None:
     """A row: the queries that share a key are rows of a matrix, as many as `padding` asks for."""
     share = attention.heads // attention.kv_heads
     q = graph.op("Reshape", [q, graph.numbers(1, attention.kv_heads, share, attention.width)])
     if more := padding(share):
         q = graph.op("Pad", [q, graph.numbers(0, 0, 0, 0, 0, 0, more, 0)])
-    y = graph.op(
-        "Attention", [q, *seen], is_causal=0, scale=attention.scale, softcap=attention.softcap
-    )
+    given = [q, *seen, *(["", "", "", end] if attention.width > WIDE else [])]
+    y = graph.op("Attention", given, is_causal=0, scale=attention.scale, softcap=attention.softcap)
     if more:
         y = graph.op("Slice", [y, graph.numbers(0), graph.numbers(share), graph.numbers(2)])
     flat = graph.numbers(1, 1, attention.heads * attention.width)

@@ -28,8 +28,11 @@ SPARE = 2
 """Positions beyond those that a session may have, for the row that keeps its last one company."""
 
 FEWEST_ROWS = 128
-"""Of keys that there is memory for: attention over latents takes no fewer, as matrices of fewer
-rows are multiplied in another order."""
+"""Of keys that there is memory for: attention over latents and over wide heads takes no fewer, as
+matrices of fewer rows are multiplied in another order."""
+
+WIDE = 128
+"""Heads wider than this are."""
 
 _STEP = 256
 """Positions by which a session's memory is counted."""
@@ -52,6 +55,11 @@ class KeyShape:
     heads: int
     width: int
     has_values: bool = True
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether attention takes `FEWEST_ROWS` also of a session that is shorter."""
+        return self.width > WIDE or not self.has_values
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -195,6 +203,10 @@ class _KeyArea:
 
     def wipe(self, slot: int, written: int) -> None:
         """Give the memory of a slot's first positions back."""
+        # Whoever wrote them, attention takes so many, and what is no number is none times nothing.
+        # Pages that are given back may hold what they held, and those at the edges stay.
+        for tensor in self.tensors.values() if self._shape.is_filled_up else ():
+            tensor[slot, :, : min(written + SPARE, FEWEST_ROWS)] = 0.0
         heads, width = self._shape.heads, self._shape.width
         head = self._rows * width * 4
         used = min(written + SPARE, self._rows) * width * 4

@@ -194,6 +194,18 @@ def test_a_slot_is_given_on_empty() -> None:
     assert torch.equal(step(runtime, again, 0, rows(3, seed=5)), expected)
 
 
+@pytest.mark.parametrize("family", ["glm4_moe_lite", "qwen3/4x1x160"])
+def test_a_slot_is_given_on_without_what_was_no_number_in_it(family: str) -> None:
+    """Attention takes keys behind a session's end there, and weighs them with nothing."""
+    runtime = compiled("int8", family)
+    expected = step(runtime, runtime.new_cache(64), 0, rows(10))
+    spoiled, cache = rows(43), runtime.new_cache(64)
+    spoiled[:, 5:] = torch.nan
+    step(runtime, cache, 0, spoiled)
+    del cache
+    assert torch.equal(step(runtime, runtime.new_cache(64), 0, rows(10)), expected)
+
+
 def test_limits_are_those_of_the_torch_runtime() -> None:
     runtime = compiled("int8")
     cache = runtime.new_cache(16)
