@@ -69,6 +69,19 @@ def test_a_lie_outweighs_whatever_comes_later() -> None:
     assert reputations.penalty(KEY) == LIED
 
 
+def test_what_a_shard_said_is_held_against_its_host_whatever_that_calls_it_next() -> None:
+    reputations = Reputations(ManualClock())
+    host, other = KEY[0], ("cellar", KEY[1])
+    reputations.doubted(KEY, "?")
+    assert reputations.penalty((host, "toy:0-3#1")) == DOUBTED
+    reputations.lied(KEY, "caught")
+    assert reputations.is_liar((host, "toy:4-7"))
+    reputations.failed((host, "toy:4-7"), "lost")
+    assert reputations.is_liar((host, "toy:4-7")), "a failure of its own does not cover that up"
+    assert reputations.penalty(other) == 0
+    assert [row["reason"] for row in reputations.rows()] == ["caught", "caught"]
+
+
 def test_records_are_bounded_and_the_worst_are_kept() -> None:
     clock = ManualClock()
     reputations = Reputations(clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from mesh.errors import NoRoute
 from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.reputation import DOUBTED, LIED
 from mesh.pipeline.watch.spot_checks import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
-from mesh.types import Done, LayerRange, RouteHop, ShardFailover, WireDtype
+from mesh.types import Done, LayerRange, RouteHop, ShardFailover, WireDtype, shard_id
 from mesh.wire.messages import Result, Step, WireTensor
 from tests.health.watched import (
     ASKER,
@@ -56,6 +57,7 @@ def lies_in(share: float, seed: int) -> tuple[Callable[[Step, WireTensor], WireT
 @pytest.mark.parametrize("seed", range(20))
 async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None:
     network, (liar, _, third) = halves("a-liar", "b", "c")
+    layers = liar.descriptor.layers
     liar.answer, lies = lies_in(0.1, seed)
     with watched(network, probability=0.25) as mesh:
         mesh.engine.spot_checks.rng = random.Random(seed)
@@ -77,8 +79,10 @@ async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None
         assert mesh.standing(liar) == LIED
         assert mesh.standing(third) == 0
         liar.steps.clear()
+        liar.descriptor = replace(liar.descriptor, shard_id=shard_id(MODEL, layers, 1))
+        mesh.publish()
         await answers(mesh, 5, "next")
-        assert not liar.steps
+        assert not liar.steps, "whatever it calls its shard by then"
         await mesh.engine.close()
 
 

@@ -3,7 +3,8 @@
 A shard that failed is avoided for a while that doubles with every further failure and is forgiven
 with good service. Avoided means ranked behind all others: when nobody else holds the layers it is
 used as if nothing had been. One that lied is not used at all: no answer is better than a wrong one.
-Time is injected.
+A host names its shards as it likes, so a lie or a doubt is held against the host, whatever it calls
+what it serves by then. Time is injected.
 """
 
 from __future__ import annotations
@@ -32,13 +33,23 @@ DOUBTED, EXCLUDED, LIED = 4, 8, 64
 
 
 @dataclass(slots=True)
-class _Record:
-    level: int = 0
+class _Avoided:
+    """By how much, until when and why."""
+
     penalty: int = 0
     until: float = 0.0
-    last_failure_at: float = 0.0
     reason: str = ""
+
+
+_CLEAN = _Avoided()
+
+
+@dataclass(slots=True)
+class _Record:
+    level: int = 0
+    last_failure_at: float = 0.0
     good_steps: int = 0
+    avoided: _Avoided = field(default_factory=_Avoided)
     checks: Counter[str] = field(default_factory=Counter)
 
 
@@ -48,6 +59,7 @@ class Reputations:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._records: dict[Key, _Record] = {}
+        self._hosts: dict[str, _Avoided] = {}
 
     def served(self, key: Key) -> None:
         """One step was answered well. Called for every step: does nothing for a clean record."""
@@ -64,22 +76,22 @@ class Reputations:
         """
         record, now = self._record(key), self._clock.monotonic()
         if record.level and now - record.last_failure_at < _ONE_EVENT_S:
-            return max(0.0, record.until - now)
+            return max(0.0, record.avoided.until - now)
         if now - record.last_failure_at > LONGEST_EXCLUSION_S + FIRST_EXCLUSION_S * 2**record.level:
             record.level = 0
         exclusion_s = min(LONGEST_EXCLUSION_S, FIRST_EXCLUSION_S * 2.0**record.level)
         record.level = min(record.level + 1, 16)
         record.last_failure_at, record.good_steps = now, 0
-        self._avoid(record, EXCLUDED, exclusion_s, reason)
+        self._avoid(record.avoided, EXCLUDED, exclusion_s, reason)
         return exclusion_s
 
     def doubted(self, key: Key, reason: str) -> None:
         """It or another one is wrong, and nobody could say which."""
-        self._avoid(self._record(key), DOUBTED, DOUBT_S, reason)
+        self._avoid(self._host_of(key), DOUBTED, DOUBT_S, reason)
 
     def lied(self, key: Key, reason: str) -> None:
         """It was outvoted, or contradicted by this machine's own computation."""
-        self._avoid(self._record(key), LIED, LIE_S, reason)
+        self._avoid(self._host_of(key), LIED, LIE_S, reason)
 
     def checked(self, key: Key, outcome: str) -> None:
         """A spot check of it ended: ``agreed``, ``lied``, ``doubtful`` or ``unchecked``."""
@@ -87,13 +99,10 @@ class Reputations:
 
     def penalty(self, key: Key) -> int:
         """0 for a shard of good repute; the higher, the later it is picked."""
-        record = self._records.get(key)
-        if record is None or self._clock.monotonic() >= record.until:
-            return 0
-        return record.penalty
+        return self._standing(key).penalty
 
     def is_liar(self, key: Key) -> bool:
-        """Whether it was caught in a wrong answer not long ago."""
+        """Whether its host was caught in a wrong answer not long ago."""
         return self.penalty(key) >= LIED
 
     def rows(self) -> list[dict[str, Any]]:
@@ -101,25 +110,43 @@ class Reputations:
         now = self._clock.monotonic()
         return [
             {
-                "host": host,
-                "shard_id": shard,
-                "avoided_for_s": round(max(0.0, record.until - now)),
-                "reason": record.reason if now < record.until else "",
+                "host": key[0],
+                "shard_id": key[1],
+                "avoided_for_s": round(max(0.0, avoided.until - now)),
+                "reason": avoided.reason,
                 "failures": record.level,
                 "checks": dict(record.checks),
             }
-            for (host, shard), record in sorted(self._records.items())
+            for key, record in sorted(self._records.items())
+            for avoided in [self._standing(key)]
         ]
+
+    def _standing(self, key: Key) -> _Avoided:
+        """What weighs most of what is held against a shard or its host now."""
+        record, now = self._records.get(key), self._clock.monotonic()
+        held = (_CLEAN if record is None else record.avoided, self._hosts.get(key[0], _CLEAN))
+        in_force = (each for each in held if now < each.until)
+        return max(in_force, key=lambda each: each.penalty, default=_CLEAN)
+
+    def _avoided_until(self, key: Key) -> float:
+        own, host = self._records[key].avoided, self._hosts.get(key[0], _CLEAN)
+        return max(own.until, host.until)
+
+    def _host_of(self, key: Key) -> _Avoided:
+        self._record(key)  # which is shown as the one that it was seen in
+        now = self._clock.monotonic()
+        self._hosts = {host: each for host, each in self._hosts.items() if now < each.until}
+        return self._hosts.setdefault(key[0], _Avoided())
 
     def _record(self, key: Key) -> _Record:
         if key not in self._records and len(self._records) >= MAX_SHARDS:
             # The one that was avoided longest ago has least to say.
-            del self._records[min(self._records, key=lambda k: self._records[k].until)]
+            del self._records[min(self._records, key=self._avoided_until)]
         return self._records.setdefault(key, _Record())
 
-    def _avoid(self, record: _Record, penalty: int, for_s: float, reason: str) -> None:
+    def _avoid(self, avoided: _Avoided, penalty: int, for_s: float, reason: str) -> None:
         now = self._clock.monotonic()
-        if now < record.until and record.penalty > penalty:
+        if now < avoided.until and avoided.penalty > penalty:
             return  # what is already held against it weighs more
-        record.penalty, record.reason = penalty, reason
-        record.until = max(record.until, now + for_s)
+        avoided.penalty, avoided.reason = penalty, reason
+        avoided.until = max(avoided.until, now + for_s)
