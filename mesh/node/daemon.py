@@ -21,6 +21,7 @@ from mesh.paths import StatePaths, cache_dir
 from mesh.private_files import remove_stale_drafts
 from mesh.processes.cards import all_cards
 from mesh.processes.descriptors import allow_enough
+from mesh.processes.leftovers import leave_nothing
 from mesh.processes.shared_pages import unmap_files
 from mesh.processes.tasks import abandonable
 from mesh.runtime import DaemonRecord, sole_use
@@ -34,6 +35,7 @@ def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = Non
     `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
     """
     allow_enough()
+    leave_nothing()
     paths = StatePaths(config.state_dir).create()
     with sole_use(paths):
         remove_stale_drafts(paths.root)
