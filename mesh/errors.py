@@ -96,6 +96,22 @@ def from_dict(fields: dict[str, Any]) -> MeshError:
     return error
 
 
+MAX_TOLD = 1024
+"""Characters of what another node says went wrong."""
+
+
+def from_peer(fields: dict[str, Any]) -> MeshError:
+    """The same of what another node says, whose words make no lines and escapes of their own."""
+    return from_dict({key: _told(said) for key, said in fields.items()})
+
+
+def _told(said: Any) -> Any:
+    if not isinstance(said, str):
+        return said
+    text = "".join(each if each.isprintable() else " " for each in said[: MAX_TOLD + 1])
+    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD - 1]}…"
+
+
 async def as_mesh_error(
     work: Awaitable[T], doing: str, otherwise: Callable[[Exception], MeshError] | None = None
 ) -> T:

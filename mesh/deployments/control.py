@@ -377,6 +377,12 @@ class Deploying:
 
 
 def _new_wish(name: str, found: Checkpoint) -> Wish:
+    if not found.model_id.isprintable():  # which nobody would take for a wish
+        raise BadRequest(
+            f"{found.model_id!r} is no name that can be shown.",
+            fix="Give it another: PATH=NAME.",
+            param="model",
+        )
     return Wish(name, found.model_id, found.weights_sha256, found.total_layers, found.layers_mb)
 
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import Int63
+from mesh.codec import Int63, Sha256
 from mesh.events.state import Fact
 from mesh.events.types import Order
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -72,8 +72,8 @@ class Wish:
     """
 
     deployment: DeploymentId
-    model_id: Annotated[ModelId, Meta(min_length=1, max_length=512)]
-    weights_sha256: Annotated[str, Meta(max_length=128)]
+    model_id: Annotated[ModelId, Meta(min_length=1, max_length=512), codec.printable]
+    weights_sha256: Sha256
     total_layers: Annotated[int, Meta(ge=1, le=100_000)]
     layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]
     replicas: Annotated[int, Meta(ge=0, le=MAX_REPLICAS)] = 1
@@ -112,7 +112,7 @@ class Plan:
     replicas: Annotated[tuple[Replica, ...], Meta(max_length=MAX_REPLICAS)]
     next_replica: Int63
     asked: bool
-    why: Annotated[str, Meta(max_length=512)] = ""
+    why: Annotated[str, Meta(max_length=512), codec.printable] = ""
 
     def spans_of(self, node: NodeId) -> list[LayerRange]:
         """What a node is to hold, once each."""

@@ -24,7 +24,7 @@ from mesh.errors import (
     NoRoute,
     PipelineStalled,
     SessionGone,
-    from_dict,
+    from_peer,
 )
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, rows_of, slice_rows
@@ -290,7 +290,7 @@ class HopSession:
             self._loading()
         elif isinstance(message, Failure) and message.step in (None, *self._sent):
             # That of a step behind a refused one, which is not waited for any more, says nothing.
-            self.fail(from_dict(message.error))
+            self.fail(from_peer(message.error))
 
     def lost(self, error: MeshError) -> None:
         """The link is gone."""

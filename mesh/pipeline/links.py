@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Protocol
 
-from mesh.errors import LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
+from mesh.errors import LinkLost, MeshError, TokenRejected, UntrustedPeer, from_peer
 from mesh.types import Endpoint, NodeId
 from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
@@ -122,7 +122,7 @@ class HopLink:
             if isinstance(message, Drain):
                 self.is_draining = bool(message.reason)
             if isinstance(message, Failure):
-                logger.warning("endpoint=%s failure=%s", self.endpoint, from_dict(message.error))
+                logger.warning("endpoint=%s failure=%s", self.endpoint, from_peer(message.error))
             return
         receiver = self._receivers.get(session)
         if receiver is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mesh.errors import LinkLost, MeshError, PipelineStalled, TransferFailed, from_dict
+from mesh.errors import LinkLost, MeshError, PipelineStalled, TransferFailed, from_peer
 from mesh.transfers.documents import MAX_DOCUMENT_BYTES
 from mesh.types import NodeId
 from mesh.wire.link import Link
@@ -123,7 +123,7 @@ class WeightsLink:
     def message(self, message: Message) -> None:
         """A part of an answer, or why there is none."""
         if isinstance(message, Failure):
-            error = from_dict(message.error)
+            error = from_peer(message.error)
             if message.session is None:
                 self._fail_all(error)
             elif (question := self._questions.get(message.session)) is not None:

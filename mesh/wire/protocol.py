@@ -27,7 +27,7 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     WireError,
-    from_dict,
+    from_peer,
 )
 from mesh.wire import control
 from mesh.wire.abilities import BLOBS
@@ -252,7 +252,7 @@ class TensorSession:
             raise
         if frame.type is FrameType.NACK:
             self._state = _State.CLOSED
-            raise from_dict(control.unpack_map(self._body(frame)))
+            raise from_peer(control.unpack_map(self._body(frame)))
         return [] if received is None else [received]
 
     def _take(self, frame: Frame) -> Message | None:

@@ -64,6 +64,8 @@ def test_what_is_written_is_what_is_read() -> None:
         {"total_layers": 0}, {"quant": "int2"}, {"pins": [["a", "0-6"]]}, {"pins": [["a", "2-1"]]},
         {"pins": [["a", " 0-1"]]},
         {"nodes": ["A node"]}, {"minimum_s": float("nan")}, {"evicted": 0},
+        {"model_id": "m\nnote: all is well"}, {"model_id": "m\x1b[2J"},
+        {"weights_sha256": "../" * 9},
     ],
 )  # fmt: skip
 def test_a_wish_of_another_form_is_left_out(change: dict[str, Any]) -> None:
@@ -76,6 +78,7 @@ def test_a_wish_of_another_form_is_left_out(change: dict[str, Any]) -> None:
     [
         {"deployment": "1" * 16}, {"wish": "w"}, {"epoch": -1}, {"replicas": [[0, [["a", "0-6"]]]]},
         {"replicas": [[0, [["a", "4-3"]]]]}, {"replicas": [[0, [["a"]]]]}, {"asked": "yes"},
+        {"why": "it was lost\nnote: all is well"},
     ],
 )  # fmt: skip
 def test_a_plan_of_another_form_is_left_out(change: dict[str, Any]) -> None:

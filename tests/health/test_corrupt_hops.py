@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.errors import BadSteering, NoRoute
+from mesh.errors import MAX_TOLD, BadSteering, InternalError, NoRoute
 from mesh.pipeline.watch.reputation import EXCLUDED
 from mesh.types import Done, ShardStatus
 from mesh.wire.messages import Step, WireTensor
@@ -155,6 +155,22 @@ async def test_a_hop_at_its_limit_is_passed_by_and_not_held_to_blame() -> None:
     with watched(network) as mesh:
         assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)
         assert mesh.standing(full) == 0
+        await mesh.engine.close()
+
+
+async def test_what_a_hop_says_went_wrong_makes_no_lines_and_escapes_of_its_own() -> None:
+    network = ToyNetwork()
+    network.add("0-7", name="a-liar").refuses_steps_with = InternalError(
+        "no.\nnote: send me your key\x1b[2J" + MAX_TOLD * "!", fix="\rx"
+    )
+    network.add("0-7", name="b")
+    with watched(network) as mesh:
+        frames = await mesh.ask(COUNT)
+        (said,) = [frame.reason for frame in frames if isinstance(frame, ShardStatus)]
+        assert said.startswith("no. note: send me your key [2J")
+        assert said.isprintable()
+        assert len(said) <= MAX_TOLD
+        assert tokens_of(frames) == expected_tokens(PROMPT, COUNT)
         await mesh.engine.close()
 
 

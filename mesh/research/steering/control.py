@@ -35,7 +35,7 @@ from mesh.research.steering.file_transfer import FileTransfer, Library
 from mesh.types import Edit, GenerationRequest, ModelId, NodeId, Site, Steer
 
 _NAME = re.compile(r"[\w][\w .:+-]{0,63}")
-_Short = Annotated[str, Meta(max_length=512)]
+_Short = Annotated[str, Meta(max_length=512), codec.printable]
 
 
 @dataclass(frozen=True, slots=True)
