@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from msgspec import Meta
 
 from mesh import codec
-from mesh.codec import Int63, Sha256
+from mesh.codec import MAX_TEXT, Int63, Sha256
 from mesh.events.state import Fact
 from mesh.events.types import Order
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -35,6 +35,10 @@ MAX_OF_AUTHOR = 256
 of those that were evicted so many are known. All are looked at whenever the log changes."""
 MINIMUM_S = 3600.0
 """The seed's minimum deployment time."""
+
+_LONGEST_NAME = MAX_TEXT - len(":99999-99999#15")
+"""So that what its shards are called can be told: a node of which one thing cannot be told tells
+nothing that others would take."""
 
 DeploymentId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 _Node = Annotated[NodeId, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
@@ -72,7 +76,7 @@ class Wish:
     """
 
     deployment: DeploymentId
-    model_id: Annotated[ModelId, Meta(min_length=1, max_length=512), codec.printable]
+    model_id: Annotated[ModelId, Meta(min_length=1, max_length=_LONGEST_NAME), codec.printable]
     weights_sha256: Sha256
     total_layers: Annotated[int, Meta(ge=1, le=100_000)]
     layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]

@@ -75,7 +75,18 @@ class Notices:
         self._runs: dict[NodeId, str] = {}
 
     def seal(self, offering: Offering) -> Advertise:
-        """A newer notice than all before. Raises BadEvent when it is too large."""
+        """A newer notice than all before. How far this node is with what others wish for, in their
+        words, is left out where it would be too large with that, or nobody heard what is served.
+        Raises BadEvent when it is too large without."""
+        progress = offering.progress
+        try:
+            return self._sealed(offering)
+        except BadEvent:
+            if progress is None or not progress.spans:
+                raise
+            return self._sealed(replace(offering, progress=replace(progress, spans=())))
+
+    def _sealed(self, offering: Offering) -> Advertise:
         self._counter += 1
         beside = codec.plain(replace(offering, shards=(), weights=fitting(offering.weights)))
         shards = [advertisement.encode(shard) for shard in offering.shards]

@@ -65,7 +65,7 @@ def test_what_is_written_is_what_is_read() -> None:
         {"pins": [["a", " 0-1"]]},
         {"nodes": ["A node"]}, {"minimum_s": float("nan")}, {"evicted": 0},
         {"model_id": "m\nnote: all is well"}, {"model_id": "m\x1b[2J"},
-        {"weights_sha256": "../" * 9},
+        {"weights_sha256": "../" * 9}, {"model_id": "m" * 250},
     ],
 )  # fmt: skip
 def test_a_wish_of_another_form_is_left_out(change: dict[str, Any]) -> None:

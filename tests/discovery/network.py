@@ -26,6 +26,7 @@ from mesh.discovery.interfaces import InterfaceChoice, Reach, choose
 from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns, MdnsSettings
 from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.discovery.progress import NodeProgress
 from mesh.errors import MeshError
 from mesh.events.ephemera import Notice, seal_notice
 from mesh.identity.certificates import make_certificate
@@ -178,13 +179,14 @@ class Node:
         self.store = ShardStore(self.clock, expiry_s=settings.shard_health_timeout_s * 4)
         self.serving: list[Advertisement] = []
         self.capacity: Capacity | None = None
+        self.progress: NodeProgress | None = None
         self.events: list[PeerEvent] = []
         self._happened = asyncio.Event()
         self.mdns = mdns
         self.peering = Peering(
             settings,
             self.store,
-            lambda: Offering(tuple(self.serving), capacity=self.capacity),
+            lambda: Offering(tuple(self.serving), capacity=self.capacity, progress=self.progress),
             self._record,
             trust=trust,
             on_message=on_message,

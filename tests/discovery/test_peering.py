@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import encode
 from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import Target
@@ -19,6 +20,7 @@ from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import Interface, InterfaceChoice, Reach
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
+from mesh.discovery.progress import MAX_SPANS, NodeProgress, SpanProgress
 from mesh.discovery.sightings import Sightings
 from mesh.errors import ConnectFailed, LinkLost, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
@@ -64,6 +66,20 @@ async def test_three_nodes_on_one_machine_find_each_other_and_their_shards(heart
             assert linked == everybody - {node.id}
             assert len(node.told("peer_up")) == 2
             assert not node.told("peer_down")
+
+
+async def test_what_is_served_is_heard_however_much_others_wish_for_there(hearth: str) -> None:
+    async with running(hearth, multicast=False) as hears:
+        address = f"127.0.0.1:{hears.peering.port}"
+        async with running(hearth, address, multicast=False) as serves:
+            longest = "\U00020000" * MAX_TEXT
+            far = SpanProgress(longest, "QUEUED", reason=longest)
+            serves.progress = NodeProgress((far,) * MAX_SPANS, ("tiny",), paused=True)
+            serves.serve(advertised(serves.id))
+            await hears.until(lambda store: len(store.shards(TINY)) == 1)
+            view = hears.store.node(serves.id)
+            assert view is not None
+            assert view.offers.progress == NodeProgress((), ("tiny",), paused=True)
 
 
 async def test_goodbye_removes_a_node_at_once(hearth: str) -> None:
