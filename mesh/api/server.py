@@ -129,12 +129,18 @@ class ApiServer:
     async def close(self, grace_s: float = _GRACE_S) -> None:
         """Stop listening; running answers get `grace_s` seconds, then their clients are told that
         they end."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        state, limit_s = self._server.server_state, max(1.0, grace_s)
+        # An answer that outlasts its grace is no error; what does not end when told to is one.
+        self._server.config.timeout_graceful_shutdown = math.ceil(limit_s + 2 * _TELLING_S)
         self._app.state.closing.set()
         self._server.leave()
+        await asyncio.wait({self._task}, timeout=limit_s)
+        for answer in state.tasks:
+            answer.cancel()
+        await asyncio.wait({self._task}, timeout=_TELLING_S)
+        for unread in state.connections:
+            unread.transport.abort()
         await self._task
-        if untold := self._server.server_state.tasks:
-            await asyncio.wait(untold, timeout=_TELLING_S)
         await self._app.state.kept.close()
 
 
@@ -164,7 +170,6 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         # As long as the next request may take to begin, twice what httpx keeps a connection: where
         # both give one up at the same time, a request that is just being sent is lost.
         timeout_keep_alive=math.ceil(app.state.settings.head_timeout_s),
-        timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config, listener, tls, app.state.settings)
     task = asyncio.create_task(server.serve(), name="api-server")
