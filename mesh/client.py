@@ -74,14 +74,12 @@ class Client:
         self.url = url.rstrip("/")
         self._pid = pid
         parsed = _parsed(self.url)
-        checked: ssl.SSLContext | bool = True
-        if certificate is not None:
-            checked = pinned(certificate)
-        elif parsed.scheme == "http":
-            checked = trusting_nobody()
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # Proxies of the environment must not see what stays on this machine.
+        checked = trusting_nobody() if certificate is None else pinned(certificate)
         try:
+            if certificate is None and parsed.scheme == "https":
+                checked = httpx.create_ssl_context()
+            # Proxies of the environment must not see what stays on this machine.
             self._http = httpx.AsyncClient(
                 base_url=self.url,
                 headers=headers,

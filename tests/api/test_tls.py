@@ -275,6 +275,12 @@ async def test_the_own_client_knows_the_very_certificate(
                 assert "SSL_CERT_FILE" in refused.value.fix
 
 
+@pytest.mark.usefixtures("trusted")
+async def test_what_its_user_trusts_is_trusted_at_the_end_of_a_tunnel_too(api: Served) -> None:
+    async with Client(api.url) as client:
+        assert await client.readiness() == []
+
+
 # Whoever speaks no TLS
 
 
