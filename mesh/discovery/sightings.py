@@ -56,8 +56,8 @@ class Sightings:
         self._warned: set[str] = set()
 
     def rows(self) -> list[PeerView]:
-        """The present rows."""
-        return list(self._rows.values())
+        """The present rows: one of a node at an address, whether named, announced or both."""
+        return list({(row.node_id, row.address): row for row in self._rows.values()}.values())
 
     def met(self, node_id: NodeId, name: str) -> None:
         """A member is linked: it keeps its name once it is not; a bounded number does."""

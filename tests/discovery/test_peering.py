@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import socket
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
@@ -21,7 +22,7 @@ from mesh.discovery.interfaces import Interface, InterfaceChoice, Reach
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
 from mesh.discovery.progress import MAX_SPANS, NodeProgress, SpanProgress
-from mesh.discovery.sightings import Sightings
+from mesh.discovery.sightings import PeerState, PeerView, Sightings
 from mesh.errors import ConnectFailed, LinkLost, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
 from mesh.types import ModelId, NodeId
@@ -124,6 +125,20 @@ async def test_a_lost_node_keeps_its_row_and_its_name(hearth: str) -> None:
         await watches.event(lambda event: getattr(event, "state", "") == "unreachable")
         (row,) = watches.peering.peers()
         assert (row.node_id, row.name, row.state) == (goes.id, "kitchen", "unreachable")
+
+
+def test_who_was_found_in_two_ways_has_one_row_when_lost() -> None:
+    sightings = Sightings(lambda event: None)
+    address, elsewhere = "192.168.1.5:8421", "192.168.1.6:8421"
+    lost = PeerView(NodeId("lost"), "attic", address, PeerState.TRYING, "cut", None)
+    sightings.expect([f"static {address}", "announced lost"], lost)
+    assert sightings.rows() == [lost]
+    refused = replace(lost, state=PeerState.NOT_A_PEER)
+    sightings.show("announced lost", refused)
+    assert sightings.rows() == [refused]
+    copied = replace(lost, address=elsewhere)
+    sightings.show(f"static {elsewhere}", copied)
+    assert sightings.rows() == [refused, copied]
 
 
 def test_names_of_lost_nodes_are_bounded() -> None:
