@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from typer.main import get_command
 
@@ -30,8 +32,13 @@ def test_texts_name_only_verbs_that_exist() -> None:
     assert {(words, file) for words, file in found if not _is_command(words.split())} == set()
 
 
+@cache
+def _hearthnet() -> Any:
+    return get_command(app)
+
+
 def _is_command(words: list[str]) -> bool:
-    command = get_command(app)
+    command = _hearthnet()
     for word in words:
         verbs = getattr(command, "commands", None)
         if verbs is None:
@@ -42,10 +49,26 @@ def _is_command(words: list[str]) -> bool:
     return True
 
 
-def test_the_readme_names_only_verbs_that_exist() -> None:
-    commands = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    for verb in ("up", "down", "chat", "run", "status", "peers", "models", "demo", "config show"):
-        assert f"## `hearthnet {verb}`" in commands
+def test_pages_name_only_options_that_exist() -> None:
+    typed = re.compile(r"(?:`|^|\$ +)hearthnet ([^`#|&\n]*)", re.MULTILINE)
+    option = re.compile(r"(?<!\S)\[?(--[a-z-]+)")
+    named = {
+        (page.name, words, each)
+        for page in pages()
+        if page.name != "CHANGELOG.md"  # which tells of those that were, too
+        for words in typed.findall(page.read_text("utf-8"))
+        for each in option.findall(words)
+    }
+    assert {"--layers", "--host", "--wait-ready"} <= {each for _, _, each in named}
+    assert {one for one in named if one[2] not in _options_of(one[1].split())} == set()
+
+
+def _options_of(words: list[str]) -> set[str]:
+    command: Any = _hearthnet()
+    for word in words:
+        command = getattr(command, "commands", {}).get(word, command)
+    options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    return options | {"--help"}
 
 
 def pages() -> list[Path]:
