@@ -324,7 +324,8 @@ class OwnCapacity:
         except Busy:  # another node measures right now
             return
         except (MeshError, TimeoutError, OSError) as error:
-            logger.warning("how fast this machine is was not measured: %s", error)
+            why = str(error) or f"it took longer than {_LIMIT_S:.0f} s"
+            logger.warning("how fast this machine is was not measured: %s", why)
             return
         logger.info("measured; others took %.0f %% of the processors", 100 * found.others_share)
         self._measured = found

@@ -18,7 +18,6 @@ import pytest
 from mesh import codec
 from mesh.capacity import Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
-from mesh.errors import DeviceFailed
 from mesh.models.partial_writer import lock_directory
 from mesh.node.own_capacity import KeptMeasurement, MeasuringTimes, OwnCapacity, OwnHooks
 from mesh.node.served_speed import ServedSpeed
@@ -93,12 +92,14 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
 QUICK = MeasuringTimes((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
 
 
-async def test_it_is_measured_once_there_are_descriptors_again(tmp_path: Path) -> None:
+async def test_it_is_measured_once_there_are_descriptors_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     measured = asyncio.Event()
 
     async def measure(order: Measure) -> Measurement:
         measured.set()
-        raise DeviceFailed("That is enough.", fix="")
+        raise TimeoutError  # as asyncio says it, without a word
 
     hooks = OwnHooks(lambda: None, lambda: True, list, lambda: None)
     own = OwnCapacity(CPU, tmp_path, hooks, QUICK, measure)
@@ -110,6 +111,7 @@ async def test_it_is_measured_once_there_are_descriptors_again(tmp_path: Path) -
         assert not measured.is_set()
         async with asyncio.timeout(10):
             await measured.wait()
+        await until(lambda: "was not measured: it took longer than" in caplog.text)
     finally:
         await own.stop()
 
