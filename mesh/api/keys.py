@@ -16,7 +16,7 @@ from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.errors import InternalError, NotFound
-from mesh.identity.api_keys import ApiKeys, Quota, Scope, shown
+from mesh.identity.api_keys import MAX_QUOTA, ApiKeys, Quota, Scope, shown
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.types import OWNER, Principal, PrincipalKind, shown_id
 
@@ -29,8 +29,8 @@ class CreateKeyBody(Strict):
     name: str = Field(min_length=1, max_length=64)
     scopes: list[str] = Field(min_length=1, max_length=len(Scope))
     trusted: bool = False
-    requests_per_minute: int | None = Field(default=None, ge=1)
-    tokens_per_day: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1, le=MAX_QUOTA)
+    tokens_per_day: int | None = Field(default=None, ge=1, le=MAX_QUOTA)
 
 
 class RevokeKeyBody(Strict):

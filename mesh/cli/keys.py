@@ -134,10 +134,12 @@ def _either(
 
 
 def _parse(quotas: list[str]) -> dict[str, int]:
+    from mesh.identity.api_keys import MAX_QUOTA
+
     limits: dict[str, int] = {}
     for text in quotas:
         what, _, number = text.partition("=")
-        if what not in _QUOTAS or not number.isdecimal() or not 0 < int(number) < 2**53:
+        if what not in _QUOTAS or not number.isdecimal() or not 0 < int(number) <= MAX_QUOTA:
             raise BadValue(
                 f"{text!r} is no quota.",
                 fix="For example --quota requests=60 --quota tokens=100000.",

@@ -31,6 +31,8 @@ _MAX_FILE_BYTES = 1 << 20
 _OURS_ALONE = "Make the file readable and writable for this user only."
 _MOVE_IT = "Restore the file from a backup, or move it away and make new keys."
 MAX_KEYS = 1000
+MAX_QUOTA = 2**53 - 1
+"""Of requests or tokens: what every reader of JSON has as a whole number."""
 
 
 class Scope(StrEnum):
