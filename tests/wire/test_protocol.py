@@ -57,7 +57,7 @@ from mesh.wire.messages import (
     WireTensor,
 )
 from mesh.wire.protocol import TensorSession
-from mesh.wire.tensors import ITEMSIZE
+from mesh.wire.tensors import ITEMSIZE, MAX_OPEN_TENSORS
 from tests.wire.support import SMALL, answer, exchange, frames, hello, pass_on, same, session_pair
 from tests.wire.support import tensor as make_tensor
 
@@ -104,6 +104,25 @@ def test_a_newer_hello_with_another_layout_is_still_a_version_mismatch() -> None
     newer = pack_map({"version": 2, "node_name": "new", "novelty": True})
     with pytest.raises(VersionMismatch, match="a is too old"):
         a.receive(Frame(FrameType.HELLO, 0, newer).serialize())
+
+
+@pytest.mark.parametrize(
+    ("purpose", "message"),
+    [
+        ("control", Step(1, 0, 0, BIG)), ("control", Step(1, 0, 0, make_tensor())),
+        ("control", Park(1)), ("weights", Park(1)), ("tensors", Gossip({})),
+        ("weights", Gossip({})), ("tensors", FileAsk(1, "a" * 64, 0)),
+    ],
+)  # fmt: skip
+def test_what_belongs_on_other_links_is_refused(purpose: str, message: Message) -> None:
+    a, b = TensorSession(hello("a"), SMALL), TensorSession(hello("b", purpose=purpose), SMALL)
+    for side in (a, b):
+        side.start()
+    exchange(a, b)
+    a.send(message)
+    with pytest.raises(BadFrame, match=f"does not belong on a link for {purpose}"):
+        pass_on(a, b)
+    assert b.held_bytes == 0
 
 
 def test_nothing_can_be_sent_before_the_hellos_and_after_the_end() -> None:
@@ -285,6 +304,22 @@ def test_a_tensor_the_peer_could_not_hold_yet_waits() -> None:
         b.send(Failure(SessionGone("gone", fix="").to_dict(), step.session, 0))  # type: ignore[union-attr]
         _, got = exchange(a, b)
     assert [m.session for m in got] == [3]  # type: ignore[union-attr]
+
+
+def test_no_more_tensors_are_begun_than_the_peer_holds_incomplete() -> None:
+    limits = replace(SMALL, unanswered_bytes=6000)
+    a, b = session_pair(limits)
+    for session in range(3 * MAX_OPEN_TENSORS):
+        a.send(Step(session, 0, 0, make_tensor("int8", (65,), session)))
+    got: list[Message] = []
+    while len(got) < 3 * MAX_OPEN_TENSORS:
+        _, more = exchange(a, b)
+        assert more
+        for step in more:
+            assert isinstance(step, Step)
+            b.send(answer(step))
+        got += more
+    assert not a.is_closed
 
 
 def test_unanswered_steps_are_bounded_by_the_window() -> None:
