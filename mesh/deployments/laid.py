@@ -75,10 +75,7 @@ class Rooms:
 
     def held(self, node: NodeId, layers: LayerRange) -> int:
         """How many of these layers lie on the machine's disk."""
-        return sum(
-            any(layer in each for each in self._held.get(node, ()))
-            for layer in range(layers.start, layers.stop)
-        )
+        return len(layers) - sum(map(len, layers.lacking(self._held.get(node, ()))))
 
     def first_held(self, node: NodeId) -> int:
         """The first layer that does; one behind all where none does."""

@@ -25,7 +25,7 @@ from mesh import codec
 from mesh.codec import MAX_TEXT, Int63, Sha256
 from mesh.events.state import Fact
 from mesh.events.types import Order
-from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+from mesh.types import MAX_LAYERS, LayerRange, ModelId, NodeId, ShardId, shard_id
 
 MAX_REPLICAS = 16
 MAX_SPANS = 256
@@ -36,7 +36,7 @@ of those that were evicted so many are known. All are looked at whenever the log
 MINIMUM_S = 3600.0
 """The seed's minimum deployment time."""
 
-_LONGEST_NAME = MAX_TEXT - len(":99999-99999#15")
+_LONGEST_NAME = MAX_TEXT - len(":9999-9999#15")
 """So that what its shards are called can be told: a node of which one thing cannot be told tells
 nothing that others would take."""
 
@@ -78,7 +78,7 @@ class Wish:
     deployment: DeploymentId
     model_id: Annotated[ModelId, Meta(min_length=1, max_length=_LONGEST_NAME), codec.printable]
     weights_sha256: Sha256
-    total_layers: Annotated[int, Meta(ge=1, le=100_000)]
+    total_layers: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]
     replicas: Annotated[int, Meta(ge=0, le=MAX_REPLICAS)] = 1
     dedicated: bool = False

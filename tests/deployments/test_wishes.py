@@ -26,7 +26,7 @@ from mesh.deployments.wishes import (
 from mesh.errors import BadRequest, NoRoute, NotEnoughMemory
 from mesh.events.state import Fact
 from mesh.events.types import EventId, Order
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import MAX_LAYERS, LayerRange, ModelId, NodeId
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 MACHINES = [AvailableNode(A, "attic"), AvailableNode(B, "kitchen"), AvailableNode(C, "study")]
@@ -61,7 +61,8 @@ def test_what_is_written_is_what_is_read() -> None:
     "change",
     [
         {"deployment": "d1"}, {"replicas": -1}, {"replicas": 17}, {"replicas": "1"},
-        {"total_layers": 0}, {"quant": "int2"}, {"pins": [["a", "0-6"]]}, {"pins": [["a", "2-1"]]},
+        {"total_layers": 0}, {"total_layers": MAX_LAYERS + 1}, {"quant": "int2"},
+        {"pins": [["a", "0-6"]]}, {"pins": [["a", "2-1"]]},
         {"pins": [["a", " 0-1"]]},
         {"nodes": ["A node"]}, {"minimum_s": float("nan")}, {"evicted": 0},
         {"model_id": "m\nnote: all is well"}, {"model_id": "m\x1b[2J"},
