@@ -14,6 +14,7 @@ from mesh.client import Client, client_of
 from mesh.units import memory_size
 from tests.checkpoints import make_checkpoint
 from tests.tui.conftest import running
+from tests.waiting import wait_until
 from tests.warm.daemons import WarmNode
 
 pytestmark = pytest.mark.slow
@@ -105,6 +106,11 @@ async def test_the_dashboard_shows_it(sofa: LocalNode) -> None:
 
 
 async def test_a_model_is_deployed_and_evicted_from_the_dashboard(sofa: LocalNode) -> None:
+    def estimated() -> object:
+        return sofa.post("/mesh/v1/plan", {"model": "toy"}).json()["replicas"]
+
+    # Until a machine has measured itself it is said that nothing fits, and not looked at again.
+    await asyncio.to_thread(wait_until, estimated, "sofa is measured", limit_s=LOADING_S)
     async with running(lambda: client_of(sofa.record), (120, 40)) as top:
         await top.until("working · builtin")
         await top.press("3", "n")
