@@ -45,6 +45,10 @@ _SPELT_OUT = 1 << 23
 SHORT_ROWS = 16
 """Rows of the longest step of a token and what is drafted behind it."""
 
+_TILED_ROWS, _TILE = 64, 32
+"""With so many rows torch's 16-bit kernel for matrix tiles packs them, and keeps what it compiled
+for every shape of a tile that it ever met, for good: rows and keys are filled up to whole ones."""
+
 _WIDENED = 1 << 20
 """Numbers of keys that are widened at a time: with the values' what one core's caches hold."""
 
@@ -60,18 +64,22 @@ class CausalRule:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self._chunk: tuple[int, int] | None = None
+        self._chunk: tuple[int, ...] | None = None
         self._mask: torch.Tensor | None = None
 
-    def mask(self, rows: int, keys: int, device: torch.device) -> torch.Tensor:
-        """(rows, keys) bool for the last `rows` of `keys` positions; kept for the next layer."""
-        if self._mask is None or self._chunk != (rows, keys):
-            query = torch.arange(keys - rows, keys, device=device)[:, None]
-            key = torch.arange(keys, device=device)[None, :]
+    def mask(
+        self, rows: int, keys: int, device: torch.device, more: tuple[int, int] = (0, 0)
+    ) -> torch.Tensor:
+        """(rows, keys) bool for the last `rows` of `keys` positions, and for `more` rows and keys
+        behind these; kept for the next layer."""
+        chunk = rows, keys, *more
+        if self._mask is None or self._chunk != chunk:
+            query = torch.arange(keys - rows, keys + more[0], device=device)[:, None]
+            key = torch.arange(keys + more[1], device=device)[None, :]
             mask = key <= query
             if self.window is not None:
                 mask &= key > query - self.window
-            self._mask, self._chunk = mask, (rows, keys)
+            self._mask, self._chunk = mask, chunk
         return self._mask
 
 
@@ -241,15 +249,19 @@ def _attend(
         if rows == 1 and kv_heads > at_once:
             return _heads_in_turn(query, key, value, scaling, at_once)
         query, key, value = query.float(), key.float(), value.float()
+    more = (0, 0)
+    if on_cpu and query.dtype != torch.float32 and rows >= _TILED_ROWS:
+        more = -rows % _TILE, -keys % _TILE
+        query, key, value = _filled(query, more[0]), _filled(key, more[1]), _filled(value, more[1])
     # From the first position on the kernel's own causal flag says it all, and is the fastest.
     whole = rows == keys and (rule.window is None or rows <= rule.window)
-    mask = None if rows == 1 or whole else rule.mask(rows, keys, query.device)
+    mask = None if rows == 1 or whole else rule.mask(rows, keys, query.device, more)
     shared = heads > kv_heads
     if shared and not on_cpu and (mask is not None or query.device.type == "mps"):
         # CUDA's fast kernels take shared heads only without a mask, older Apple ones not at all.
         key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
         shared = False
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query,
         key,
         value,
@@ -257,7 +269,13 @@ def _attend(
         scale=scaling,
         is_causal=whole and rows > 1,
         enable_gqa=shared,
-    ).to(dtype)
+    )
+    return output[:, :, :rows].to(dtype)
+
+
+def _filled(part: torch.Tensor, more: int) -> torch.Tensor:
+    """With zeros in so many more positions behind it, which none of its own rows sees."""
+    return F.pad(part, (0, 0, 0, more)) if more else part
 
 
 def _heads_in_turn(
