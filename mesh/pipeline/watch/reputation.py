@@ -123,8 +123,11 @@ class Reputations:
 
     def _standing(self, key: Key) -> _Avoided:
         """What weighs most of what is held against a shard or its host now."""
-        record, now = self._records.get(key), self._clock.monotonic()
-        held = (_CLEAN if record is None else record.avoided, self._hosts.get(key[0], _CLEAN))
+        record, host = self._records.get(key), self._hosts.get(key[0])
+        if record is None and host is None:  # as of most, whenever somebody is picked
+            return _CLEAN
+        now = self._clock.monotonic()
+        held = (_CLEAN if record is None else record.avoided, host or _CLEAN)
         in_force = (each for each in held if now < each.until)
         return max(in_force, key=lambda each: each.penalty, default=_CLEAN)
 
