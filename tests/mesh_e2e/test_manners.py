@@ -88,7 +88,8 @@ def test_deployments_together_never_take_more_than_the_owner_gives(
         assert hearthnet("evict", "one", node=guest).returncode == 0
         # How much is free is looked at every second or two.
         until(lambda: deployed("three", guest).returncode == 0, "what was evicted is given back")
-    assert 2 * MODEL_MB < max(taken) <= LIMIT_MB
+    # Two at once, so that a third had no place; the ends of the built-in model come when they do.
+    assert LIMIT_MB - MODEL_MB < max(taken) <= LIMIT_MB
 
 
 def deployed(model: str, node: LocalNode) -> CompletedProcess[str]:
