@@ -36,10 +36,10 @@ _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-shards-")
 @cache
 def checkpoint(family: str = "llama", layers: int = 4) -> Manifest:
     """The manifest of a random fp32 checkpoint. A family may say how many heads it has, how many
-    have keys, and how wide they are: ``qwen3/5x1``, ``qwen3/4x1x160``."""
+    have keys, how wide they are, and what its window is: ``qwen3/5x1``, ``gemma3/4x2x160x150``."""
     directory = Path(_DIRECTORY.name) / f"{family.replace('/', '-')}-{layers}"
     family, _, heads = family.partition("/")
-    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window")
     changes = dict(zip(names, map(int, heads.split("x")), strict=False)) if heads else {}
     return read_manifest(make_checkpoint(directory, family, layers=layers, **changes))
 

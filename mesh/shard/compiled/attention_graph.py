@@ -8,9 +8,10 @@
   ``sinks`` (heads,) and ``growth`` (positions,) for those that have some. Its
   outputs ``new_keys`` and ``new_values`` are to be bound to the memory of ``keys`` and ``values``:
   the rows are written into them in place.
-- `grouped_model`: the same where several queries share a key: ``at`` (1,) int64 is how many
-  positions there were before, ``end`` (1,) int64 where the last row stands, the padding's included,
-  and one more, ``positions`` (1, rows and padding) int64 where each stands.
+- `grouped_model`: the same where several queries share a key, or a window hides most of them:
+  ``at`` (1,) int64 is how many positions there were before, ``end`` (1,) int64 where the last row
+  stands, the padding's included, and one more, ``positions`` (1, rows and padding) int64 where each
+  stands.
 
 Floats are fp32 throughout. The rows of a piece of a prompt, and one that comes by itself, are given
 to kernels that add up in the same order: a row has the same bits in whatever chunk it comes.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from onnx import TensorProto
 
@@ -30,6 +32,14 @@ from mesh.shard.compiled.slots import FEWEST_ROWS, WIDE
 _SINKS, _QUERIES = 11, 16
 """Which inputs of the attention operator are the sinks, and how many rows it takes of each
 session."""
+
+_LONGEST_WINDOW = 2048
+"""Longer ones hide little of what most sessions have."""
+
+_PART = 128
+"""So many columns and rows of a matrix onnxruntime multiplies at a time; with fewer columns half of
+them and twice as many rows, and so on (MlasGemm in
+https://github.com/microsoft/onnxruntime/blob/main/onnxruntime/core/mlas/lib/sgemm.cpp)."""
 
 _GROUP = 4
 """Queries that share a key, from which on reading the keys once for all of them is worth a copy of
@@ -100,9 +110,18 @@ def attention_model(attention: Attention) -> bytes:
 
 def may_group(attention: Attention) -> bool:
     """Whether `grouped_model` computes this attention, and faster: three to four times as fast with
-    2 key heads behind 1000 positions, 1.6 times with 8 (AVX-512)."""
-    is_plain = all(x is None for x in (attention.window, attention.sinks, attention.latent))
-    return is_plain and attention.heads >= _GROUP * attention.kv_heads
+    2 key heads behind 1000 positions, 1.6 times with 8 (AVX-512). The other multiplies what a
+    window hides as well: behind 4000 positions five to twelve times as much as one of 512 shows."""
+    if attention.sinks is not None or attention.latent is not None:
+        return False
+    if attention.window is not None:
+        return FEWEST_ROWS <= attention.window <= _LONGEST_WINDOW
+    return attention.heads >= _GROUP * attention.kv_heads
+
+
+def reach(attention: Attention) -> int | None:
+    """How many keys before its own `grouped_model` takes for a row at most; None: all of them."""
+    return None if attention.window is None else attention.window + _aligned(attention.width)
 
 
 def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
@@ -119,9 +138,11 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
     if not alone:
         x = graph.op("Pad", [x, graph.input("padding", TensorProto.INT64, [6])])
     q, k, v = graph.split(x, [heads * width, kv_heads * width, kv_heads * width])
+    if attention.table is not None or attention.window is not None:
+        graph.input("positions", TensorProto.INT64, [1, "given"])
     if attention.table is not None:
         turning = [graph.input(name, FLOAT, ["table", "half"]) for name in ("cos", "sin")]
-        turning.append(graph.input("positions", TensorProto.INT64, [1, "given"]))
+        turning.append("positions")
         if attention.growth is not None:
             q = _grown(graph, q)
         whole = 0 if turned == width else turned
@@ -139,19 +160,46 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
     # Wide heads are multiplied in parts, which are others with few keys; those behind the end are
     # not seen.
     stop = graph.op("Max", [end, graph.numbers(FEWEST_ROWS)]) if width > WIDE else end
+    start, mask, count = graph.numbers(0), "", end
+    if attention.window is not None:
+        start = _first_seen(graph, attention.window, width, at)
+        mask = _within(graph, attention.window, start, stop)
+        count = graph.op("Sub", [end, start])
     seen = []
     for name, new in (("keys", k), ("values", v)):
         shape: list[int | str] = [1, kv_heads, "capacity", width]
         given = [graph.input(name, FLOAT, shape), graph.by_head(new, kv_heads, width), at]
         written = graph.op("TensorScatter", given, outputs=[f"new_{name}"], axis=-2)
         graph.output(written, shape)
-        seen.append(graph.op("Slice", [written, graph.numbers(0), stop, graph.numbers(2)]))
-    if alone:
-        _attend_alone(graph, attention, q, seen, end)
-    else:
-        _attend_several(graph, attention, q, seen, end)
+        seen.append(graph.op("Slice", [written, start, stop, graph.numbers(2)]))
+    given = [*seen, mask, "", "", count]
+    (_attend_alone if alone else _attend_several)(graph, attention, q, given)
     graph.output("attended", [1, "rows", heads * width])
     return graph.serialised()
+
+
+def _aligned(width: int) -> int:
+    """Keys of heads of that width are multiplied by so many at a time: of those that a window hides
+    whole parts can be left out, and the others are added up as ever."""
+    columns = _PART
+    while columns > _PART // 8 and columns // 2 >= width:
+        columns //= 2
+    return _PART * _PART // columns
+
+
+def _first_seen(graph: GraphBuilder, window: int, width: int, at: str) -> str:
+    """(1,): the first key that is taken, no later than the first one that any row sees."""
+    part = graph.numbers(_aligned(width))
+    first = graph.op("Max", [graph.op("Sub", [at, graph.numbers(window - 1)]), graph.numbers(0)])
+    return graph.op("Mul", [graph.op("Div", [first, part]), part])
+
+
+def _within(graph: GraphBuilder, window: int, start: str, stop: str) -> str:
+    """(rows, keys) bool: which of the keys from `start` on are in the window of which row."""
+    ends = [graph.op("Squeeze", [each]) for each in (start, stop)]
+    columns = graph.op("Range", [*ends, graph.constant(np.array(1, np.int64))])
+    places = graph.op("Reshape", ["positions", graph.numbers(-1, 1)])
+    return graph.op("Greater", [columns, graph.op("Sub", [places, graph.numbers(window)])])
 
 
 def _grown(graph: GraphBuilder, q: str) -> str:
@@ -160,16 +208,22 @@ def _grown(graph: GraphBuilder, q: str) -> str:
     return graph.op("Mul", [q, graph.op("Unsqueeze", [factors, graph.numbers(2)])])
 
 
-def _attend_alone(
-    graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str], end: str
-) -> None:
-    """A row: the queries that share a key are rows of a matrix, as many as `padding` asks for."""
+def _attend_alone(graph: GraphBuilder, attention: Attention, q: str, given: Sequence[str]) -> None:
+    """A row: the queries that share a key are rows of a matrix, as many as `padding` asks for.
+    `given` are keys, values, what a window shows of them, and, last, how many there are."""
     share = attention.heads // attention.kv_heads
     q = graph.op("Reshape", [q, graph.numbers(1, attention.kv_heads, share, attention.width)])
     if more := padding(share):
         q = graph.op("Pad", [q, graph.numbers(0, 0, 0, 0, 0, 0, more, 0)])
-    given = [q, *seen, *(["", "", "", end] if attention.width > WIDE else [])]
-    y = graph.op("Attention", given, is_causal=0, scale=attention.scale, softcap=attention.softcap)
+    keys, values, mask, *rest = given
+    if mask:  # the same for each of them
+        counted = graph.op("Shape", [mask], start=1)
+        shape = graph.op("Concat", [graph.numbers(share + more), counted], axis=0)
+        mask = graph.op("Expand", [mask, shape])
+    y = graph.op(
+        "Attention", [q, keys, values, mask, *rest],
+        is_causal=0, scale=attention.scale, softcap=attention.softcap,
+    )  # fmt: skip
     if more:
         y = graph.op("Slice", [y, graph.numbers(0), graph.numbers(share), graph.numbers(2)])
     flat = graph.numbers(1, 1, attention.heads * attention.width)
@@ -177,12 +231,12 @@ def _attend_alone(
 
 
 def _attend_several(
-    graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str], end: str
+    graph: GraphBuilder, attention: Attention, q: str, given: Sequence[str]
 ) -> None:
-    """Rows that see one another as well."""
+    """Rows that see one another as well; `given` as in `_attend_alone`."""
     q = graph.by_head(q, attention.heads, attention.width)
     y = graph.op(
-        "Attention", [q, *seen, "", "", "", end],
+        "Attention", [q, *given],
         is_causal=1, scale=attention.scale, softcap=attention.softcap,
     )  # fmt: skip
     y = graph.op("Transpose", [y], perm=[0, 2, 1, 3])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from itertools import cycle
 
 import torch
 
@@ -23,9 +24,9 @@ from mesh.shard.compiled.parts import Attention
 _SHAPE = (64, 512)
 _COMPANY = 4
 _POSITIONS = 530
-"""Beyond 512 products over positions are added up in several parts."""
+"""Beyond 512 products over positions are added up in several parts; and so many beyond a window."""
 _PIECES = (1, 2, 63, 64, 127, 3, 200, 70)
-"""Rows of pieces of a prompt, which end at `_POSITIONS`."""
+"""Rows of pieces of a prompt, one after the other, and all again."""
 _EACH = 7
 """So far apart are the rows that are looked at: in all places of a tile."""
 
@@ -58,14 +59,17 @@ def is_grouped(attention: Attention) -> bool:
     """Whether `grouped_model` is to compute this attention: it may, and each row has the same bits
     alone and in a piece of a prompt."""
     shape = attention.heads, attention.kv_heads, attention.width
-    return may_group(attention) and _is_alike(*shape, attention.scale, attention.softcap)
+    numbers = attention.scale, attention.softcap, attention.window
+    return may_group(attention) and _is_alike(*shape, *numbers)
 
 
 @cache
-def _is_alike(heads: int, kv_heads: int, width: int, scale: float, softcap: float) -> bool:
+def _is_alike(
+    heads: int, kv_heads: int, width: int, scale: float, softcap: float, window: int | None
+) -> bool:
     nothing = torch.nn.Identity()
     attention = Attention(
-        (), nothing, heads, kv_heads, width, scale, softcap, None, None, None, None,
+        (), nothing, heads, kv_heads, width, scale, softcap, window, None, None, None,
         norm_whole=False,
     )  # fmt: skip
     models = (grouped_model(attention, 0, alone=alone) for alone in (True, False))
@@ -76,9 +80,10 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
     """Whether a row of attention has the same bits by the graph for one that is alone as by that
     for pieces of a prompt, neither of which turns by position."""
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
+    positions = _POSITIONS + (attention.window or 0)
     source = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, _POSITIONS, (heads + 2 * kv_heads) * width, generator=source)
-    memory = torch.zeros(2, 1, kv_heads, _POSITIONS + 1, width)
+    rows = torch.randn(1, positions, (heads + 2 * kv_heads) * width, generator=source)
+    memory = torch.zeros(2, 1, kv_heads, positions + 1, width)
     one, any_rows = compiled(alone, 1), compiled(several, 1)
 
     def attended(start: int, count: int) -> torch.Tensor:
@@ -88,6 +93,7 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
         inputs = row_shape(count) | {
             "projected": rows[:, start : start + count].contiguous(), "keys": keys,
             "values": values, "at": torch.tensor([start]), "end": torch.tensor([start + given]),
+            "positions": torch.arange(start, start + given)[None],
         }  # fmt: skip
         found = torch.empty(1, count, heads * width)
         outputs = {"attended": found, "new_keys": keys, "new_values": values}
@@ -95,9 +101,11 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
         return found
 
     pieces, start = [], 0
-    for count in _PIECES:
-        pieces.append(attended(start, count))
-        start += count
+    for count in cycle(_PIECES):
+        if start == positions:
+            break
+        pieces.append(attended(start, min(count, positions - start)))
+        start += pieces[-1].shape[1]
     together = torch.cat(pieces, 1)
-    looked_at = range(0, _POSITIONS, _EACH)
+    looked_at = range(0, positions, _EACH)
     return all(torch.equal(attended(at, 1), together[:, at : at + 1]) for at in looked_at)

@@ -17,6 +17,7 @@ from torch import nn
 
 from mesh.models.row_form import RowForm
 from mesh.shard.attention import SHORT_ROWS
+from mesh.shard.compiled.attention_graph import may_group, reach
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
 from mesh.shard.compiled.parts import Attention, LayerParts
@@ -96,11 +97,12 @@ class CompiledRuntime:
         self.batch_rows = 0 if batch_invariant else at_once
         self.short_rows = SHORT_ROWS if self._is_mixed else 0
         how = "" if self.batch_rows else "+alone"
-        grouped = [each.heads for each in attentions if is_grouped(each)]
-        latent = [each.heads for each in attentions if each.latent is not None]
-        self._most_heads = max(grouped + latent, default=0)
+        grouped = [each for each in attentions if is_grouped(each)]
+        latent = [each for each in attentions if each.latent is not None]
+        self._scores = {(each.heads, reach(each)) for each in grouped + latent}
         if grouped:
-            how += "+grouped"
+            may_be = sum(map(may_group, attentions))
+            how += "+grouped" if len(grouped) == may_be else f"+grouped{len(grouped)}"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{how}"
         self.weight_bytes = span.weight_bytes
         size = f"{self.weight_bytes / 2**20:.0f} MiB"
@@ -209,7 +211,7 @@ class CompiledRuntime:
         attending = []
         for step, place in zip(steps, places, strict=True):
             before = _slot(step).computed
-            for piece in place.pieces(self._rows_at_once(before + place.rows)):
+            for piece in place.pieces(self._rows_at_once(before, place.rows)):
                 attending.append(workspace.attending(piece))
                 attending[-1].stand(before + piece.start - place.start)
         hooks = [
@@ -230,12 +232,16 @@ class CompiledRuntime:
             for step, place in zip(steps, places, strict=True)
         ]
 
-    def _rows_at_once(self, positions: int) -> int:
-        """Rows whose weights over so many positions are held at once by attention that is grouped;
-        an even number, as `padding` asks for."""
-        if not self._most_heads:
+    def _rows_at_once(self, before: int, rows: int) -> int:
+        """How many of so many `rows` have their weights over positions held at once by attention
+        that is grouped; an even number, as `padding` asks for."""
+        if not self._scores:
             return 1 << 30
-        rows = max(2, _SCORES_BYTES // (4 * self._most_heads * positions))
+        most = max(
+            heads * (rows + (before if reach is None else min(before, reach)))
+            for heads, reach in self._scores
+        )
+        rows = max(2, _SCORES_BYTES // (4 * most))
         return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
 
     def _workspace(self, rows: int) -> Workspace:

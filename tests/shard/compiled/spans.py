@@ -30,6 +30,9 @@ GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1", "qwen3/4x1x160")
 """So many queries share a key that it is read once for all of them: an odd number of them, one of
 two key heads, in every other layer, with heads that are multiplied in parts."""
 
+WINDOWED = ("gemma3/4x2x160x150", "gemma2/4x1x64x128")
+"""The same, and so many positions are seen by layers that do not see all."""
+
 SINGULAR = (
     "gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3", "glm4_moe_lite", "deepseek_v2",
     "arcee",

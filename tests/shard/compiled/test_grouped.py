@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
 
 from mesh.shard.compiled.attention_graph import grouped_model
+from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.lone_rows import have_same_rows, is_grouped
 from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.passes import PassPlace
 from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape
-from tests.shard.compiled.spans import GROUPED, compiled
+from tests.shard.compiled.spans import GROUPED, WINDOWED, compiled, step
+from tests.shard.spans import relative_error, rows, whole_model
 
 SHARED = Attention(
     (), torch.nn.Identity(), 14, 2, 64, 0.125, 0.0, None, None, None, None, norm_whole=False
@@ -33,11 +36,36 @@ def test_where_many_queries_share_a_key_kernels_say_so(family: str, on_this_cpu:
     assert compiled("int8", family).kernels.endswith("+int8+grouped")
 
 
-def test_few_queries_to_a_key_and_windows_are_computed_as_ever(on_this_cpu: bool) -> None:
+def test_few_queries_to_a_key_and_what_hides_little_are_computed_as_ever(on_this_cpu: bool) -> None:
     assert "grouped" not in compiled("int8", "llama").kernels
     assert is_grouped(SHARED) == on_this_cpu
     assert not is_grouped(replace(SHARED, kv_heads=7))
-    assert not is_grouped(replace(SHARED, window=128))
+    assert is_grouped(replace(SHARED, window=128, kv_heads=7)) == on_this_cpu
+    assert not is_grouped(replace(SHARED, window=127))
+    assert not is_grouped(replace(SHARED, window=4096))
+    assert not is_grouped(replace(SHARED, window=128, sinks=torch.zeros(14)))
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_keys_that_a_window_hides_are_left_out_and_change_nothing(family: str) -> None:
+    hidden = rows(430)
+
+    def computed(quant: Quant | None, *sizes: int) -> torch.Tensor:
+        runtime = compiled(quant, family, positions=512)
+        found: list[torch.Tensor] = []
+        assert "grouped" in runtime.kernels
+        cache = runtime.new_cache(512)
+        for size in cycle(sizes):
+            at = cache.length
+            if at == hidden.shape[1]:
+                return torch.cat(found, 1)
+            found.append(step(runtime, cache, at, hidden[:, at : at + size]))
+        raise AssertionError
+
+    assert relative_error(computed(None, 200, 1, 64), whole_model(family, hidden)) < 1e-4
+    expected = computed("int8", 430)
+    for sizes in ([1], [7], [200, 1, 64]):
+        assert torch.equal(computed("int8", *sizes), expected), sizes
 
 
 def test_one_bit_of_a_row_that_is_alone_is_seen() -> None:
