@@ -141,21 +141,7 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
     if attention.table is not None or attention.window is not None:
         graph.input("positions", TensorProto.INT64, [1, "given"])
     if attention.table is not None:
-        turning = [graph.input(name, FLOAT, ["table", "half"]) for name in ("cos", "sin")]
-        turning.append("positions")
-        if attention.growth is not None:
-            q = _grown(graph, q)
-        whole = 0 if turned == width else turned
-        q, k = (
-            graph.op(
-                "RotaryEmbedding",
-                [x, *turning],
-                num_heads=n,
-                rotary_embedding_dim=whole,
-                interleaved=int(attention.turns_pairs),
-            )
-            for x, n in ((q, heads), (k, kv_heads))
-        )
+        q, k = _turned(graph, attention, turned, q, k)
     at, end = (graph.input(name, TensorProto.INT64, [1]) for name in ("at", "end"))
     # Wide heads are multiplied in parts, which are others with few keys; those behind the end are
     # not seen.
@@ -200,6 +186,28 @@ def _within(graph: GraphBuilder, window: int, start: str, stop: str) -> str:
     columns = graph.op("Range", [*ends, graph.constant(np.array(1, np.int64))])
     places = graph.op("Reshape", ["positions", graph.numbers(-1, 1)])
     return graph.op("Greater", [columns, graph.op("Sub", [places, graph.numbers(window)])])
+
+
+def _turned(
+    graph: GraphBuilder, attention: Attention, turned: int, q: str, k: str
+) -> tuple[str, str]:
+    """Queries and keys turned by position, as far as `turned` says."""
+    turning = [graph.input(name, FLOAT, ["table", "half"]) for name in ("cos", "sin")]
+    turning.append("positions")
+    if attention.growth is not None:
+        q = _grown(graph, q)
+    whole = 0 if turned == attention.width else turned
+    q, k = (
+        graph.op(
+            "RotaryEmbedding",
+            [x, *turning],
+            num_heads=n,
+            rotary_embedding_dim=whole,
+            interleaved=int(attention.turns_pairs),
+        )
+        for x, n in ((q, attention.heads), (k, attention.kv_heads))
+    )
+    return q, k
 
 
 def _grown(graph: GraphBuilder, q: str) -> str:

@@ -58,20 +58,17 @@ def _fewest_rows(bits: int) -> int:
 def is_grouped(attention: Attention) -> bool:
     """Whether `grouped_model` is to compute this attention: it may, and each row has the same bits
     alone and in a piece of a prompt."""
-    shape = attention.heads, attention.kv_heads, attention.width
-    numbers = attention.scale, attention.softcap, attention.window
-    return may_group(attention) and _is_alike(*shape, *numbers)
+    share = attention.heads // attention.kv_heads  # of one key head: others are as it is
+    numbers = attention.width, attention.scale, attention.softcap, attention.window
+    return may_group(attention) and _is_alike(share, *numbers)
 
 
 @cache
-def _is_alike(
-    heads: int, kv_heads: int, width: int, scale: float, softcap: float, window: int | None
-) -> bool:
+def _is_alike(share: int, width: int, scale: float, softcap: float, window: int | None) -> bool:
     nothing = torch.nn.Identity()
     attention = Attention(
-        (), nothing, heads, kv_heads, width, scale, softcap, window, None, None, None,
-        norm_whole=False,
-    )  # fmt: skip
+        (), nothing, share, 1, width, scale, softcap, window, None, None, None, norm_whole=False
+    )
     models = (grouped_model(attention, 0, alone=alone) for alone in (True, False))
     return have_same_rows(attention, *models)
 
