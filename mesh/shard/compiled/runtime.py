@@ -50,10 +50,6 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
-_PROBES = 64
-"""So many rows miss hardly any of 128 experts of which each meets eight; and what one row does not
-tell, as it is rounded to 8 bit before a product, another may."""
-
 _SCORES_BYTES = 32 << 20
 """What a piece of a prompt may take at once in attention that holds all its weights over positions:
 half of what a shard has to spare."""
@@ -69,6 +65,11 @@ class CompiledRuntime:
     A session with hooks inside a layer, where a graph has no place for them, is computed by the
     torch runtime on the same weights; that is slow, as those are made dense again for each step.
     """
+
+    probes = 64
+    """How many rows there are to ask a layer with: so many miss hardly any of 128 experts of which
+    each meets eight; and what one does not tell, as it is rounded to 8 bit before a product,
+    another may."""
 
     def __init__(
         self, span: GraphSpan, *, threads: int, positions: int, batch_invariant: bool = False
@@ -148,11 +149,6 @@ class CompiledRuntime:
         # Of queries and keys the answer of a row that is alone says nothing.
         found = *workspace.before_mixer(0, 1), workspace.state(1, 1)
         return torch.cat([each.flatten() for each in found])
-
-    @property
-    def probes(self) -> int:
-        """How many rows there are to ask a layer with."""
-        return _PROBES
 
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
@@ -238,11 +234,11 @@ class CompiledRuntime:
         if not self._scores:
             return 1 << 30
         most = max(
-            heads * (rows + (before if reach is None else min(before, reach)))
-            for heads, reach in self._scores
+            heads * (rows + (before if far is None else min(before, far)))
+            for heads, far in self._scores
         )
-        rows = max(2, _SCORES_BYTES // (4 * most))
-        return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
+        at_once = max(2, _SCORES_BYTES // (4 * most))
+        return 1 << (at_once.bit_length() - 1)  # few lengths, so that few are bound
 
     def _workspace(self, rows: int) -> Workspace:
         return Workspace(self._sessions, self._form, rows)
