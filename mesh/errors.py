@@ -102,14 +102,18 @@ MAX_TOLD = 1024
 
 def from_peer(fields: dict[str, Any]) -> MeshError:
     """The same of what another node says, whose words make no lines and escapes of their own."""
-    return from_dict({key: _told(said) for key, said in fields.items()})
+    return from_dict(
+        {
+            key: in_one_line(said, MAX_TOLD) if isinstance(said, str) else said
+            for key, said in fields.items()
+        }
+    )
 
 
-def _told(said: Any) -> Any:
-    if not isinstance(said, str):
-        return said
-    text = "".join(each if each.isprintable() else " " for each in said[: MAX_TOLD + 1])
-    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD - 1]}…"
+def in_one_line(text: str, most: int) -> str:
+    """`text` as it may be told: printable, and cut where it has more than so many characters."""
+    text = "".join(each if each.isprintable() else " " for each in text[: most + 1])
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 async def as_mesh_error(

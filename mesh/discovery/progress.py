@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import MAX_TEXT, Int63, Text
+from mesh.errors import in_one_line
 
 MAX_SPANS = 64
 MAX_MODELS = 64
@@ -47,6 +48,5 @@ class NodeProgress:
 
 
 def shortened(reason: str) -> str:
-    """A reason as it may be told: printable, and cut where it is too long."""
-    text = "".join(each if each.isprintable() else " " for each in reason)
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+    """A reason as it may be told."""
+    return in_one_line(reason, MAX_TEXT)
