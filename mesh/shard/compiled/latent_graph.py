@@ -4,11 +4,11 @@
   any sessions.
 - `latent_model` is the graph of attention, of one session: ``projected`` (1, rows, (heads + 1) *
   width), each head's query and then the key, with ``at`` (1,) int64, how many positions there were
-  before, ``end`` (1,) int64, no less than how many there are then, ``positions`` (1, rows or more)
-  int64, where each row stands, ``rows`` (1,) int64, ``keys`` (1, 1, capacity, width) and, for
-  layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width) and
-  ``growth`` (positions,), to ``attended`` (1, rows, heads * rank). ``new_keys`` is to be bound to
-  the memory of ``keys``: the rows are written into it in place.
+  before, ``positions`` (1, rows or more) int64, where each row stands, ``rows`` (1,) int64,
+  ``keys`` (1, 1, room, width), no fewer than `FEWEST_ROWS`, so that products over them are always
+  cut at the same places, and, for layers that turn by position, ``cos`` and ``sin`` (positions,
+  half the turned width) and ``growth`` (positions,), to ``attended`` (1, rows, heads * rank).
+  ``new_keys`` is to be bound to the memory of ``keys``: the rows are written into it in place.
 
 Floats are fp32 throughout. All heads share a key, so their queries are one matrix, of one row or of
 several: a row has the same bits in whatever chunk it comes.
@@ -22,7 +22,6 @@ from onnx import TensorProto
 from mesh.shard.compiled.builder import FLOAT, LATENT_KEYS, LATENT_VALUES, QUERIES, GraphBuilder
 from mesh.shard.compiled.latent import Latent
 from mesh.shard.compiled.parts import Attention
-from mesh.shard.compiled.slots import FEWEST_ROWS
 
 _NEVER = np.array(-np.inf, np.float32)
 
@@ -92,17 +91,15 @@ def latent_model(attention: Attention, latent: Latent) -> bytes:
 
 
 def _seen(graph: GraphBuilder, k: str, width: int) -> tuple[str, str]:
-    """The keys of all positions once those of the rows are written, (count, width), and `count`,
-    (1,): at least so many that products over them are always cut at the same places."""
-    shape: list[int | str] = [1, 1, "capacity", width]
+    """The keys of all positions that there is room for once those of the rows are written, (count,
+    width), and `count`, (1,)."""
+    shape: list[int | str] = [1, 1, "room", width]
     new = graph.op("Reshape", [k, graph.numbers(1, 1, -1, width)])
-    at, end = (graph.input(name, TensorProto.INT64, [1]) for name in ("at", "end"))
-    given = [graph.input("keys", FLOAT, shape), new, at]
+    given = [graph.input("keys", FLOAT, shape), new, graph.input("at", TensorProto.INT64, [1])]
     written = graph.op("TensorScatter", given, outputs=["new_keys"], axis=-2)
     graph.output(written, shape)
-    count = graph.op("Max", [end, graph.numbers(FEWEST_ROWS)])
-    part = graph.op("Slice", [written, graph.numbers(0), count, graph.numbers(2)])
-    return graph.op("Reshape", [part, graph.numbers(-1, width)]), count
+    count = graph.op("Shape", [written], start=2, end=3)
+    return graph.op("Reshape", [written, graph.numbers(-1, width)]), count
 
 
 def _scalar(graph: GraphBuilder, value: int | str) -> str:

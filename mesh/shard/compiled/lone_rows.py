@@ -20,6 +20,7 @@ from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BITS, BlockMatrix, quantise
 from mesh.shard.compiled.graph import product_model
 from mesh.shard.compiled.parts import Attention
+from mesh.shard.compiled.slots import FEWEST_ROWS, room_for
 
 _SHAPE = (64, 512)
 _COMPANY = 4
@@ -74,8 +75,8 @@ def _is_alike(share: int, width: int, scale: float, softcap: float, window: int 
 
 
 def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
-    """Whether a row of attention has the same bits by the graph for one that is alone as by that
-    for pieces of a prompt, neither of which turns by position."""
+    """Whether a row of attention has the same bits by the graph for one that is alone, with little
+    room behind it, as by that for pieces of a prompt with more; neither turns by position."""
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
     positions = _POSITIONS + (attention.window or 0)
     source = torch.Generator().manual_seed(0)
@@ -86,7 +87,8 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
     def attended(start: int, count: int) -> torch.Tensor:
         """Of rows from `start` on; their keys and values are written, the same each time."""
         given = count + padding(count) if count > 1 else 1
-        keys, values = memory
+        room = positions + 1 if count > 1 else room_for(start + 1, FEWEST_ROWS)
+        keys, values = held = memory[..., :room, :].contiguous()
         inputs = row_shape(count) | {
             "projected": rows[:, start : start + count].contiguous(), "keys": keys,
             "values": values, "at": torch.tensor([start]), "end": torch.tensor([start + given]),
@@ -95,6 +97,7 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
         found = torch.empty(1, count, heads * width)
         outputs = {"attended": found, "new_keys": keys, "new_values": values}
         Binding.of(any_rows if count > 1 else one, inputs, outputs).run()
+        memory[..., :room, :] = held
         return found
 
     pieces, start = [], 0

@@ -234,7 +234,8 @@ class Workspace:
 
     def attending(self, place: PassPlace) -> Attending:
         """The mixer of the session at `place`."""
-        key = id(place.bank), place.slot, place.start, place.rows, place.reads, place.writes
+        of_slot = id(place.bank), place.slot, place.bank.rooms[place.slot]
+        key = *of_slot, place.start, place.rows, place.reads, place.writes
         known = self._attending.get(key)
         if known is None:
             known = self._attending[key] = self._attend(place)

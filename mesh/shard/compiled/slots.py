@@ -1,9 +1,12 @@
 """Keys and values of sessions in places that stay, so that graphs are bound to them once.
 
-A bank has a few slots, each with room for the longest session. Its memory is reserved and not
-taken: pages become real as positions are written, and are given back when a session ends. What lies
-beyond a session's `length` does not exist: cutting back is one assignment. Layers that keep running
-states have a `StateArea` in each slot instead. Knows no layers but what each of them caches.
+A bank has a few slots, each with memory for the longest session. It is reserved and not taken:
+pages become real as positions are written, and are given back when a session ends. In a slot the
+keys of one head lie behind those of another, with room for a few more positions than there are, so
+that attention multiplies them where they lie; where a session outgrows it, the heads move apart.
+What lies beyond a session's `length` does not exist: cutting back is one assignment. Layers that
+keep running states have a `StateArea` in each slot instead. Knows no layers but what each of them
+caches.
 """
 
 from __future__ import annotations
@@ -34,15 +37,16 @@ matrices of fewer rows are multiplied in another order."""
 WIDE = 128
 """Heads wider than this are."""
 
-_STEP = 256
-"""Positions by which a session's memory is counted."""
+_ROOM = 32
+"""Positions that a head has room for at least, and by which that grows."""
 
 _ALIGNED = 16
 """Numbers to which each state is aligned: a line of the processor's cache."""
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
-"""On macOS the other is a hint that keeps the pages; after either they may hold what they held."""
+"""On macOS the other is a hint that keeps the pages; after the first they may hold what they held.
+"""
 
 Tensors = Mapping[str, torch.Tensor]
 """By the names that the graph of a layer has for them."""
@@ -105,6 +109,12 @@ class CacheShape:
         return sum(each.position_bytes for each in self.layers if isinstance(each, KeyShape))
 
     @property
+    def least_room(self) -> int:
+        """For how many positions each head has room at least."""
+        keys = (each for each in self.layers if isinstance(each, KeyShape))
+        return FEWEST_ROWS if any(each.is_filled_up for each in keys) else _ROOM
+
+    @property
     def has_states(self) -> bool:
         """Whether there are layers that keep some."""
         return any(isinstance(each, StateShapes) for each in self.layers)
@@ -149,6 +159,8 @@ class Bank:
         """Those of each slot."""
         self.lengths = [0] * SLOTS
         """How many positions each slot holds."""
+        self.rooms = [shape.least_room] * SLOTS
+        """For how many positions each head of a slot has room. What nobody wrote is zero there."""
         self._free = list(range(SLOTS))
         self._lock = threading.Lock()
 
@@ -157,20 +169,19 @@ class Bank:
         """Whether every slot is taken."""
         return not self._free
 
-    @property
-    def areas(self) -> Iterator[torch.Tensor]:
-        """Keys and values of each layer that has some, (slots, heads, positions, width) fp32."""
+    def keys(self, slot: int) -> Iterator[torch.Tensor]:
+        """Keys and values of each layer that has some, (1, heads, room, width) fp32."""
         for area in self._keys.values():
-            yield from area.tensors.values()
+            yield from area.tensors(slot, self.rooms[slot]).values()
 
     def tensors(self, layer: int, slot: int, copy: int) -> Tensors:
-        """What a layer caches in a slot: its ``keys`` and ``values`` (1, heads, positions, width),
-        or those that it sees, or its states in one of their two copies."""
+        """What a layer caches in a slot: its ``keys`` and ``values`` (1, heads, room, width), or
+        those that it sees, or its states in one of their two copies."""
         cached = self.shape.layers[layer]
         area = self._keys.get(cached.layer if isinstance(cached, SeenKeys) else layer)
         if area is None:
             return self.states[slot].tensors[copy][layer]
-        return {name: each[slot : slot + 1] for name, each in area.tensors.items()}
+        return area.tensors(slot, self.rooms[slot])
 
     def take(self) -> int:
         """The lowest free slot, empty."""
@@ -180,44 +191,74 @@ class Bank:
         self.lengths[slot] = 0
         return slot
 
-    def give(self, slot: int, written: int) -> None:
-        """The slot is free again; the memory of its first `written` positions goes back."""
+    def make_room(self, slot: int, positions: int, most: int) -> None:
+        """Let each head of a slot have room for `positions`, and for no more than `most`."""
+        room = self.rooms[slot]
+        if positions <= room:
+            return
+        self.rooms[slot] = min(room_for(positions, self.shape.least_room), most)
         for area in self._keys.values():
-            area.wipe(slot, written)
+            area.spread(slot, self.lengths[slot], room, self.rooms[slot])
+
+    def give(self, slot: int) -> None:
+        """The slot is free again; its memory goes back."""
+        for area in self._keys.values():
+            area.wipe(slot, self.rooms[slot])
         if self.states:
             self.states[slot].wipe()
         with self._lock:
-            self.lengths[slot] = 0
+            self.lengths[slot], self.rooms[slot] = 0, self.shape.least_room
             self._free.append(slot)
+
+
+def room_for(positions: int, least: int) -> int:
+    """How many positions heads have room for that need it for so many: an eighth more at most,
+    `least` at least, and few different numbers, so that little is bound."""
+    step = max(_ROOM, 1 << max(0, positions.bit_length() - 4))
+    return max(least, -(-positions // step) * step)
 
 
 class _KeyArea:
     """Keys and values of one layer, for all slots of a bank."""
 
     def __init__(self, shape: KeyShape, positions: int) -> None:
-        self._shape = shape
-        self._rows = max(positions + SPARE, FEWEST_ROWS)
-        dims = (SLOTS, shape.heads, self._rows, shape.width)
-        self._memory = {name: _reserved(math.prod(dims) * 4) for name in shape.names}
-        self.tensors = {name: _numbers(each, dims) for name, each in self._memory.items()}
+        self._heads, self._width = shape.heads, shape.width
+        size = shape.heads * most_room(positions) * shape.width * 4
+        pages = -(-size // mmap.PAGESIZE)  # of a slot; none has a part of another's
+        self._slot_bytes = pages * mmap.PAGESIZE
+        self._memory = {name: _reserved(SLOTS * self._slot_bytes) for name in shape.names}
+        dims = SLOTS, self._slot_bytes // 4
+        self._numbers = {name: _numbers(each, dims) for name, each in self._memory.items()}
 
-    def wipe(self, slot: int, written: int) -> None:
-        """Give the memory of a slot's first positions back."""
-        # Whoever wrote them, attention takes so many, and what is no number is none times nothing.
-        # Pages that are given back may hold what they held, and those at the edges stay.
-        for tensor in self.tensors.values() if self._shape.is_filled_up else ():
-            tensor[slot, :, : min(written + SPARE, FEWEST_ROWS)] = 0.0
-        heads, width = self._shape.heads, self._shape.width
-        head = self._rows * width * 4
-        used = min(written + SPARE, self._rows) * width * 4
-        for memory in self._memory.values():
-            for number in range(heads):
-                start = (slot * heads + number) * head
-                # Whole pages only: the next head may begin on the last of them.
-                first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-                stop = (start + used) // mmap.PAGESIZE * mmap.PAGESIZE
-                if stop > first:
-                    memory.madvise(_GIVE_BACK, first, stop - first)
+    def tensors(self, slot: int, room: int) -> dict[str, torch.Tensor]:
+        """By name, (1, heads, room, width)."""
+        return {name: self._apart(each[slot], room)[None] for name, each in self._numbers.items()}
+
+    def spread(self, slot: int, held: int, room: int, wider: int) -> None:
+        """Give heads that have `room` a `wider` one; the first `held` positions stay."""
+        for each in self._numbers.values():
+            before, behind = self._apart(each[slot], room), self._apart(each[slot], wider)
+            for head in reversed(range(self._heads)):  # so that none is written over
+                behind[head, :held] = before[head, :held].clone()
+                behind[head, held:] = 0.0
+
+    def wipe(self, slot: int, room: int) -> None:
+        """Give the memory of a slot whose heads have so much room back; zeros are left."""
+        used = self._heads * room * self._width
+        start = slot * self._slot_bytes
+        for name, memory in self._memory.items():
+            if _GIVE_BACK != mmap.MADV_DONTNEED:
+                self._numbers[name][slot, :used] = 0.0
+            memory.madvise(_GIVE_BACK, start, -(-used * 4 // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+    def _apart(self, numbers: torch.Tensor, room: int) -> torch.Tensor:
+        """(heads, room, width) of a slot's numbers."""
+        return numbers[: self._heads * room * self._width].view(self._heads, room, self._width)
+
+
+def most_room(positions: int) -> int:
+    """Of a head where a session may have so many positions."""
+    return max(positions + SPARE, FEWEST_ROWS)
 
 
 class SlotCache:
@@ -229,8 +270,9 @@ class SlotCache:
         self.bank = bank
         self.slot = bank.take()
         self.max_tokens = max_tokens
-        self._written = [0]
-        self._end = weakref.finalize(self, _free, bank, self.slot, self._written)
+        self._most = min(max_tokens, bank.shape.positions)
+        self._written = 0
+        self._end = weakref.finalize(self, bank.give, self.slot)
 
     @property
     def length(self) -> int:
@@ -250,8 +292,7 @@ class SlotCache:
     @property
     def capacity(self) -> int:
         """Positions that it has memory for."""
-        most = min(self.max_tokens, self.bank.shape.positions)
-        return min(-(-self._written[0] // _STEP) * _STEP, most)
+        return min(self.bank.rooms[self.slot], self._most) if self._written else 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -269,13 +310,17 @@ class SlotCache:
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
         needed = self.length + rows
-        most = min(self.max_tokens, self.bank.shape.positions)
-        if needed > most:
+        if needed > self._most:
             raise ContextTooLong(
-                f"The session holds at most {most} positions; {needed} are needed.",
+                f"The session holds at most {self._most} positions; {needed} are needed.",
                 fix="Open the session with more max_tokens, or shorten the prompt.",
             )
-        self._written[0] = max(self._written[0], needed)
+        self.bank.make_room(self.slot, needed + SPARE, most_room(self._most))
+        # Attention takes what was written behind that, and what is no number is none times nothing.
+        if needed < self._written:
+            for each in self.bank.keys(self.slot):
+                each[:, :, needed : self._written + SPARE] = 0.0
+        self._written = needed
 
     def commit(self, rows: int) -> None:
         """The forward over `rows` positions succeeded; they count from now on."""
@@ -288,8 +333,9 @@ class SlotCache:
         """
         start, rows = self.length, stop - self.length
         self.reserve(rows)
-        for mine, theirs in zip(self.bank.areas, other.bank.areas, strict=True):
-            mine[self.slot, :, start:stop] = theirs[other.slot, :, start:stop]
+        areas = self.bank.keys(self.slot), other.bank.keys(other.slot)
+        for mine, theirs in zip(*areas, strict=True):
+            mine[:, :, start:stop] = theirs[:, :, start:stop]
         self.bank.lengths[self.slot] = stop
 
 
@@ -302,7 +348,3 @@ def _numbers(memory: mmap.mmap, dims: Sequence[int]) -> torch.Tensor:
     """As fp32. Whoever asks for it may compute without gradients, and who writes to it not."""
     with torch.inference_mode(mode=False):
         return torch.frombuffer(memory, dtype=torch.float32).view(*dims)
-
-
-def _free(bank: Bank, slot: int, written: list[int]) -> None:
-    bank.give(slot, written[0])

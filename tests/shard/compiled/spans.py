@@ -30,6 +30,9 @@ GROUPED = ("qwen3/5x1", "llama/8x2", "gemma2/4x1", "qwen3/4x1x160")
 """So many queries share a key that it is read once for all of them: an odd number of them, one of
 two key heads, in every other layer, with heads that are multiplied in parts."""
 
+APART = "llama/4x4"
+"""Each query has a key of its own."""
+
 WINDOWED = ("gemma3/4x2x160x150", "gemma2/4x1x64x128")
 """The same, and so many positions are seen by layers that do not see all."""
 
@@ -39,7 +42,7 @@ SINGULAR = (
 )  # fmt: skip
 """Families whose layers differ in width, or whose attention is one of their own."""
 
-COMPILED = (*dict.fromkeys((*FAMILIES, *EXPERTS, *SINGULAR)), *GROUPED)
+COMPILED = (*dict.fromkeys((*FAMILIES, *EXPERTS, *SINGULAR)), *GROUPED, APART)
 COMPILED = tuple(family for family in COMPILED if family not in REFUSED)
 
 

@@ -14,7 +14,7 @@ from mesh.shard.compiled.lone_rows import have_same_rows, is_grouped
 from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.passes import PassPlace
 from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape
-from tests.shard.compiled.spans import GROUPED, WINDOWED, compiled, step
+from tests.shard.compiled.spans import APART, GROUPED, WINDOWED, compiled, step
 from tests.shard.spans import relative_error, rows, whole_model
 
 SHARED = Attention(
@@ -36,11 +36,11 @@ def test_where_many_queries_share_a_key_kernels_say_so(family: str, on_this_cpu:
     assert compiled("int8", family).kernels.endswith("+int8+grouped")
 
 
-def test_few_queries_to_a_key_and_what_hides_little_are_computed_as_ever(on_this_cpu: bool) -> None:
-    assert "grouped" not in compiled("int8", "llama").kernels
-    assert is_grouped(SHARED) == on_this_cpu
-    assert not is_grouped(replace(SHARED, kv_heads=7))
-    assert is_grouped(replace(SHARED, window=128, kv_heads=7)) == on_this_cpu
+def test_a_key_for_each_query_and_what_hides_little_are_computed_as_ever(on_this_cpu: bool) -> None:
+    assert "grouped" not in compiled("int8", APART).kernels
+    assert is_grouped(SHARED) == is_grouped(replace(SHARED, kv_heads=7)) == on_this_cpu
+    assert not is_grouped(replace(SHARED, kv_heads=14))
+    assert is_grouped(replace(SHARED, window=128, kv_heads=14)) == on_this_cpu
     assert not is_grouped(replace(SHARED, window=127))
     assert not is_grouped(replace(SHARED, window=4096))
     assert not is_grouped(replace(SHARED, window=128, sinks=torch.zeros(14)))
@@ -66,6 +66,23 @@ def test_keys_that_a_window_hides_are_left_out_and_change_nothing(family: str) -
     expected = computed("int8", 430)
     for sizes in ([1], [7], [200, 1, 64]):
         assert torch.equal(computed("int8", *sizes), expected), sizes
+
+
+@pytest.mark.parametrize("family", ["llama/8x2", APART, "glm4_moe_lite"])
+def test_what_was_cut_off_or_lies_in_another_slot_changes_no_bit(family: str) -> None:
+    """Attention takes keys behind a session's end, in as much room as the session once had."""
+    runtime, hidden = compiled("int8", family), rows(200)
+    straight = runtime.new_cache(256)
+    expected = step(runtime, straight, 0, hidden)[:, 60:]
+    caches = [runtime.new_cache(256) for _ in range(3)]
+    for cache, lost in zip(caches, (20, 140), strict=False):
+        step(runtime, cache, 0, hidden[:, :60])
+        step(runtime, cache, 60, torch.full_like(hidden[:, :lost], torch.nan))
+        cache.cut(60)
+    caches[2].copy(straight, 60)
+    for cache in caches:
+        found = [step(runtime, cache, at, hidden[:, at : at + 70]) for at in range(60, 200, 70)]
+        assert torch.equal(torch.cat(found, 1), expected)
 
 
 def test_one_bit_of_a_row_that_is_alone_is_seen() -> None:
