@@ -112,11 +112,11 @@ def may_group(attention: Attention) -> bool:
     """Whether `grouped_model` computes this attention, and a single row faster: 1.3 to 2 times as
     fast with 2 or 3 queries to a key, 2 to 2.8 times with 4 (AVX-512). The other multiplies what a
     window hides as well: behind 4000 positions five to twelve times as much as one of 512 shows."""
-    if attention.sinks is not None or attention.latent is not None:
+    if attention.latent is not None:
         return False
     if attention.window is not None:
         return FEWEST_ROWS <= attention.window <= _LONGEST_WINDOW
-    return attention.heads >= _GROUP * attention.kv_heads
+    return attention.sinks is None and attention.heads >= _GROUP * attention.kv_heads
 
 
 def reach(attention: Attention) -> int | None:
@@ -159,6 +159,11 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
         seen = [graph.op("Slice", [each, start, stop, graph.numbers(2)]) for each in seen]
         mask = _within(graph, attention.window, start, stop)
         count = graph.op("Sub", [end, start])
+        if attention.sinks is not None:
+            mask = _with_sinks(graph, attention, mask)
+            count = graph.op("Add", [count, graph.numbers(1)])
+            nothing = graph.constant(np.zeros((1, kv_heads, 1, width), np.float32))
+            seen = [graph.op("Concat", [nothing, each], axis=2) for each in seen]
     given = [*seen, mask, "", "", count]
     (_attend_alone if alone else _attend_several)(graph, attention, q, given)
     graph.output("attended", [1, "rows", heads * width])
@@ -187,6 +192,25 @@ def _within(graph: GraphBuilder, window: int, start: str, stop: str) -> str:
     columns = graph.op("Range", [*ends, graph.constant(np.array(1, np.int64))])
     places = graph.op("Reshape", ["positions", graph.numbers(-1, 1)])
     return graph.op("Greater", [columns, graph.op("Sub", [places, graph.numbers(window)])])
+
+
+def _with_sinks(graph: GraphBuilder, attention: Attention, is_seen: str) -> str:
+    """(1, heads, rows, keys and one): what is added to scores, for a key of zeros before the others
+    what takes weight and gives nothing."""
+    hidden, shown = (graph.constant(np.array(each, np.float32)) for each in (-np.inf, 0))
+    scores = graph.op("Where", [is_seen, shown, hidden])
+    shape = graph.op(
+        "Concat", [graph.numbers(1, attention.heads), graph.op("Shape", [is_seen])], axis=0
+    )
+    sinks = graph.input("sinks", FLOAT, [attention.heads])
+    sinks = graph.op("Reshape", [sinks, graph.numbers(1, -1, 1, 1)])
+    each_row = graph.op(
+        "Concat",
+        [graph.op("Slice", [shape, graph.numbers(0), graph.numbers(3)]), graph.numbers(1)],
+        axis=0,
+    )
+    parts = [graph.op("Expand", [sinks, each_row]), graph.op("Expand", [scores, shape])]
+    return graph.op("Concat", parts, axis=3)
 
 
 def _turned(
@@ -225,7 +249,11 @@ def _attend_alone(graph: GraphBuilder, attention: Attention, q: str, given: Sequ
     if more := padding(share):
         q = graph.op("Pad", [q, graph.numbers(0, 0, 0, 0, 0, 0, more, 0)])
     keys, values, mask, *rest = given
-    if mask:  # the same for each of them
+    if attention.sinks is not None:
+        mask = graph.op("Reshape", [mask, graph.numbers(1, attention.kv_heads, share, -1)])
+        if more:
+            mask = graph.op("Pad", [mask, graph.numbers(0, 0, 0, 0, 0, 0, more, 0)])
+    elif mask:  # the same for each of them
         counted = graph.op("Shape", [mask], start=1)
         shape = graph.op("Concat", [graph.numbers(share + more), counted], axis=0)
         mask = graph.op("Expand", [mask, shape])

@@ -61,15 +61,18 @@ def is_grouped(attention: Attention) -> bool:
     alone and in a piece of a prompt."""
     share = attention.heads // attention.kv_heads  # of one key head: others are as it is
     numbers = attention.width, attention.scale, attention.softcap, attention.window
-    return may_group(attention) and _is_alike(share, *numbers)
+    return may_group(attention) and _is_alike(share, *numbers, attention.sinks is not None)
 
 
 @cache
-def _is_alike(share: int, width: int, scale: float, softcap: float, window: int | None) -> bool:
-    nothing = torch.nn.Identity()
+def _is_alike(
+    share: int, width: int, scale: float, softcap: float, window: int | None, sinks: bool
+) -> bool:
+    nothing, some = torch.nn.Identity(), torch.zeros(share) if sinks else None
     attention = Attention(
-        (), nothing, share, 1, width, scale, softcap, window, None, None, None, norm_whole=False
-    )
+        (), nothing, share, 1, width, scale, softcap, window, None, None, None, norm_whole=False,
+        sinks=some,
+    )  # fmt: skip
     models = (grouped_model(attention, 0, alone=alone) for alone in (True, False))
     return have_same_rows(attention, *models)
 
@@ -93,6 +96,7 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
             "projected": rows[:, start : start + count].contiguous(), "keys": keys,
             "values": values, "at": torch.tensor([start]), "end": torch.tensor([start + given]),
             "positions": torch.arange(start, start + given)[None],
+            "sinks": torch.linspace(-2, 2, heads),
         }  # fmt: skip
         found = torch.empty(1, count, heads * width)
         outputs = {"attended": found, "new_keys": keys, "new_values": values}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mesh.shard.compiled.attention_graph import grouped_model
-from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.lone_rows import have_same_rows, is_grouped
 from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.passes import PassPlace
+from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape
 from tests.shard.compiled.spans import APART, GROUPED, WINDOWED, compiled, step
 from tests.shard.spans import relative_error, rows, whole_model
@@ -43,29 +43,41 @@ def test_a_key_for_each_query_and_what_hides_little_are_computed_as_ever(on_this
     assert is_grouped(replace(SHARED, window=128, kv_heads=14)) == on_this_cpu
     assert not is_grouped(replace(SHARED, window=127))
     assert not is_grouped(replace(SHARED, window=4096))
-    assert not is_grouped(replace(SHARED, window=128, sinks=torch.zeros(14)))
+    assert is_grouped(replace(SHARED, window=128, sinks=torch.zeros(14))) == on_this_cpu
+    assert not is_grouped(replace(SHARED, sinks=torch.zeros(14)))
+
+
+def in_pieces(runtime: CompiledRuntime, hidden: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """What becomes of `hidden` in pieces of these sizes, in turns."""
+    found: list[torch.Tensor] = []
+    cache = runtime.new_cache(512)
+    for size in cycle(sizes):
+        at = cache.length
+        if at == hidden.shape[1]:
+            return torch.cat(found, 1)
+        found.append(step(runtime, cache, at, hidden[:, at : at + size]))
+    raise AssertionError
 
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_keys_that_a_window_hides_are_left_out_and_change_nothing(family: str) -> None:
-    hidden = rows(430)
-
-    def computed(quant: Quant | None, *sizes: int) -> torch.Tensor:
-        runtime = compiled(quant, family, positions=512)
-        found: list[torch.Tensor] = []
-        assert "grouped" in runtime.kernels
-        cache = runtime.new_cache(512)
-        for size in cycle(sizes):
-            at = cache.length
-            if at == hidden.shape[1]:
-                return torch.cat(found, 1)
-            found.append(step(runtime, cache, at, hidden[:, at : at + size]))
-        raise AssertionError
-
-    assert relative_error(computed(None, 200, 1, 64), whole_model(family, hidden)) < 1e-4
-    expected = computed("int8", 430)
+    hidden, plain = rows(430), compiled(None, family, positions=512)
+    assert "grouped" in plain.kernels
+    found = in_pieces(plain, hidden, 200, 1, 64)
+    assert relative_error(found, whole_model(family, hidden)) < 1e-4
+    runtime = compiled("int8", family, positions=512)
+    expected = in_pieces(runtime, hidden, 430)
     for sizes in ([1], [7], [200, 1, 64]):
-        assert torch.equal(computed("int8", *sizes), expected), sizes
+        assert torch.equal(in_pieces(runtime, hidden, *sizes), expected), sizes
+
+
+def test_what_takes_weight_and_gives_nothing_does_so_beside_a_window() -> None:
+    hidden, runtime = rows(430), compiled(None, "gpt_oss/4x2x64x128", positions=512)
+    assert "grouped" in runtime.kernels
+    found = in_pieces(runtime, hidden, 200, 1, 64)
+    assert relative_error(found, whole_model("gpt_oss/4x2x64x128", hidden)) < 1e-4
+    short = rows(160)
+    assert torch.equal(in_pieces(runtime, short, 1), in_pieces(runtime, short, 7))
 
 
 @pytest.mark.parametrize("family", ["llama/8x2", APART, "glm4_moe_lite"])
