@@ -27,8 +27,11 @@ from mesh.shard.compiled import (
     layer_inputs,
     parts,
     parts_reader,
+    passes,
     recurrence_graph,
     recurrences,
+    slots,
+    state_slots,
 )
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import dense_span
@@ -58,7 +61,8 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 _CODE = (
     attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, latent,
-    latent_graph, layer_inputs, parts, parts_reader, recurrence_graph, recurrences,
+    latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences, slots,
+    state_slots,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 
