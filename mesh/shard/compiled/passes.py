@@ -139,6 +139,11 @@ class PassPlace:
             yield replace(self, start=self.start + first, rows=rows, reads=reads)
 
     @property
+    def room(self) -> int:
+        """For how many positions each head of its slot has room."""
+        return self.bank.rooms[self.slot]
+
+    @property
     def given(self) -> int:
         """How many rows attention gets, unless it computes a single one by itself."""
         return self.rows + padding(self.rows)
@@ -150,6 +155,8 @@ class Attending:
 
     bindings: tuple[Binding, ...]
     place: PassPlace
+    room: int
+    """Of its slot, which its keys are bound with."""
     last: Ints
     total: Ints
     at: Ints
@@ -234,15 +241,13 @@ class Workspace:
 
     def attending(self, place: PassPlace) -> Attending:
         """The mixer of the session at `place`."""
-        of_slot = id(place.bank), place.slot, place.bank.rooms[place.slot]
-        key = *of_slot, place.start, place.rows, place.reads, place.writes
+        key = id(place.bank), place.slot, place.start, place.rows, place.reads, place.writes
         known = self._attending.get(key)
-        if known is None:
+        if known is None or known.room != place.room:
             known = self._attending[key] = self._attend(place)
-            if len(self._attending) > _KEPT_SESSIONS:
-                self._attending.popitem(last=False)
-        else:
-            self._attending.move_to_end(key)
+        self._attending.move_to_end(key)
+        if len(self._attending) > _KEPT_SESSIONS:
+            self._attending.popitem(last=False)
         return known
 
     def _rows(self, width: int) -> torch.Tensor:
@@ -310,4 +315,4 @@ class Workspace:
             session = layer.alone if is_alone else layer.mixer
             bindings.append(Binding.of(session, given, results))
         told = [each.numpy() for each in (last, total, at, end, positions)]
-        return Attending(tuple(bindings), place, *told)
+        return Attending(tuple(bindings), place, place.room, *told)

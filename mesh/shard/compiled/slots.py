@@ -37,7 +37,7 @@ matrices of fewer rows are multiplied in another order."""
 WIDE = 128
 """Heads wider than this are."""
 
-_ROOM = 32
+_ROOM = 64
 """Positions that a head has room for at least, and by which that grows."""
 
 _ALIGNED = 16

@@ -181,14 +181,14 @@ def test_rows_of_others_write_nothing_into_an_idle_session() -> None:
 
 def test_a_slot_is_given_on_empty() -> None:
     runtime = compiled("int8")
-    fresh = runtime.new_cache(64)
+    fresh = runtime.new_cache(160)
     expected = step(runtime, fresh, 0, rows(3, seed=5))
-    first = runtime.new_cache(64)
+    first = runtime.new_cache(160)
     slot = (first.bank, first.slot)
-    step(runtime, first, 0, rows(40))
+    step(runtime, first, 0, rows(140))
     taken = first.allocated_bytes
     del first
-    again = runtime.new_cache(64)
+    again = runtime.new_cache(160)
     assert (again.bank, again.slot) == slot
     assert (again.length, again.allocated_bytes) == (0, 0)
     assert torch.equal(step(runtime, again, 0, rows(3, seed=5)), expected)
