@@ -61,8 +61,11 @@ _HOSTILE = {
     "big-endian": b"GGUF" + struct.pack(">I", 3) + bytes(100),
     "truncated": _file(_GOOD, _TENSORS)[:90],
     "truncated: tensor": _file(_GOOD, _TENSORS, data=100),
-    "truncated: many tensors": _file(_GOOD, counts=(_HUGE, 4))[:150],
-    "truncated: many settings": _file(_GOOD, counts=(0, _HUGE))[:150],
+    "truncated: tensors that are not there": _file(_GOOD, counts=(9, 4))[:150],
+    "truncated: settings that are not there": _file(_GOOD, counts=(0, 9))[:150],
+    "claims 18446744073709551615 tensors": _file(_GOOD, counts=(_HUGE, 4)),
+    "claims 65537 tensors": _file(_GOOD, counts=(65_537, 4)),
+    "claims 0 tensors and 4097 settings": _file(_GOOD, counts=(0, 4097)),
     "a text of 18446744073709551615 bytes": _file((struct.pack("<Q", _HUGE),)),
     "a text of 4611686018427387904 bytes": _file(
         (_said("k", _STRING, struct.pack("<Q", 1 << 62)),)

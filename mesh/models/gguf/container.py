@@ -30,6 +30,10 @@ _MAX_WORDS = 4_000_000
 _MAX_KEPT = 4096
 """Elements of an array of numbers that is kept: there may be one number for each layer."""
 _MAX_NAME_BYTES = 256
+_MAX_PAIRS = 4096
+"""Of metadata; files have some dozens. Each is an object here: 18 million fit into a header."""
+_MAX_TENSORS = 1 << 16
+"""Of a file; those of the largest mixtures, one for each expert, are fewer."""
 _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32
 
@@ -131,6 +135,11 @@ class _Cursor:
                 "it was written for big-endian machines" if swapped else f"its version is {version}"
             )
         tensor_count, pair_count = self.number("Q"), self.number("Q")
+        if tensor_count > _MAX_TENSORS or pair_count > _MAX_PAIRS:
+            self.refuse(
+                f"it claims {tensor_count} tensors and {pair_count} settings; {_MAX_TENSORS} and"
+                f" {_MAX_PAIRS} are the most"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(pair_count):
             key = self.key = self.text(_MAX_NAME_BYTES)
