@@ -3,20 +3,19 @@
 Reads files of the checkpoint only, never the network, and never runs code that came with
 them. It knows nothing of weights or layers.
 
-The most bytes that one token stands for is a bound that refuses a text before it is tokenised; it
-is found in the tokenizer's own tables.
+What a text may become, and the most bytes that one token stands for, are bounds that refuse it
+before it is tokenised (`mesh.models.text_lengths`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
@@ -28,11 +27,8 @@ from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_fo
 from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
+from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
 from mesh.models.turns import Wants, turned, wants_of
-
-_COMPOSING = 4
-"""NFC makes text shorter: three Hangul letters of nine bytes become a syllable of three."""
-
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 """What a tokenizer may leave out: at the ends of a text, in rows, beside special tokens."""
@@ -55,49 +51,6 @@ _OBJECTIONS = (
     RecursionError,
 )  # fmt: skip
 """What a template raises that does not take a conversation."""
-
-
-def longest_token_bytes(backend: Any) -> int | None:
-    """The most UTF-8 bytes of text, white space left out, that one token can stand for.
-
-    None when that cannot be said: a tokenizer that puts one token in the place of any length of
-    unknown text, or that drops text. `backend` is a `tokenizers.Tokenizer`. Takes a tenth of a
-    second for a large vocabulary.
-    """
-    if backend is None or not isinstance(backend.model, models.BPE):
-        return None
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    if not backend.model.byte_fallback and not vocabulary.keys() >= _ALPHABET:
-        return None
-    shrinks = _shrinks(backend)
-    if shrinks is None:
-        return None
-    return shrinks * max(len(token.encode()) for token in vocabulary)
-
-
-_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
-"""One sign for each byte: with all of them no text is unknown."""
-
-
-def _shrinks(backend: Any) -> int | None:
-    """By how much a text can become shorter before its tokens are looked up; None: at will."""
-    if backend.pre_tokenizer is not None and b'"Removed"' in backend.pre_tokenizer.__getstate__():
-        return None
-    if backend.normalizer is None:
-        return 1
-    normalizer = json.loads(backend.normalizer.__getstate__())
-    factor = 1
-    for step in normalizer.get("normalizers", [normalizer]):
-        match step:
-            case {"type": "Prepend"}:
-                pass
-            case {"type": "NFC"}:
-                factor *= _COMPOSING
-            case {"type": "Replace", "pattern": {"String": " "}}:
-                pass
-            case _:
-                return None
-    return factor
 
 
 def load_tokenizer(manifest: Manifest) -> Any:
@@ -128,13 +81,15 @@ class Tokenizer:
     def __init__(
         self, tokenizer: Any, eos_ids: frozenset[int], bounds: Bounds | None = None
     ) -> None:
-        """`bounds` are those of its chat template."""
+        """`bounds` are those of its chat template. Raises BadCheckpoint for what makes too much of
+        any text."""
         self._tokenizer = tokenizer
         self._bounds = bounds or Bounds()
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+        self._growth = most_growth(self._backend)
         self._longest: tuple[int | None] | None = None
         self._spelling: TokenSpelling | None = None
         self.eos_ids = eos_ids
@@ -355,13 +310,21 @@ class Tokenizer:
     def _encode(self, text: str, most: int | None, *, special: bool) -> list[int]:
         if most is not None:
             self._require_fits(text, most)
+        if (size := len(text.encode()) * self._growth) > MAX_GROWN_BYTES:
+            raise ContextTooLong(
+                f"the model's tokenizer may make {size} bytes of the prompt; {MAX_GROWN_BYTES} are"
+                " the most.",
+                fix="Shorten the prompt, or begin a new conversation.",
+                param="prompt",
+            )
         if self._backend is None:
             ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
             count = len(ids)
         else:
             # Of the library's ways only those of a batch let other threads run meanwhile; and the
             # ids are made into a list only if they fit.
-            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            with _refused_where_it_panics():
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
             count = len(encoding)
             ids = encoding.ids if most is None or count <= most else []
         if most is not None and count > most:
@@ -383,6 +346,22 @@ class Tokenizer:
         size -= sum(text.count(sign) * len(sign.encode()) for sign in WHITE_SPACE)
         if size > longest * most:
             raise _too_long(f"{size} bytes, which are at least {-(-size // longest)} tokens", most)
+
+
+@contextlib.contextmanager
+def _refused_where_it_panics() -> Iterator[None]:
+    """Raises BadRequest for a text that the library gives up on: one at which a pattern of the
+    model goes back and forth, for example."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which nothing exports, and is no Exception
+            raise
+        raise BadRequest(
+            f"The model's tokenizer cannot read this text: {str(error)[:200]}.",
+            fix="Send another text, or use another revision of the model.",
+            param="prompt",
+        ) from error
 
 
 def _too_long(what: str, most: int) -> ContextTooLong:

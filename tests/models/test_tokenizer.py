@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import resource
@@ -19,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.bounded import Bounds
 from mesh.models.detokenize import decoder_for
-from mesh.models.manifest import read_manifest
-from mesh.models.tokenizer import WHITE_SPACE, Tokenizer, longest_token_bytes
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.text_lengths import longest_token_bytes, most_growth
+from mesh.models.tokenizer import WHITE_SPACE, Tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.models.conftest import Checkpoint
 
@@ -273,6 +275,71 @@ def test_nothing_is_said_of_tokenizers_that_drop_text_or_fuse_what_they_do_not_k
     for backend in (words, gaps, *map(_normalizing, dropping)):
         assert longest_token_bytes(backend) is None
     assert longest_token_bytes(None) is None
+
+
+_DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+_BETWEEN = {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "a" * 999}
+_OF_ONE = b"\0\0\0\0" + b"a" * 999 + b"\0"
+_MAPPED = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(_OF_ONE).decode()}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def _with_part(directory: Path, part: str, steps: list[dict[str, Any]]) -> Manifest:
+    kind = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content[part] = {"type": "Sequence", kind[part]: steps}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return read_manifest(directory)
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        ("normalizer", [_DOUBLING] * 40),
+        ("normalizer", [{"type": "Sequence", "normalizers": [_DOUBLING] * 20}] * 2),
+        ("normalizer", [_BETWEEN] * 3),
+        ("normalizer", [_MAPPED] * 3),
+        ("normalizer", [{"type": "Prepend", "prepend": "a" * 999}] * 3),
+        ("pre_tokenizer", [_BYTES] * 40),
+        ("decoder", [_DOUBLING] * 40),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_without_end_is_refused_before_it_reads_any(
+    part: str, steps: list[dict[str, Any]], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "growing")
+    with pytest.raises(BadCheckpoint, match="tokenizer makes up to"):
+        Tokenizer.load(_with_part(directory, part, steps))
+
+
+def test_a_text_that_its_tokenizer_would_make_too_long_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "growing")
+    tokenizer = Tokenizer.load(_with_part(directory, "normalizer", [_DOUBLING] * 18))
+    assert len(tokenizer.encode("ba")) > 1 << 18
+    with pytest.raises(ContextTooLong, match=f"may make {300 << 19} bytes of the prompt"):
+        tokenizer.encode("b" * 300)
+
+
+def test_what_the_usual_tokenizers_make_of_a_text_is_little() -> None:
+    for is_sentencepiece in (False, True):
+        backend = make_tokenizer(VOCAB, sentencepiece=is_sentencepiece).backend_tokenizer
+        assert most_growth(backend) <= 12
+    assert most_growth(None) == 1
+
+
+def test_a_text_at_which_a_pattern_goes_back_and_forth_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    split = {
+        "type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "backtracking")
+    tokenizer = Tokenizer.load(_with_part(directory, "pre_tokenizer", [split, _BYTES]))
+    tokenizer.encode("aaab")
+    with pytest.raises(BadRequest, match=r"cannot read this text: .*retry-limit"):
+        tokenizer.encode("a" * 60)
 
 
 def test_white_space_counts_for_nothing_where_a_text_is_measured() -> None:
