@@ -63,10 +63,11 @@ class SeenDeployment:
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """What is looked up for each span of a deployment: what to call the nodes, which are there,
-    and in which formats what is served is loaded."""
+    """What is looked up for each span of a deployment: what to call the nodes, which may hold
+    layers, which are there, and in which formats what is served is loaded."""
 
     names: Mapping[NodeId, str]
+    trusted: Collection[NodeId]
     alive: Collection[NodeId]
     loaded: Mapping[ServedShard, Sequence[LoadedFormat]]
 
@@ -140,13 +141,22 @@ class DeploymentRows:
 
     def is_on_its_way(self, deployment: Deployment) -> bool:
         """Whether a machine that is there is still to bring up a part of it."""
-        return any(span.now.phase in ON_ITS_WAY for span in self.seen(deployment).spans)
+        if deployment.plan is None or not deployment.is_wanted:
+            return False
+        now = self._moment()
+        spans = (span for each in deployment.plan.replicas for span in each.spans)
+        there = Counter(span for span in spans if span.node in now.alive)
+        return any(
+            self._far(deployment, span, now, copy).phase in ON_ITS_WAY
+            for span, copies in there.items()
+            for copy in range(copies)
+        )
 
     def _moment(self) -> _Moment:
         loaded: dict[ServedShard, list[LoadedFormat]] = {}
         for each in self._here():
             loaded.setdefault(each, []).append(each.loaded)
-        return _Moment(self._names(), self._seen.alive(), loaded)
+        return _Moment(self._names(), self._seen.trusted(), self._seen.alive(), loaded)
 
     def _far(self, deployment: Deployment, span: Span, moment: _Moment, copy: int) -> PhaseProgress:
         wish = deployment.wish
@@ -156,7 +166,7 @@ class DeploymentRows:
         if copies and (now is None or now.phase is Phase.READY):
             now = PhaseProgress(Phase.READY, reason=_SHARED if copy >= copies else None)
         elif span.node not in moment.alive:
-            now = PhaseProgress(Phase.AWAY, reason=self._why_for_good(span, wish))
+            now = PhaseProgress(Phase.AWAY, reason=_why_for_good(span, wish, moment.trusted))
         elif is_own and now is not None and now.phase is Phase.READY:
             now = None  # as it was wished before
         elif not is_own:
@@ -168,13 +178,6 @@ class DeploymentRows:
     def _names(self) -> dict[NodeId, str]:
         """What to call the nodes."""
         return called(self._seen.names().items())
-
-    def _why_for_good(self, span: Span, wish: Wish) -> str | None:
-        """Why nobody need wait for a machine that is away; None where it may come back."""
-        if span.node in self._seen.trusted():
-            return None
-        todo = "; deploy with its layers pinned elsewhere" if span in wish.pins else ""
-        return f"it may hold no layers any more{todo}"
 
     def _level(self, deployment: Deployment) -> Level:
         """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
@@ -201,6 +204,14 @@ class DeploymentRows:
             if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
         ]
         return tuple(wish.whole.lacking(served))
+
+
+def _why_for_good(span: Span, wish: Wish, trusted: Collection[NodeId]) -> str | None:
+    """Why nobody need wait for a machine that is away; None where it may come back."""
+    if span.node in trusted:
+        return None
+    todo = "; deploy with its layers pinned elsewhere" if span in wish.pins else ""
+    return f"it may hold no layers any more{todo}"
 
 
 def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> PhaseProgress:

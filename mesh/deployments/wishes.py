@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -24,13 +24,13 @@ from msgspec import Meta
 from mesh import codec
 from mesh.codec import MAX_TEXT, Int63, Sha256
 from mesh.events.state import Fact
-from mesh.events.types import Order
+from mesh.events.types import EventId, Order
 from mesh.types import MAX_LAYERS, LayerRange, ModelId, NodeId, ShardId, shard_id
 
 MAX_REPLICAS = 16
 MAX_SPANS = 256
 """Of one plan: it has to fit into an event."""
-MAX_OF_AUTHOR = 256
+MAX_OF_AUTHOR = 64
 """Deployments whose newest wish is by one author: of those that stand the newest so many count, and
 of those that were evicted so many are known. All are looked at whenever the log changes."""
 MINIMUM_S = 3600.0
@@ -197,19 +197,32 @@ class Deployment:
         }
 
 
-def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dict[str, Deployment]:
+Known = dict[tuple[EventId, ...], Wish | Plan | None]
+"""What is in the events of wishes, and in those of plans with the wishes' that they are of."""
+
+
+def read(
+    wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]], known: Known | None = None
+) -> dict[str, Deployment]:
     """Every deployment by its id, evicted and merged ones too; what is of no form known here, or
-    beyond what one author may wish for, is left out."""
+    beyond what one author may wish for, is left out.
+
+    `known` is what was read the last time, and then what was this time: a log that has grown by an
+    event is not to be converted anew, of which the plans of one author may take a second.
+    """
+    known = {} if known is None else known
+    events = _Events(dict(known))
+    known.clear()
     found: dict[str, Deployment] = {}
     standing: dict[tuple[ModelId, str], str] = {}
     for name in _counting(wishes):
         fact = wishes[name]
-        wish = read_wish(fact.payload)
+        wish = events.wish(fact)
         if wish is None:
             continue
         event = fact.event_id.hex()
-        known = ((fact.order, read_plan(fact.payload, wish)) for fact in plans.get(name, ()))
-        made = [(plan.wish == event, plan.epoch, at, plan) for at, plan in known if plan]
+        plans_of = ((each.order, events.plan(each, fact, wish)) for each in plans.get(name, ()))
+        made = [(plan.wish == event, plan.epoch, at, plan) for at, plan in plans_of if plan]
         best = max(made, key=lambda row: row[:3], default=None)
         plan = None if best is None else best[3]
         first = name
@@ -219,7 +232,30 @@ def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dic
         found[name] = Deployment(
             wish, plan, event, fact.author, fact.wall_ms, merged_into, fact.order[0]
         )
+    known.update(events.now)
     return found
+
+
+@dataclass(slots=True)
+class _Events:
+    """Reads events, those that were read `before` from there."""
+
+    before: Known
+    now: Known = field(default_factory=dict)
+
+    def wish(self, fact: Fact) -> Wish | None:
+        """What `read_wish` gives."""
+        key = (fact.event_id,)
+        found = self.now[key] = self.before[key] if key in self.before else read_wish(fact.payload)
+        return found if isinstance(found, Wish) else None
+
+    def plan(self, fact: Fact, of: Fact, wish: Wish) -> Plan | None:
+        """What `read_plan` gives."""
+        key = (fact.event_id, of.event_id)
+        found = self.now[key] = (
+            self.before[key] if key in self.before else read_plan(fact.payload, wish)
+        )
+        return found if isinstance(found, Plan) else None
 
 
 def _counting(wishes: Mapping[str, Fact]) -> list[str]:

@@ -14,7 +14,7 @@ from mesh.deployments.levels import Level, level_of
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.reconcile import LoadAction, OwnShard, ServedShard
 from mesh.deployments.weights import OnProgress
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
+from mesh.deployments.wishes import Deployment, Known, Plan, Span, Wish, live, read
 from mesh.deployments.world import Use, World
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
@@ -55,6 +55,7 @@ class House(World):
         self.free_on_devices: Callable[[], Mapping[str, int]] = dict
         """MiB, of those of which that is known; where there are several."""
         self._read: tuple[object, dict[str, Deployment]] | None = None
+        self._known: Known = {}
         self.layouts = Layouts(config, node, store, self.deployments)
 
     async def laid_out(
@@ -87,7 +88,7 @@ class House(World):
             return {}
         state = hearth.log.state
         if self._read is None or self._read[0] is not state:
-            self._read = state, read(state.wishes(), state.plans())
+            self._read = state, read(state.wishes(), state.plans(), self._known)
         return self._read[1]
 
     async def publish_wish(self, wish: Wish) -> Deployment:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from mesh.clock import loop_time
 from mesh.config import Config
@@ -34,7 +35,21 @@ for."""
 _LOOK_S, _LOOK_AGAIN_S = 3.0, 60.0
 """One that is to be loaded waits for a look at its files, but not for long."""
 
+_COUNT_AGAIN_S = 1.0
+"""What layers take is measured by and by, and known better then."""
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What was to come `of` each deployment, and in all, as far as was `read` and `there`."""
+
+    read: Mapping[str, Deployment]
+    there: Collection[ServedShard]
+    at: float
+    of: Mapping[str, Mapping[NodeId, int]]
+    total: Mapping[NodeId, int]
 
 
 class Layouts:
@@ -55,6 +70,7 @@ class Layouts:
         self._refusals = Refusals()
         self._looks: dict[tuple[ModelId, str], float] = {}
         """Models that were looked at, and when they are looked at again."""
+        self._planned: _Planned | None = None
 
     async def laid_out(
         self,
@@ -93,17 +109,44 @@ class Layouts:
     ) -> Mapping[NodeId, int]:
         """MiB of each machine that are for spans which are planned there and not yet loaded: its
         `own`, and those of other deployments than this."""
-        others = [
-            (each.wish, each.plan)
-            for each in live(self._deployments())
-            if each.id != deployment and each.is_wanted and each.plan is not None
-        ]
+        planned = self._planned_now(there)
+        taken = Counter(planned.total)
+        taken.subtract(planned.of.get(deployment, {}))
+        for wish, plan in own:
+            taken.update(self._to_come(wish, plan, there))
+        return +taken
+
+    def _planned_now(self, there: Collection[ServedShard]) -> _Planned:
+        """What is planned of all deployments and not loaded, counted once a second at most while
+        nothing changes: many may have to be planned anew, each beside all others."""
+        deployments, now, known = self._deployments(), loop_time(), self._planned
+        if (
+            known is not None
+            and known.read is deployments
+            and known.there == there
+            and now - known.at < _COUNT_AGAIN_S
+        ):
+            return known
+        of = {
+            each.id: self._to_come(each.wish, each.plan, there)
+            for each in live(deployments)
+            if each.is_wanted and each.plan is not None
+        }
+        total: Counter[NodeId] = Counter()
+        for taken in of.values():
+            total.update(taken)
+        self._planned = _Planned(deployments, frozenset(there), now, of, total)
+        return self._planned
+
+    def _to_come(
+        self, wish: Wish, plan: Plan, there: Collection[ServedShard]
+    ) -> Mapping[NodeId, int]:
+        """MiB of each machine for what of a plan is not loaded."""
         taken: Counter[NodeId] = Counter()
-        for wish, plan in (*own, *others):
-            for span in plan.spans:
-                served = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
-                if served not in there:
-                    taken[span.node] += self.need_mb(wish, span.layers)
+        for span in plan.spans:
+            served = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
+            if served not in there:
+                taken[span.node] += self.need_mb(wish, span.layers)
         return taken
 
     def need_mb(self, wish: Wish, layers: LayerRange, device: str = "") -> int:
@@ -155,8 +198,9 @@ class Layouts:
 
     def refused(self, deployment: Deployment) -> Collection[Span]:
         """The spans of its plan for which their machines say that they have no room."""
-        spans = deployment.plan.spans if deployment.plan is not None else ()
-        now = [span for span in spans if self._lacks(deployment.shard(span.layers), span.node)]
+        lacking = self._lacking() if deployment.plan is not None else ()
+        spans = deployment.plan.spans if deployment.plan is not None and lacking else ()
+        now = [s for s in spans if (s.node, deployment.shard(s.layers)) in lacking]
         self._refusals.put(deployment.id, now, loop_time())
         return now
 
@@ -178,9 +222,15 @@ class Layouts:
                 )
         return None
 
-    def _lacks(self, shard: ShardId, node: NodeId) -> bool:
-        told = self.told(node, shard)
-        return told is not None and told.lacks_memory
+    def _lacking(self) -> Collection[tuple[NodeId, ShardId]]:
+        """The shards of which their nodes say so."""
+        return {
+            (view.info.node_id, ShardId(each.shard_id))
+            for view in self._store.nodes()
+            if view.offers.progress is not None
+            for each in view.offers.progress.spans
+            if each.lacks_memory and each.phase in Phase.__members__
+        }
 
 
 def _error(said: SpanProgress) -> MeshError | None:

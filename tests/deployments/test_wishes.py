@@ -14,6 +14,7 @@ from mesh.deployments.placement import make_plan, planner, stale
 from mesh.deployments.wishes import (
     MAX_OF_AUTHOR,
     Deployment,
+    Known,
     Plan,
     Replica,
     Span,
@@ -127,6 +128,24 @@ def test_of_what_one_author_wishes_for_the_newest_count_and_what_others_do_is_as
     first = MAX_OF_AUTHOR  # of A's, of which there are as many before it, less two
     assert [each.id for each in live(found)] == [WISH.deployment, *list(wishes)[first - 1 : -1]]
     assert found[gone.deployment].wish.evicted
+
+
+def test_what_was_read_of_an_event_is_not_read_again_and_what_counts_no_longer_is_forgotten() -> (
+    None
+):
+    wishes = {WISH.deployment: fact(1, WISH.payload())}
+    plans = {WISH.deployment: [fact(2, planned(WISH, 1).payload()), fact(3, {"deployment": "?"})]}
+    known: Known = {}
+    first = read(wishes, plans, known)[WISH.deployment]
+    assert len(known) == 3
+    other = replace(WISH, deployment="f" * 16, model_id=ModelId("another"))
+    more = wishes | {other.deployment: fact(4, other.payload())}
+    again = read(more, plans, known)[WISH.deployment]
+    assert again == first == read(more, plans)[WISH.deployment]
+    assert again.wish is first.wish
+    assert again.plan is first.plan
+    read({other.deployment: more[other.deployment]}, {}, known)
+    assert len(known) == 1
 
 
 def covers(replica: Replica, layers: int) -> bool:

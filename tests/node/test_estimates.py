@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -245,6 +245,34 @@ async def test_of_what_is_planned_for_others_that_counts_which_is_not_loaded(
     need = layouts.need_mb(wish, LayerRange(2, 4))
     assert layouts.spoken_for("", there) == {FAR: need}
     assert layouts.spoken_for(wish.deployment, there) == {}
+    assert layouts.spoken_for(wish.deployment, there, [(wish, plan)]) == {FAR: need}
+
+
+async def test_what_is_planned_is_counted_once_for_all_that_is_planned_beside_it(
+    store: ShardStore,
+) -> None:
+    asked: list[ModelId] = []
+
+    class Planner:
+        def need_mb(self, wish: Wish, layers: LayerRange, device: str) -> int:
+            asked.append(wish.model_id)
+            return len(layers)
+
+    known = {}
+    for number in range(20):
+        wish = Wish(f"{number:016x}", ModelId(f"m{number}"), "ab" * 32, 4, 400)
+        plan = Plan(
+            wish.deployment, "cd" * 32, 0, (Replica(0, (Span(NEAR, wish.whole),)),), 1, asked=True
+        )
+        known[wish.deployment] = Deployment(wish, plan, "cd" * 32, OWN, 0)
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, lambda: known)
+    layouts.planner = cast("Estimates", Planner())
+    there = {ServedShard(NEAR, ModelId("m7"), "ab" * 32, LayerRange(0, 4))}
+    taken = [layouts.spoken_for(each, there)[NEAR] for each in known]
+    assert taken == [4 * (18 if number != 7 else 19) for number in range(20)]
+    assert sorted(asked) == sorted(
+        each.wish.model_id for each in known.values() if each.wish.model_id != "m7"
+    )
 
 
 async def test_a_member_that_is_off_is_known_by_its_name(estimates: Estimates) -> None:
