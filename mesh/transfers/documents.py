@@ -33,6 +33,8 @@ _INDEX = "model.safetensors.index.json"
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_SMALL_BYTES = 64 << 20
 """Of one small file; the largest tokenizers have 35 MB."""
+_MAX_ALL_SMALL_BYTES = 2 * MAX_SMALL_BYTES
+"""They are all in memory before the first is on the disk."""
 SMALL_FILES = frozenset(
     {
         "config.json", "generation_config.json", _INDEX,
@@ -224,10 +226,12 @@ def _require_bounded(document: Document) -> None:
     """Raise BadCheckpoint where more would be read than a checkpoint has, before its tensors."""
     files = [small.name for small in document.small] + [file.name for file in document.weights]
     heads = sum(file.header for file in document.weights)
-    if len(set(files)) != len(files) or heads > MAX_SMALL_BYTES:
+    small = sum(file.size for file in document.small)
+    if len(set(files)) != len(files) or heads > MAX_SMALL_BYTES or small > _MAX_ALL_SMALL_BYTES:
         raise BadCheckpoint(
             f"The description of a checkpoint names {len(files)} files, {len(set(files))} of them"
-            f" different, whose headers have {heads} bytes; the limit is {MAX_SMALL_BYTES}.",
+            f" different, whose headers have {heads} bytes, and {small} bytes of small files; the"
+            f" limits are {MAX_SMALL_BYTES} and {_MAX_ALL_SMALL_BYTES}.",
             fix="Ask another node.",
         )
 

@@ -11,6 +11,7 @@ import logging
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,14 +60,35 @@ def agreed_files(having: Sequence[PeerHolding]) -> str:
 
 
 async def prepare(
-    directory: Path, sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str
+    directory: Path,
+    sha256: str,
+    peer: PeerHolding,
+    dial: Dial,
+    files_sha256: str,
+    limit_s: float | None = None,
 ) -> None:
     """Make the partial checkpoint, without a tensor, from what this peer says of it.
 
     Raises BadCheckpoint for what is not the checkpoint, or has another `files_sha256` than this
-    (see `agreed_files`), UnsupportedFamily for weights that are stored quantised, and what the link
-    raises.
+    (see `agreed_files`), UnsupportedFamily for weights that are stored quantised, what the link
+    raises, and TimeoutError where not all of it was said within `limit_s`.
     """
+    async with asyncio.timeout(limit_s):
+        said = await _said(sha256, peer, dial, files_sha256)
+    await asyncio.to_thread(_create, directory, said)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """All of a checkpoint but its tensors; `complete` names those that are here with the rest."""
+
+    document: Document
+    sparse: dict[str, SparseFile]
+    small: dict[str, bytes]
+    complete: set[str]
+
+
+async def _said(sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str) -> _Said:
     link = await dial(peer)
     try:
         document = await _document(link, sha256)
@@ -93,7 +115,7 @@ async def prepare(
             sparse[file.name] = SparseFile(headers[file.name], file.size, pieces)
     finally:
         link.close("it is known now what there is")
-    await asyncio.to_thread(_create, directory, document, sparse, small, complete)
+    return _Said(document, sparse, small, complete)
 
 
 async def _settings(
@@ -117,17 +139,12 @@ async def _settings(
     return found
 
 
-def _create(
-    directory: Path,
-    document: Document,
-    sparse: dict[str, SparseFile],
-    small: dict[str, bytes],
-    complete: set[str],
-) -> None:
+def _create(directory: Path, said: _Said) -> None:
+    document, complete = said.document, said.complete
     tensors = {each.name: each.sha256 for each in document.tensors}
     record = PartialRecord(1, document.model_id, document.weights_sha256, document.origin, tensors)
     journal = {JOURNAL: journal_of(tensors, complete)} if complete else {}
-    create_partial(directory, record, sparse, small | journal)
+    create_partial(directory, record, said.sparse, said.small | journal)
     try:
         read_manifest(directory)
     except BaseException:

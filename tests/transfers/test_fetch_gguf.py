@@ -189,6 +189,17 @@ def test_what_is_said_of_a_gguf_model_has_nothing_from_beside_it(whole: Manifest
             documents.decode(many, whole.weights_sha256)
 
 
+def test_a_description_has_no_more_of_small_files_than_memory_takes(tmp_path: Path) -> None:
+    toy = read_manifest(make_checkpoint(tmp_path / "toy", "llama", layers=2, vocab=300))
+    said, most = documents.document_of(toy, "", None), documents.MAX_SMALL_BYTES
+    small = [documents.SmallFile(name, most, "0" * 64) for name in ("vocab.json", "merges.txt")]
+    few = replace(said, small=tuple(small))
+    assert documents.decode(documents.encode(few), toy.weights_sha256) == few
+    many = replace(said, small=(*small, documents.SmallFile("vocab.txt", 1, "0" * 64)))
+    with pytest.raises(BadCheckpoint, match="bytes of small files"):
+        documents.decode(documents.encode(many), toy.weights_sha256)
+
+
 def test_a_description_is_of_what_was_asked_for_and_names_no_file_elsewhere(
     whole: Manifest,
 ) -> None:

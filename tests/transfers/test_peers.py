@@ -9,7 +9,8 @@ from pathlib import Path
 from mesh.discovery.weights import HeldWeights
 from mesh.models.manifest import read_manifest
 from mesh.transfers.asking import WeightsLink
-from mesh.transfers.commands import PeerHolding
+from mesh.transfers.commands import Ensure, PeerHolding
+from mesh.transfers.fetches import Fetches, FetchSettings
 from mesh.transfers.fetching import WantedLayers, fetching
 from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import PeerSources
@@ -85,3 +86,51 @@ async def test_a_peer_whose_links_are_of_use_until_they_break_is_asked_again_at_
     """Over days a link breaks often; only one that gives nothing is to be waited for longer."""
     async with asyncio.timeout(10):
         assert (await fetched_from(tmp_path, breaking=5)).dialled == 6
+
+
+@dataclass
+class Dripping:
+    """Says that it has much to say, and says it byte by byte."""
+
+    replies: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def dial(self, peer: PeerHolding) -> WeightsLink:
+        link = WeightsLink(peer.node)
+
+        def answer(ask: WeightsAsk) -> None:
+            self.replies.add(asyncio.create_task(self._drip(link, ask)))
+
+        link.attach(ScriptedLink(answer))  # type: ignore[arg-type]
+        return link
+
+    async def _drip(self, link: WeightsLink, ask: WeightsAsk) -> None:
+        for offset in range(100):
+            link.message(blob(ask.session, b"{", offset=offset, length=ask.stop))
+            await asyncio.sleep(0.1)
+
+
+async def test_who_says_what_a_checkpoint_is_byte_by_byte_is_not_waited_for_while_others_have_it(
+    tmp_path: Path,
+) -> None:
+    whole = await asyncio.to_thread(
+        lambda: read_manifest(make_checkpoint(tmp_path / "toy", "llama", layers=2, vocab=300))
+    )
+    serving, dripping = Serving(Shelf(), whole.weights_sha256), Dripping()
+    serving.shelf.put(StoredCheckpoint(whole, "", None))
+    where = Endpoint("wss://127.0.0.1:9")
+    held = HeldWeights(whole.model_id, serving.sha256, 2, (), ends=True, endpoint=where)
+    peers = [PeerHolding(NodeId(name), name, held) for name in ("dripping", "full")]
+
+    async def dial(peer: PeerHolding) -> WeightsLink:
+        return await (dripping if peer.node == "dripping" else serving).dial(peer)
+
+    settings = FetchSettings(tmp_path / "models", saying_s=0.3)
+    fetches = Fetches(settings, Shelf(), dial, Pace())
+    fetches.update(peers)
+    order = Ensure("1", whole.model_id, serving.sha256, None, ends=True)
+    async with asyncio.timeout(6):
+        directory = await fetches.ensure(order)
+    assert (await asyncio.to_thread(read_manifest, directory)).has_ends
+    for reply in dripping.replies:
+        reply.cancel()
+    await asyncio.gather(*serving.replies)
