@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Protocol
 
-from mesh.errors import LinkLost, MeshError, TokenRejected, UntrustedPeer, from_peer
+from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_peer
 from mesh.types import Endpoint, NodeId
 from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
@@ -175,6 +175,43 @@ Dial = Callable[[str, int, HopLink], Awaitable[Link]]
 Raises ConnectFailed and its kin, and UntrustedPeer when another node answers.
 """
 
+_REST_S, _HOST_RESTS_S = 1.0, 15.0
+_FAILED_DIALS = 4
+"""A place where nobody answered is not dialled again for a second, and a host that was not there at
+so many not for a while. What a host says of where its shards are is not known to be so: it may name
+64 places, each of which takes seconds, and which need not be its own."""
+
+
+class _Failures:
+    """The dials that failed lately."""
+
+    def __init__(self) -> None:
+        self._of: dict[NodeId, dict[Endpoint, tuple[float, ConnectFailed]]] = {}
+
+    def require_worth_a_dial(self, host: NodeId, endpoint: Endpoint) -> None:
+        """Raise ConnectFailed as the last dial did where another would most likely fail as well."""
+        now, known = asyncio.get_running_loop().time(), self._of.pop(host, {})
+        failed = {place: each for place, each in known.items() if now - each[0] < _HOST_RESTS_S}
+        if failed:
+            self._of[host] = failed
+        at, error = failed.get(endpoint, (now - _REST_S, None))
+        if now - at >= _REST_S:
+            error = None
+        if error is None and len(failed) >= _FAILED_DIALS:
+            *_, (_, error) = failed.values()
+        if error is not None:
+            raise ConnectFailed(error.message, fix=error.fix)
+
+    def note(self, host: NodeId, endpoint: Endpoint, error: ConnectFailed) -> None:
+        """This one failed just now."""
+        failed = self._of.setdefault(host, {})
+        failed.pop(endpoint, None)
+        failed[endpoint] = asyncio.get_running_loop().time(), error
+
+    def forget(self, host: NodeId) -> None:
+        """It is there."""
+        self._of.pop(host, None)
+
 
 class HopLinks:
     """Dials hosts on demand and keeps the live links."""
@@ -184,6 +221,7 @@ class HopLinks:
         self._links: dict[_Place, HopLink] = {}
         self._dialling: dict[_Place, asyncio.Task[HopLink]] = {}
         self._allowed: frozenset[NodeId] | None = None
+        self._failures = _Failures()
 
     async def link(self, host: NodeId, endpoint: Endpoint) -> HopLink:
         """The live link to `host` at `endpoint`, dialled when there is none.
@@ -198,6 +236,7 @@ class HopLinks:
             return live
         task = self._dialling.get(place)
         if task is None:
+            self._failures.require_worth_a_dial(host, endpoint)
             # Others' requests go over it, too: its lines in the log are not of this one.
             dialling = self._open(host, endpoint)
             task = asyncio.create_task(dialling, name=f"dial {endpoint}", context=Context())
@@ -228,7 +267,12 @@ class HopLinks:
     async def _open(self, host: NodeId, endpoint: Endpoint) -> HopLink:
         address, port = place_of(endpoint)
         link = HopLink(endpoint, host)
-        link.attach(await self._dial(address, port, link))
+        try:
+            link.attach(await self._dial(address, port, link))
+        except ConnectFailed as error:
+            self._failures.note(host, endpoint, error)
+            raise
+        self._failures.forget(host)
         try:
             self._require_allowed(host, endpoint)
         except UntrustedPeer:

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 
-from mesh.errors import UntrustedPeer
+from mesh.errors import ConnectFailed, UntrustedPeer
 from mesh.logs import REQUEST
 from mesh.pipeline.links import HopLinks
-from mesh.types import NodeId
+from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link, LinkHandler
 from tests.pipeline.toy_mesh import ToyNetwork
 from tests.simulation.virtual_loop import run_virtually
@@ -126,3 +126,41 @@ async def test_a_line_is_of_no_request_though_one_had_it_dialled() -> None:
         REQUEST.reset(token)
         await lines.close()
     assert seen == [""]
+
+
+def test_where_nobody_answers_is_dialled_once_and_who_names_many_such_places_rests() -> None:
+    async def scenario() -> None:
+        dialled: list[int] = []
+        is_there = False
+        network = ToyNetwork()
+        shard = network.add("0-7").descriptor
+
+        async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+            dialled.append(port)
+            if is_there:
+                return await network.dial(host, int(shard.endpoint.rpartition(":")[2]), handler)
+            raise ConnectFailed(f"Nobody at {port}.", fix="Look.")
+
+        async def tried(host: NodeId, port: int) -> str:
+            try:
+                await lines.link(host, Endpoint(f"wss://127.0.0.1:{port}"))
+            except ConnectFailed as error:
+                return error.message
+            return ""
+
+        lines = HopLinks(dial)
+        assert {await tried(shard.host, 1) for _ in range(64)} == {"Nobody at 1."}
+        assert dialled == [1]
+        await asyncio.sleep(1)
+        assert await tried(shard.host, 1)
+        assert dialled == [1, 1]
+        said = [await tried(shard.host, port) for port in range(1, 65)]
+        assert dialled == [1, 1, 2, 3, 4]
+        assert set(said[4:]) == {"Nobody at 4."}
+        assert await tried(NodeId("another"), 1) == "Nobody at 1."
+        await asyncio.sleep(15)
+        is_there = True
+        assert not await tried(shard.host, 9)
+        await lines.close()
+
+    run_virtually(scenario)
