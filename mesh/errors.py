@@ -228,6 +228,10 @@ class LinkLost(WireError, code="link_lost"):
     """The connection ended while something was still expected on it."""
 
 
+class AddressLost(LinkLost):
+    """The connection was at an address that this machine has no longer."""
+
+
 class ConnectFailed(WireError, code="connect_failed"):
     """No link could be opened in time."""
 

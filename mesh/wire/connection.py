@@ -22,6 +22,7 @@ from mesh.wire.encryption import PlainProtocol
 from mesh.wire.framing import FrameReader, fault_of, frame_size, write
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Bye, Hello, Message, Ping, Pong
+from mesh.wire.own_address import why_unheard
 from mesh.wire.protocol import TensorSession
 
 if TYPE_CHECKING:
@@ -324,10 +325,7 @@ class WebSocketLink(PlainProtocol):
         crowded = self._write_paused and unread > limits.unread_bytes
         if crowded is not self._read_paused:
             self._read_paused = crowded
-            if crowded:
-                transport.pause_reading()
-            else:
-                transport.resume_reading()
+            (transport.pause_reading if crowded else transport.resume_reading)()
 
     # Time and the end.
 
@@ -337,7 +335,7 @@ class WebSocketLink(PlainProtocol):
         self._timer = self._loop.call_later(after_s, callback)
 
     def _tick(self) -> None:
-        """Ping the peer, give up one that stays silent.
+        """Ping the peer, give up one that stays silent, or that cannot be heard any more.
 
         Whoever stood still itself has heard nobody meanwhile, and blames nobody.
         """
@@ -348,9 +346,9 @@ class WebSocketLink(PlainProtocol):
         if self._read_paused and backlog < self._backlog:
             self._heard_at = now  # we do not listen, but it takes what we send
         self._backlog, self._crumbs = backlog, 0
-        if now - self._heard_at > limits.silence_s:
-            why = f"The peer was silent for {limits.silence_s} s."
-            self.abort(LinkLost(why, fix=_RECONNECT))
+        silence = LinkLost(f"The peer was silent for {limits.silence_s} s.", fix=_RECONNECT)
+        if why := silence if self.silent_s > limits.silence_s else why_unheard(self._transport):
+            self.abort(why)
             return
         self._restart_timer(self._tick, limits.ping_interval_s)
         if not self.is_closed:

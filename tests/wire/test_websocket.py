@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.clock import SystemClock
 from mesh.errors import (
+    AddressLost,
     BadValue,
     Busy,
     ConnectFailed,
@@ -29,6 +33,8 @@ from mesh.wire.websocket import connect, serve
 from tests.waiting import until
 from tests.wire.house import QUICK, Echo, listening
 from tests.wire.support import Recorder, hello, same, tensor
+
+IP = shutil.which("ip") or "ip"
 
 
 async def test_both_sides_know_each_other_once_connect_returns() -> None:
@@ -321,3 +327,43 @@ async def test_an_idle_link_stays_and_measures_its_round_trip() -> None:
         await asyncio.sleep(2 * QUICK.ping_interval_s)
         assert not link.is_closed
         link.close()
+
+
+@pytest.fixture
+def passing_address() -> Iterator[str]:
+    """An address of this machine (TEST-NET-1) that can be taken away."""
+    address = "192.0.2.201"
+    command = [IP, "addr", "add", f"{address}/32", "dev", "lo"]
+    try:
+        added = subprocess.run(command, capture_output=True, check=False, text=True, timeout=20)
+    except FileNotFoundError as error:
+        pytest.skip(f"taking an address away needs ip: {error}")
+    if added.returncode and "File exists" not in added.stderr:
+        pytest.skip(f"taking an address away needs root: {added.stderr.strip()}")
+    try:
+        yield address
+    finally:
+        take_away(address)
+
+
+def take_away(address: str) -> None:
+    command = [IP, "addr", "del", f"{address}/32", "dev", "lo"]
+    subprocess.run(command, capture_output=True, check=False, timeout=20)
+
+
+async def test_a_link_ends_with_the_address_that_it_is_at(passing_address: str) -> None:
+    """TCP would go on sending from there until the peer was silent for too long."""
+    patient = replace(QUICK, silence_s=60.0)
+    heard = Recorder()
+    async with listening(patient, host=passing_address) as house:
+        port = house.server.port
+        link = await connect(
+            passing_address, port, hello=hello("client"), handler=heard, limits=patient
+        )
+        await asyncio.sleep(2 * QUICK.ping_interval_s)
+        assert not link.is_closed
+        await asyncio.to_thread(take_away, passing_address)
+        for handler in (heard, house.handlers[0]):
+            error = await handler.end()
+            assert isinstance(error, AddressLost)
+            assert passing_address in error.message
