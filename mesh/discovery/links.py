@@ -15,6 +15,7 @@ from mesh.discovery.greeting import PeerHello
 from mesh.errors import MeshError
 from mesh.types import NodeId
 from mesh.wire.call_back import CallBack, CalledBack
+from mesh.wire.limits import CONTROL_LIMITS
 from mesh.wire.link import Link
 from mesh.wire.messages import (
     Advertise,
@@ -26,6 +27,8 @@ from mesh.wire.messages import (
 
 _SPARE_S = 10.0
 _MAX_EARLY = 8
+_DOUBTFUL_S = 1.5 * CONTROL_LIMITS.ping_interval_s
+"""A link that lives is heard once in an interval."""
 
 Said = Gossip | FileAsk | FilePart | CallBack | CalledBack
 """What daemons say to each other beside their advertisements."""
@@ -75,6 +78,17 @@ class ControlLink:
     def dial(self) -> int:
         """The initiator's own count of its dials: both ends know it and order links by it."""
         return self._own_dial if self.initiated else self.hello.dial
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether a link that lives would have been heard by now."""
+        return self.link.silent_s > _DOUBTFUL_S
+
+    def is_rivalled_by(self, peer: PeerHello) -> bool:
+        """Whether this link lives and leads to another machine with that peer's key: another run,
+        elsewhere."""
+        is_other = self.hello.run != peer.run and self.hello.address != peer.address
+        return is_other and not self.is_doubtful
 
     def identify(self, link: Link, hello: PeerHello) -> None:
         """Both hellos were exchanged; `release` lets messages through."""
@@ -138,15 +152,15 @@ class LinkTable:
         The one initiated by the smaller node id stays, of several by the same node the latest it
         dialled. Only the initiator of the link that stays closes the other one: it alone knows that
         both ends have it by then. A peer that was restarted has lost its old link, whatever the
-        order.
+        order; and so has one whose old link is doubtful: it dials only where it has none.
         """
         old = self.get(end.hello.node_id)
         if old is None:
             self._current[end.hello.node_id] = end
             return Admitted.FIRST
-        if old.hello.run != end.hello.run:
+        if old.hello.run != end.hello.run or old.is_doubtful:
             self._current[end.hello.node_id] = end
-            old.link.close("replaced by a newer run")
+            old.link.close("replaced by a newer one")
             return Admitted.REPLACED
         wins = self._rank(end) > self._rank(old)
         winner, loser = (end, old) if wins else (old, end)

@@ -27,6 +27,8 @@ MAX_INSTANCES = 256
 _RESOLVE_AT_ONCE = 16
 _FAILURES_TO_FORGET = 3
 _LOG_EVERY_S = 60.0
+_LOOKS_APART_S = 2.0
+"""Links of one moment are lost together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Mdns:
         self._own: Announcement | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._refreshed_at = self._refresh_at = float("-inf")
         self._resolving = 0
         self._heard_self = False
         self._ignored = 0
@@ -88,7 +91,15 @@ class Mdns:
         """
         self._own, self._on_change, self._on_warning = own, on_change, on_warning
         await self._follow_interfaces()
+        self._refreshed_at = asyncio.get_running_loop().time()
+        self._refresh_at = self._refreshed_at + self._settings.refresh_s
         self._task = spawn(self._run(), "mdns")
+
+    def look_again(self) -> None:
+        """A link is lost: look now whether this machine's addresses or others' are others."""
+        soonest = max(self._refreshed_at + _LOOKS_APART_S, asyncio.get_running_loop().time())
+        self._refresh_at = min(self._refresh_at, soonest)
+        self._wake.set()
 
     async def stop(self) -> None:
         """Say goodbye; safe without `start`."""
@@ -124,15 +135,15 @@ class Mdns:
     async def _run(self) -> None:
         now = asyncio.get_running_loop().time
         hear_until = now() + self._settings.hear_self_s
-        refresh_at = now() + self._settings.refresh_s
         async with asyncio.TaskGroup() as resolving:
             while True:
-                await self._sleep_until(min(refresh_at, hear_until))
+                await self._sleep_until(min(self._refresh_at, hear_until))
                 if now() >= hear_until:
                     hear_until = float("inf")
                     self._warn_if_deaf()
-                if now() >= refresh_at:
-                    refresh_at = now() + self._settings.refresh_s
+                if now() >= self._refresh_at:
+                    self._refreshed_at = now()
+                    self._refresh_at = self._refreshed_at + self._settings.refresh_s
                     await self._follow_interfaces()
                     self._refresh()
                 self._resolve_some(resolving)

@@ -281,8 +281,7 @@ class Peering:
 
     async def _dial(self, target: Target, endpoint: str) -> DialResult:
         host, port = parse_endpoint(endpoint)
-        self.dials += 1
-        dial = self.dials
+        dial = self.dials = self.dials + 1
         end = ControlLink(self._on_message, self._on_closed, initiated=True, dial=dial)
         hello = to_hello(self._own(dial))
         try:
@@ -334,7 +333,7 @@ class Peering:
 
     def _take_in(self, end: ControlLink, link: WebSocketLink, peer: PeerHello) -> None:
         old = self.links.get(peer.node_id)
-        if old is not None and old.hello.run != peer.run and old.hello.address != peer.address:
+        if old is not None and old.is_rivalled_by(peer):
             self._sightings.warn_cloned(peer.node_id, old.hello.address, peer.address)
         end.host = link.peer_host
         end.identify(link, peer)
@@ -362,9 +361,10 @@ class Peering:
             return
         peer = end.hello
         self._listing.lost(peer.node_id, has_left=error is None)
-        reason = "goodbye" if error is None else error.message
-        if not self._trust.tls.trusts(peer.node_id):
-            reason = _OUT
+        if self._mdns is not None:
+            self._mdns.look_again()
+        said = "goodbye" if error is None else error.message
+        reason = said if self._trust.tls.trusts(peer.node_id) else _OUT
         self._on_event(PeerDown(peer.node_id, peer.name, reason))
         trying = PeerView(peer.node_id, peer.name, peer.address, PeerState.TRYING, reason, None)
         self._sightings.expect(self._dialer.lost(peer.node_id), trying)

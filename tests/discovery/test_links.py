@@ -23,6 +23,7 @@ class End:
     def __init__(self) -> None:
         self.is_closed = False
         self.rtt_ms = None
+        self.silent_s = 0.0
         self.other: End = self
 
     @property
@@ -96,6 +97,28 @@ async def test_restarted_peer_replaces_its_old_link_whoever_initiated_it() -> No
     assert table.admit(restarted) is Admitted.REPLACED
     assert old.is_closed
     assert table.get(LARGE) is restarted
+
+
+async def test_a_peer_that_dials_while_its_old_link_is_silent_has_lost_that() -> None:
+    """Its address has changed: the link that would win was lost there, and is not noticed here."""
+    table = LinkTable(SMALL)
+    old, new = End(), End()
+    table.admit(control_link(SMALL, 9, SMALL, old))
+    assert table.admit(control_link(LARGE, 1, SMALL, End())) is Admitted.SPARE
+    old.silent_s = 8.0
+    again = control_link(LARGE, 2, SMALL, new)
+    assert table.admit(again) is Admitted.REPLACED
+    assert old.is_closed
+    assert not new.is_closed
+    assert table.get(LARGE) is again
+
+
+async def test_a_peer_that_starts_again_elsewhere_is_no_second_machine() -> None:
+    old = control_link(SMALL, 9, SMALL, end := End(), run="1")
+    restarted = PeerHello(LARGE, "n", "0", "h", "2", 0, "b:1")
+    assert old.is_rivalled_by(restarted)
+    end.silent_s = 8.0
+    assert not old.is_rivalled_by(restarted)
 
 
 async def test_closing_a_superseded_link_does_not_drop_the_peer() -> None:

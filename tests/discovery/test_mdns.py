@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -142,6 +143,16 @@ async def test_interfaces_that_change_are_followed(hearth: str) -> None:
     async with listening(one, other):
         assert [w.code for w in other.warnings] == ["no_multicast"]
         available += loopback()
+        await one.until(lambda: one.sees(other) is not None)
+
+
+async def test_interfaces_are_looked_at_again_when_a_link_is_lost(hearth: str) -> None:
+    available: list[InterfaceChoice] = []
+    rarely = replace(QUICK_MDNS, refresh_s=3600.0)
+    one, other = Listener(hearth), Listener(hearth, lambda: list(available), rarely)
+    async with listening(one, other):
+        available += loopback()
+        other.mdns.look_again()
         await one.until(lambda: one.sees(other) is not None)
 
 
