@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mesh.clock import LoopClock
 from mesh.errors import ContextTooLong, MeshError
 from mesh.health.series import HopSteps
 from mesh.pipeline import wire_dtype
-from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop
+from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop, Offer
 from mesh.pipeline.failover import FailoverSettings, LocalModel
 from mesh.pipeline.generation import Asked, LoopSettings, PipelineOrchestrator
 from mesh.pipeline.harvest import harvest
@@ -128,6 +128,12 @@ class Engine:
         """Fail every hop that makes no progress; runs for ever."""
         ceiling_s = self._settings.stall_limit_s
         await StallWatch(self.sessions, self._router, self.oversight, ceiling_s=ceiling_s).run()
+
+    def serve_from(self, shards: Sequence[Offer]) -> None:
+        """Use these shards from now on, where they are."""
+        self.shards.replace(shards)
+        told = [offer.shard.descriptor for offer in shards]
+        self._links.are_at({(each.host, each.endpoint) for each in told})
 
     def trust_only(self, hosts: frozenset[NodeId]) -> None:
         """Cut the links to all other nodes; what ran on them moves elsewhere."""

@@ -12,7 +12,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Seq
 from dataclasses import dataclass
 from random import uniform
 
-from mesh.errors import BadSteering, CacheFull, ContextTooLong, MeshError, NoRoute
+from mesh.errors import (
+    AddressLost,
+    BadSteering,
+    CacheFull,
+    ContextTooLong,
+    MeshError,
+    NoRoute,
+)
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.room_line import JITTER
 from mesh.pipeline.route import HopLost, open_route
@@ -42,12 +49,19 @@ class FailoverSettings:
 
     The `fallback_after`-th loss sends it home, when `go_home` allows that. After `max_failovers`
     it is given up. `retry_delays_s` are waited, one after the other, while nobody serves the lost
-    layers and it cannot go home.
+    layers and it cannot go home, and then `moved_delays_s` where this machine has moved: the others
+    are there, and are met again.
     """
 
     fallback_after: int = 2
     max_failovers: int = 16
     retry_delays_s: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
+    moved_delays_s: tuple[float, ...] = (3.2, 6.4)
+
+    def delays_s(self, error: MeshError) -> tuple[float, ...]:
+        """What is waited after this loss."""
+        has_moved = isinstance(error, AddressLost)
+        return self.retry_delays_s + self.moved_delays_s * has_moved
 
 
 class Failover:
@@ -99,7 +113,7 @@ class Failover:
             if at_home is not None:
                 yield at_home
                 return
-            delays = self._settings.retry_delays_s
+            delays = self._settings.delays_s(lost.error)
             hops = await self._elsewhere(lost, delays) or await self._afresh(lost)
         if not hops:
             error = _no_room(lost) if status == "full" else _gone(lost)

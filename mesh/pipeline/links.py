@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import replace
 from typing import Protocol
@@ -17,7 +18,7 @@ from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, Untru
 from mesh.types import Endpoint, NodeId
 from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
-from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
+from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps, Ping
 from mesh.wire.websocket import place_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class HopLink:
         self.lease_s: float | None = None
         self.takes_blobs = False
         self.copies_prefixes = False
+        self._is_doubted = False
         self._tending: asyncio.TimerHandle | None = None
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
@@ -101,6 +103,23 @@ class HopLink:
                 self.send(replace(message, token=self.permit(message)))
             else:
                 self.send(message)
+
+    def doubt(self) -> None:
+        """The host is said to be elsewhere: the link is lost, unless something comes soon."""
+        if self._link is not None and not self.is_closed and not self._is_doubted:
+            self._is_doubted = True
+            loop = asyncio.get_running_loop()
+            with suppress(MeshError):  # it takes nothing more: then it has to say something
+                self._link.send(Ping(int(loop.time() * 1e6)))
+            loop.call_later(_DOUBT_S, self._judge, loop.time())
+
+    def _judge(self, asked_at: float) -> None:
+        self._is_doubted = False
+        asked_s = asyncio.get_running_loop().time() - asked_at
+        if self._link is not None and not self.is_closed and self._link.silent_s > asked_s:
+            why = f"{self.endpoint} is silent, and its host is elsewhere now."
+            self.closed(LinkLost(why, fix="Another route is tried."))
+            self.close("silent")
 
     def close(self, reason: str) -> None:
         """Close the link; receivers are told."""
@@ -163,6 +182,8 @@ def _is_misdated(failure: Failure) -> bool:
         failure.error.get("code") == TokenRejected.code and failure.error.get("param") == "expiry"
     )
 
+
+_DOUBT_S = 2.0
 
 _UNUSED_S = 60.0
 """After so long without a session a link to a host goes when there is another to the same host."""
@@ -244,6 +265,14 @@ class HopLinks:
             task.add_done_callback(lambda _: self._dialling.pop(place, None))
         # Several sessions may wait for one dial; one that gives up must not end it for the others.
         return await asyncio.shield(task)
+
+    def are_at(self, places: Collection[_Place]) -> None:
+        """Doubt links to where hosts are no longer said to be: their address may have changed, or
+        they may be in two networks."""
+        hosts = {host for host, _ in places}
+        for place, known in list(self._links.items()):
+            if place[0] in hosts and place not in places:
+                known.doubt()
 
     def keep_only(self, hosts: frozenset[NodeId]) -> None:
         """Close the links to all other nodes, whose sessions are lost, and open no more to them.

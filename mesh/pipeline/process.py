@@ -165,7 +165,7 @@ class AskerProcess(Worker):
         )
         await self.follow_members(engine.trust_only)
         # What came while the ends were loading is newer than what came with the command.
-        engine.shards.replace(command.shards if self._shards is None else self._shards)
+        engine.serve_from(command.shards if self._shards is None else self._shards)
         self.keep(engine.watch_stalls(), "watch stalls")
         self.keep(expire_regularly(engine.sessions, EXPIRY_TICK_S), "expire parked")
         self.keep(self._report_regularly(), "report")
@@ -176,7 +176,7 @@ class AskerProcess(Worker):
     def _take_shards(self, command: RoutableShards) -> None:
         self._shards = command.shards
         if self._engine is not None:
-            self._engine.shards.replace(command.shards)
+            self._engine.serve_from(command.shards)
 
     async def _generate(self, command: Generate) -> None:
         REQUEST.set(command.request.trace_id)

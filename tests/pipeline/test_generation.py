@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.errors import BadRequest, ContextTooLong, NoRoute, SessionGone
+from mesh.errors import (
+    AddressLost,
+    BadRequest,
+    ContextTooLong,
+    LinkLost,
+    NoRoute,
+    SessionGone,
+)
 from mesh.pipeline.commands import GenerationFrame
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.hop import STEPS_UNDER_WAY
@@ -43,6 +51,16 @@ async def frames_of(
     orchestrator: PipelineOrchestrator, request: GenerationRequest
 ) -> list[StreamFrame]:
     return [frame async for frame in orchestrator.chat(request)]
+
+
+async def frames_until_error(
+    orchestrator: PipelineOrchestrator, request: GenerationRequest
+) -> list[StreamFrame]:
+    frames = []
+    with contextlib.suppress(NoRoute):
+        async for frame in orchestrator.chat(request):
+            frames.append(frame)  # noqa: PERF401 - what came before an error counts
+    return frames
 
 
 def kinds_of(frames: list[StreamFrame]) -> list[str]:
@@ -270,6 +288,30 @@ async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_els
     assert order == sorted(order), "each was used once, and the first again when all had failed"
     assert isinstance(frames[-1], Done)
     assert frames[-1].failovers == 3
+    await sessions.close()
+
+
+@pytest.mark.parametrize("has_moved", [True, False])
+async def test_who_has_moved_to_another_address_waits_until_it_meets_the_others(
+    has_moved: bool,
+) -> None:
+    network, (_, last) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    kind = AddressLost if has_moved else LinkLost
+
+    def move(step: Step) -> bool:
+        if step.position < len(PROMPT) + 3:
+            return True
+        last.before_step = lambda step: True
+        last.is_advertised = False
+        asyncio.get_running_loop().call_later(0.1, setattr, last, "is_advertised", True)
+        last.links[-1].lose(kind("It is elsewhere.", fix="Wait."))
+        return False
+
+    last.before_step = move
+    frames = await frames_until_error(orchestrator, toy_request(PROMPT, 9))
+    assert (tokens_of(frames) == expected_tokens(PROMPT, 9)) is has_moved
+    assert isinstance(frames[-1], Done if has_moved else PipelineAborted)
     await sessions.close()
 
 

@@ -5,16 +5,49 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
-from mesh.errors import ConnectFailed, UntrustedPeer
+from mesh.errors import ConnectFailed, MeshError, UntrustedPeer
 from mesh.logs import REQUEST
 from mesh.pipeline.links import HopLinks
 from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import Message
 from tests.pipeline.toy_mesh import ToyNetwork
 from tests.simulation.virtual_loop import run_virtually
+
+
+@dataclass
+class Session:
+    """One on a line to `host`, who is among the `gone` once it is lost."""
+
+    host: NodeId
+    gone: list[NodeId]
+
+    def message(self, message: Message) -> None:
+        return
+
+    def lost(self, error: MeshError) -> None:
+        self.gone.append(self.host)
+
+    def rest(self, before: float) -> None:
+        return
+
+
+class Unheard:
+    """A link on which whatever is said gets nowhere."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+
+    def send(self, message: Message) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.link, name)
 
 
 async def test_a_host_that_starts_again_and_again_leaves_no_closed_lines_behind() -> None:
@@ -105,6 +138,32 @@ def test_a_host_that_is_always_somewhere_else_does_not_keep_them_all() -> None:
             kept.append(await lines.link(place.host, place.endpoint))
             await asyncio.sleep(50)
         assert [line.is_closed for line in kept] == [True, True, True, False, False]
+        await lines.close()
+
+    run_virtually(main)
+
+
+def test_a_silent_line_to_where_its_host_is_no_more_is_lost() -> None:
+    """Nobody waits for an answer of an address that the host has lost; but one that answers is in
+    another network of the same host."""
+
+    async def main() -> None:
+        network = ToyNetwork()
+        moved, both = (network.add("0-3", name=n).descriptor for n in ("moved", "in-two"))
+
+        async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+            link = await network.dial(host, port, handler)
+            return cast("Link", Unheard(link)) if moved.endpoint.endswith(f":{port}") else link
+
+        lines, lost = HopLinks(dial), []
+        for place in (moved, both):
+            line = await lines.link(place.host, place.endpoint)
+            line.register(Session(place.host, lost))
+        await asyncio.sleep(5)
+        lines.are_at({(place.host, Endpoint("wss://toy:9")) for place in (moved, both)})
+        await asyncio.sleep(5)
+        assert lost == [moved.host]
+        assert not line.is_closed
         await lines.close()
 
     run_virtually(main)

@@ -452,7 +452,7 @@ def toy_orchestrator(
         sessions,
         router,
         plainly(model, WireDtype.FP32),
-        failover=FailoverSettings(retry_delays_s=(0.01, 0.02)),
+        failover=FailoverSettings(retry_delays_s=(0.01, 0.02), moved_delays_s=(0.1, 0.2)),
         local_model=None if home is None else go_home,
         settings=LoopSettings(noise=noise),
     )
