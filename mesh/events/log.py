@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_JOBS = 256
 _EVENTS_PER_JOB = 64
-_OWN_FIRST, _PEERS_NEXT = 0, 1
+_OWN_FIRST, _PEERS_NEXT, _LAST = range(3)
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -83,7 +83,7 @@ class EventLog:
         self._intake = intake
         self._rules = rules
         self._author = Author(settings, intake, sign)
-        self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue(_MAX_JOBS)
+        self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue(_MAX_JOBS + 1)
         self._numbers = 0
         self._closing = False
         self._snapshot_every = settings.snapshot_every
@@ -219,8 +219,10 @@ class EventLog:
         """Write what waits, snapshot the state, close the file."""
         if self._closing:
             return
-        with suppress(MeshError):  # a full disk costs a snapshot, not an event
-            await self._enqueue(_PEERS_NEXT + 1, self._snapshot)
+        # A full disk costs a snapshot, not an event; a slow one holds nobody up for ever.
+        with suppress(MeshError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._enqueue(_LAST, self._snapshot)
         self._closing = True
         self._writer.cancel()
         await asyncio.wait([self._writer], timeout=_CLOSE_TIMEOUT_S)
@@ -232,8 +234,9 @@ class EventLog:
     # The writer.
 
     async def _enqueue(self, priority: int, run: Callable[[], Awaitable[Any]]) -> Any:
-        if self._closing or self._writer.done() or self._jobs.full():
-            why = "closed" if not self._jobs.full() else "too far behind with writing"
+        is_full = self._jobs.qsize() >= _MAX_JOBS + (priority == _LAST)
+        if self._closing or self._writer.done() or is_full:
+            why = "too far behind with writing" if is_full else "closed"
             raise Busy(f"The event log is {why}.", fix="Try again in a moment.")
         self._numbers += 1
         done = asyncio.get_running_loop().create_future()

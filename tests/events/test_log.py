@@ -342,6 +342,23 @@ async def test_a_cancelled_append_is_whole_or_absent(path: Path) -> None:
         await node.log.append(MODEL_PUBLISHED, {"model_id": "late"})
 
 
+async def test_what_waits_to_be_written_is_written_when_the_log_is_closed(path: Path) -> None:
+    """Also where as much waits as may."""
+    node = await open_node(path)
+    await found(node)
+    waiting = [
+        asyncio.create_task(node.log.append(MODEL_PUBLISHED, {"model_id": f"m{number}"}))
+        for number in range(300)
+    ]
+    await asyncio.sleep(0)
+    await node.log.close()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert sum(isinstance(each, Busy) for each in ended) == 300 - 256
+    assert not any(isinstance(each, asyncio.CancelledError) for each in ended)
+    async with opened(path) as node:
+        assert node.log.chains.stored(node.author.id) == 256
+
+
 async def test_refusals_on_disk_store_nothing(path: Path) -> None:
     async with opened(path) as node:
         await found(node)
