@@ -229,7 +229,7 @@ class LinkLost(WireError, code="link_lost"):
 
 
 class AddressLost(LinkLost):
-    """The connection was at an address that this machine has no longer."""
+    """The connection was at an address that this machine, or the other one, has no longer."""
 
 
 class ConnectFailed(WireError, code="connect_failed"):

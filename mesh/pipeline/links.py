@@ -14,7 +14,15 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Protocol
 
-from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_peer
+from mesh.errors import (
+    AddressLost,
+    ConnectFailed,
+    LinkLost,
+    MeshError,
+    TokenRejected,
+    UntrustedPeer,
+    from_peer,
+)
 from mesh.types import Endpoint, NodeId
 from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
@@ -118,7 +126,7 @@ class HopLink:
         asked_s = asyncio.get_running_loop().time() - asked_at
         if self._link is not None and not self.is_closed and self._link.silent_s > asked_s:
             why = f"{self.endpoint} is silent, and its host is elsewhere now."
-            self.closed(LinkLost(why, fix="Another route is tried."))
+            self.closed(AddressLost(why, fix="It is asked where it is."))
             self.close("silent")
 
     def close(self, reason: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mesh.errors import BadSteering, MeshError, NoRoute, PipelineStalled
+from mesh.errors import AddressLost, BadSteering, MeshError, NoRoute, PipelineStalled
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import rows_of, slice_rows
 from mesh.pipeline.hop import GenerationHop, HopSession, Patience
@@ -62,8 +62,8 @@ async def open_route(
     """What `open_hops` makes of the first route on which every hop gives a session.
 
     `pick` gets the shards to leave out and raises NoRoute when nobody else is left; `open_hops`
-    raises HopLost. While all that were asked are full, everything is tried again after each of
-    `delays_s`.
+    raises HopLost. Who has moved by then, or whom we have moved from, is asked again. While all
+    that were asked are full, everything is tried again after each of `delays_s`.
 
     Raises:
         RouteRefused, and what else `pick` raises.
@@ -72,6 +72,7 @@ async def open_route(
         BadSteering: a hop cannot apply one of the edits, and a second one says so, or is not there.
     """
     refused: dict[ShardKey, HopLost] = {}
+    moved: set[ShardKey] = set()
     delays = iter(delays_s)
     while True:
         try:
@@ -92,8 +93,11 @@ async def open_route(
         except HopLost as lost:
             if isinstance(lost.error, BadSteering) and edits_refused(refused.values()):
                 raise lost.error from None
-            # Each round excludes one shard more, so this ends.
-            refused[key_of(lost.hop.shard)] = lost
+            key = key_of(lost.hop.shard)
+            if isinstance(lost.error, AddressLost) and key not in moved:
+                moved.add(key)
+            else:  # each such round excludes one shard more, so this ends
+                refused[key] = lost
             logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
 
 

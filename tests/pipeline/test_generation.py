@@ -291,6 +291,23 @@ async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_els
     await sessions.close()
 
 
+async def test_a_hop_whose_address_changes_while_it_is_asked_is_asked_where_it_is() -> None:
+    network, (_, last) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    last.opens_after_s = 1.5
+
+    def move() -> None:
+        last.opens_after_s = 0.0
+        last.links[-1].lose(AddressLost("It is elsewhere.", fix="Wait."))
+
+    asyncio.get_running_loop().call_later(0.05, move)
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 5))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 5)
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].failovers == 0
+    await sessions.close()
+
+
 @pytest.mark.parametrize("has_moved", [True, False])
 async def test_who_has_moved_to_another_address_waits_until_it_meets_the_others(
     has_moved: bool,
