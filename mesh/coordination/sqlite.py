@@ -6,6 +6,7 @@ Knows nothing of who else may hold a copy.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,9 @@ from mesh.coordination.forms import worker_from, worker_json
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_taken
 from mesh.coordination.store import RecordStore
 from mesh.errors import BadRecord, StoreUnavailable
+from mesh.events.opening import is_damage
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _CLOSE_TIMEOUT_S = 5.0
@@ -43,17 +47,28 @@ class SqliteStore(RecordStore):
         """A connection has one at a time."""
 
     async def connect(self) -> None:
-        """Open or create the file (0600)."""
+        """Open or create the file (0600); a damaged one is put aside: nodes publish again."""
         await self.close()
         async with self._translated():
-            await asyncio.to_thread(self._file.touch, 0o600)
-            connection = await aiosqlite.connect(self._file, isolation_level=None, timeout=5)
-            self._connection = connection
             try:
-                await self._prepare(connection)
-            except BaseException:
-                await self.close()  # its thread would outlive this process
-                raise
+                await self._begin()
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
+                aside = self._file.with_suffix(".damaged")
+                logger.warning("%s is damaged (%s); it is kept as %s", self._file, error, aside)
+                await asyncio.to_thread(self._file.replace, aside)
+                await self._begin()
+
+    async def _begin(self) -> None:
+        await asyncio.to_thread(self._file.touch, 0o600)
+        connection = await aiosqlite.connect(self._file, isolation_level=None, timeout=5)
+        self._connection = connection
+        try:
+            await self._prepare(connection)
+        except BaseException:
+            await self.close()  # its thread would outlive this process
+            raise
 
     async def _prepare(self, connection: aiosqlite.Connection) -> None:
         await connection.execute_fetchall("PRAGMA journal_mode = WAL")

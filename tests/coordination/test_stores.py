@@ -132,11 +132,24 @@ async def test_a_rank_of_another_node_is_refused_and_nothing_written(open_store:
 
 
 class TestSqlite:
-    async def test_another_file_than_ours_is_unavailable(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("left", [b"something else" * 100, None])
+    async def test_a_damaged_file_is_put_aside(self, tmp_path: Path, left: bytes | None) -> None:
+        """What a power cut leaves of it keeps nobody from publishing again."""
         file = tmp_path / "records.db"
-        await asyncio.to_thread(file.write_bytes, b"something else" * 100)
-        with pytest.raises(StoreUnavailable, match="not a database"):
-            await SqliteStore(file).connect()
+        store = SqliteStore(file)
+        await store.connect()
+        await store.publish(MODEL, [worker(1)])
+        await store.close()
+        whole = await asyncio.to_thread(file.read_bytes)
+        await asyncio.to_thread(file.write_bytes, left or whole[: len(whole) // 2])
+        await store.connect()
+        assert await store.get(MODEL) is None
+        await store.publish(MODEL, [worker(2)])
+        await store.close()
+        assert (tmp_path / "records.damaged").exists()
+        await store.connect()
+        assert await store.models() == [MODEL]
+        await store.close()
 
     async def test_a_newer_file_is_left_alone(self, tmp_path: Path) -> None:
         file = tmp_path / "records.db"
