@@ -125,8 +125,8 @@ def _left(outcome: dict[str, Any]) -> None:
         say(f"Told before it went: {', '.join(told)}; whoever was not there hears of it from them.")
     elif remain:
         say(
-            "None of them was there to hear of it: they list this node until one of their anchors"
-            " runs `hearthnet members revoke` for it."
+            "None of them was there to hear of it: who does not know it yet lists this node until"
+            " an anchor there runs `hearthnet members revoke` for it."
         )
     say(f"It is in {outcome['founded']!r} now, alone; `hearthnet join CODE` takes it elsewhere.")
     note(f"recovery code of the new hearth (shown once; write it down): {outcome['recovery_code']}")
