@@ -121,6 +121,17 @@ async def test_a_call_and_its_result_go_round_through_the_template() -> None:
         ) in asker.prompt()
 
 
+async def test_a_stream_of_a_call_alone_has_no_text_before_it() -> None:
+    async with asking(HERMES, CALL) as (client, _):
+        asked: Any = {"model": "toy", "messages": ASK, "tools": [LOOK], "temperature": 0}
+        stream = await client.chat.completions.create(stream=True, **asked)
+        first, *_ = deltas = [chunk.choices[0].delta async for chunk in stream]
+        assert first.role == "assistant"
+        assert any(delta.tool_calls for delta in deltas)
+        # Vercel's AI SDK makes a part of a message of it, an empty one too.
+        assert {delta.content for delta in deltas} == {None}
+
+
 async def test_a_stream_tells_of_a_call_by_its_name_and_then_its_arguments() -> None:
     async with asking(HERMES, f"I look.\n{CALL}\n{CALL}") as (client, _):
         text, calls, reason = await streamed(client)

@@ -19,7 +19,7 @@ from mesh.api.openai.streaming import Said, events, streamed, whole
 from mesh.api.openai.tools import call_chunks, whole_calls
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.types import PromptPiece, TokenDelta, TokenLogprob
+from mesh.types import PromptPiece, StreamFrame, TokenDelta, TokenLogprob
 
 
 def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
@@ -55,8 +55,10 @@ class _ChatStyle:
         self._index = index
         self._with_logprobs = with_logprobs
 
-    def opening(self) -> dict[str, Any]:
-        return self._delta({"role": "assistant", "content": ""})
+    def opening(self, first: StreamFrame) -> dict[str, Any]:
+        # Vercel's AI SDK takes an empty text before a call for one that was said.
+        is_silent = isinstance(first, TokenDelta) and bool(first.reasoning or first.tool_calls)
+        return self._delta({"role": "assistant"} | ({} if is_silent else {"content": ""}))
 
     def piece(self, delta: TokenDelta | PromptPiece) -> dict[str, Any]:
         if isinstance(delta, PromptPiece):  # a chat is not given back

@@ -21,7 +21,7 @@ from mesh.api.openai.several import frames_of
 from mesh.api.openai.streaming import Said, events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.types import PromptPiece, TokenDelta, TokenLogprob
+from mesh.types import PromptPiece, StreamFrame, TokenDelta, TokenLogprob
 from mesh.units import characters
 
 
@@ -60,7 +60,7 @@ class _TextStyle:
         self._with_logprobs = with_logprobs
         self._offset = 0
 
-    def opening(self) -> None:
+    def opening(self, first: StreamFrame) -> None:
         return None
 
     def piece(self, delta: TokenDelta | PromptPiece) -> dict[str, Any]:

@@ -31,9 +31,23 @@ from mesh.api.sse import (
     unless_gone,
 )
 from mesh.errors import BadRequest, InternalError
-from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
+from mesh.types import (
+    BringingUp,
+    Done,
+    PromptPiece,
+    Queued,
+    ShardFailover,
+    ShardStatus,
+    StreamFrame,
+    TokenDelta,
+    TokenLogprob,
+    ToolCallDelta,
+)
+from mesh.types import PipelineAborted as Aborted
 
 _NOTHING = TokenDelta("", ())
+_Going = TokenDelta | PromptPiece | Queued | BringingUp | ShardStatus | ShardFailover | Aborted
+"""Every frame but the last."""
 
 
 @dataclass(slots=True)
@@ -71,8 +85,8 @@ class Said:
 class Style(Protocol):
     """One endpoint's form of a choice. One instance per choice."""
 
-    def opening(self) -> dict[str, Any] | None:
-        """The first choice of a stream, before any text."""
+    def opening(self, first: StreamFrame) -> dict[str, Any] | None:
+        """The first choice of a stream, before what comes `first`."""
 
     def piece(self, delta: TokenDelta | PromptPiece) -> dict[str, Any]:
         """A choice with more text, reasoning or calls."""
@@ -127,7 +141,7 @@ async def events(
 ) -> AsyncGenerator[bytes, None]:
     """The answer as server-sent events, whole ones; its tokens are charged to the caller."""
     pending: dict[str, Any] = {"usage": None} if include_usage else {}
-    openings = {index: style.opening() for index, style in enumerate(styles)}
+    unopened = set(range(len(styles)))
     all_done: dict[int, Done] = {}
     thought = [ThoughtTokens() for _ in styles]
     bill = Bill(caller, head.per_prompt)
@@ -138,20 +152,19 @@ async def events(
             style = styles[index]
             bill.take(frame, index)
             thought[index].take(frame)
-            if (opening := openings.pop(index, None)) is not None:
+            if isinstance(frame, TokenDelta | PromptPiece) and is_empty(frame):
+                continue
+            if index in unopened and (opening := style.opening(frame)) is not None:
                 yield encode(head.whole([opening]) | pending)
+            unopened.discard(index)
             if isinstance(frame, Done):
                 all_done[index] = frame
                 last = head.whole([style.ending(frame.finish_reason)])
                 if len(all_done) == len(styles):
                     break
                 yield encode(last | pending)
-            elif isinstance(frame, TokenDelta | PromptPiece):
-                if not is_empty(frame):
-                    yield encode(head.whole([style.piece(frame)]) | pending)
             else:
-                body = head.whole([style.piece(_NOTHING)]) | pending
-                yield encode(body | {"hearthnet": diagnostic(frame)})
+                yield encode(_more(head, style, frame) | pending)
     if len(all_done) < len(styles):
         raise unfinished()
     in_order = [all_done[index] for index in range(len(styles))]
@@ -161,6 +174,13 @@ async def events(
         last = head.whole([]) | {"usage": used}
     yield encode(last | {"hearthnet": extension(in_order)})
     yield DONE
+
+
+def _more(head: Head, style: Style, frame: _Going) -> dict[str, Any]:
+    """A chunk with more of a choice, or of what happens to its route."""
+    if isinstance(frame, TokenDelta | PromptPiece):
+        return head.whole([style.piece(frame)])
+    return head.whole([style.piece(_NOTHING)]) | {"hearthnet": diagnostic(frame)}
 
 
 async def collected(frames: Frames, count: int, bill: Bill) -> list[tuple[Said, Done]]:
