@@ -130,7 +130,7 @@ def _answers(generations: Generations, settings: ApiSettings, kept: KeptStreams)
 def _lists(view: MeshView, deployed: DeploymentControl | None, catalogue: Catalogue) -> list[Route]:
     # In this order: the first are for Anthropic's clients alone.
     return [
-        *anthropic_models.routes(view, deployed),
+        *anthropic_models.routes(view, deployed, catalogue.named),
         *models.routes(view, deployed, catalogue.named),
     ]
 

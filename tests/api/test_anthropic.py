@@ -400,6 +400,8 @@ async def test_models_are_listed_in_the_form_that_the_client_reads(
         (model,) = [each async for each in client.models.list()]
         assert (model.id, model.type) == ("echo", "model")
         assert (await client.models.retrieve("echo")).id == "echo"
+        # as Ollama's list has it, by which messages are answered too
+        assert (await client.models.retrieve("echo:latest")).id == "echo"
         with pytest.raises(anthropic.NotFoundError):
             await client.models.retrieve("nope")
     assert (await http.get("/v1/models")).json()["object"] == "list"

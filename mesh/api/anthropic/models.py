@@ -5,6 +5,7 @@ The path is the same; their clients send the version of the API that they speak.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,6 +18,7 @@ from mesh.api.auth import caller_of
 from mesh.api.openai.models import listed
 from mesh.api.services import DeploymentControl, MeshView
 from mesh.errors import nobody_asks
+from mesh.types import ModelId
 
 _VERSION_HEADER = "anthropic-version"
 _UNKNOWN_TIME = "1970-01-01T00:00:00Z"
@@ -33,8 +35,10 @@ class _ForItsClients(Route):
         return super().matches(scope)
 
 
-def routes(view: MeshView, deployments: DeploymentControl | None) -> list[Route]:
-    """The endpoints' routes, to stand before those of `mesh.api.openai.models`."""
+def routes(
+    view: MeshView, deployments: DeploymentControl | None, named: Callable[[str], ModelId]
+) -> list[Route]:
+    """The endpoints' routes, to stand before `mesh.api.openai.models`'; `named` as there."""
 
     def known(request: Request) -> dict[str, dict[str, Any]]:
         models = listed(view, deployments, caller_of(request))
@@ -50,7 +54,7 @@ def routes(view: MeshView, deployments: DeploymentControl | None) -> list[Route]
 
     async def one(request: Request) -> Response:
         """One of them."""
-        wanted, models = request.path_params["model_id"], known(request)
+        wanted, models = named(request.path_params["model_id"]), known(request)
         if wanted not in models:
             raise nobody_asks(wanted, models)
         return JSONResponse(models[wanted])
