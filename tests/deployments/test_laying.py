@@ -11,7 +11,7 @@ from mesh.capacity import Device, Speed
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.laying import RoomAdjustments, lay, rooms
 from mesh.deployments.placement import gaps, make_plan, without
-from mesh.deployments.refusals import RESPECTED_S, Refusals
+from mesh.deployments.refusals import MAX_REFUSALS, RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.routing.fitting import asking_bytes, shard_bytes
@@ -73,6 +73,16 @@ def test_refusals_are_respected_for_a_while() -> None:
     assert refusals.of("one", RESPECTED_S - 1) == [span]
     assert refusals.of("other", 1.0) == []
     assert refusals.of("one", RESPECTED_S) == []
+
+
+def test_the_oldest_refusals_go_for_newer_ones() -> None:
+    refusals = Refusals()
+    spans = [Span(STUDY, LayerRange(number, number + 1)) for number in range(MAX_REFUSALS)]
+    refusals.put("one", spans, 0.0)
+    refusals.put("one", spans[:1], 1.0)
+    assert len(refusals.of("one", 2.0)) == MAX_REFUSALS
+    refusals.put("other", spans[:1], 1.0)
+    assert refusals.of("one", 2.0) == [*spans[2:], spans[0]], "the first was said again"
 
 
 def test_even_parts_are_as_large_as_there_is_room() -> None:

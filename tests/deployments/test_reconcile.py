@@ -422,6 +422,8 @@ def test_what_is_loaded_anew_waits_for_its_own_model_and_for_no_download_of_anot
     waits = reconcile(view(deployed, here, back, free_mb=40))
     assert waits.waiting == {"m:0-1": "it is loaded anew after m:2-3"}
     assert not waits.drops
+    full = reconcile(view(deployed, here, back, free_mb=0))  # else each would wait for the other
+    assert [drop.shard for drop in full.drops] == [here.shard]
     another = replace(deployed.wish, deployment="f" * 16, model_id=ModelId("n"))
     plan = replace(deployed.plan, deployment=another.deployment) if deployed.plan else None
     others = replace(deployed, wish=another, plan=plan)

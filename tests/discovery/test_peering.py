@@ -16,7 +16,7 @@ from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import encode
 from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import Target
-from mesh.discovery.events import PeerDown, PeerUp, Warned
+from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import Interface, InterfaceChoice, Reach
 from mesh.discovery.mdns import Mdns
@@ -150,6 +150,23 @@ def test_names_of_lost_nodes_are_bounded() -> None:
     assert sightings.name_of(NodeId("first")) == "met again and again"
     kept = [number for number in range(1000) if sightings.name_of(NodeId(f"node {number}"))]
     assert len(kept) == 255
+
+
+def test_a_warning_is_given_once_and_not_every_one_is_remembered() -> None:
+    heard: list[PeerEvent] = []
+    sightings = Sightings(heard.append)
+
+    def warn(key: str) -> None:
+        sightings.warn_once(key, Warned("cloned_key", key, ""))
+
+    for key in ("first", "first", "second", "first"):
+        warn(key)
+    assert [event.message for event in heard if isinstance(event, Warned)] == ["first", "second"]
+    for number in range(1000):
+        warn(f"{number}")
+    assert len(heard) == 1002
+    warn("first")
+    assert len(heard) == 1003, "it was forgotten for those that came after it"
 
 
 async def test_named_peer_is_found_without_multicast(hearth: str) -> None:

@@ -174,6 +174,17 @@ def test_other_weights_under_the_same_name_are_a_mismatch_that_names_the_node() 
     assert raised.value.code == "weights_mismatch"
 
 
+def test_other_weights_are_no_mismatch_where_they_would_not_help_or_are_not_missed() -> None:
+    odd = shard("8-11", "odd", weights="b" * 64)
+    with pytest.raises(NoRoute, match="no node serves layers 8-15"):
+        pick(ShardRouter(Known(shard("0-7"), odd), RULES))
+    lost, odd = shard("0-15", "lost"), shard("0-15", "odd", weights="b" * 64)
+    with pytest.raises(NoRoute, match="Tried in vain: lost"):
+        ShardRouter(Known(lost, odd), RULES).pick(
+            MODEL, "a" * 64, 16, exclude={key_of(lost.descriptor)}
+        )
+
+
 def test_other_weights_do_not_disturb_a_cover_that_exists() -> None:
     router = ShardRouter(Known(shard("0-15"), shard("8-15", "odd", weights="b" * 64)), RULES)
     assert layers_of(pick(router)) == ["0-15"]
@@ -351,3 +362,29 @@ def test_a_lost_shard_is_replaced_by_one_of_its_format_only() -> None:
     assert hop.shard.node_name == "far"
     with pytest.raises(NoRoute, match="in other formats than int8 only: 8-15 in fp32 at near"):
         greedy_cover(shards[:1], span, RULES, like=lost.descriptor)
+
+
+def test_who_has_no_ends_goes_through_the_first_and_the_last_layer_where_they_are_run() -> None:
+    with_first = shard("0-5", "a", queue=5)
+    with_first = replace(with_first, descriptor=replace(with_first.descriptor, embeds=True))
+    with_last = shard("11-15", "c", queue=5)
+    with_last = replace(with_last, descriptor=replace(with_last.descriptor, head=True))
+    plain = [shard("0-5", "x"), shard("6-10", "b"), shard("11-15", "y")]
+    rules = CoverRules(remote_ends=True)
+
+    def route(*shards: Candidate) -> Pipeline:
+        return ShardRouter(Known(*shards), rules).pick(MODEL, "a" * 64, 16)
+
+    found = route(*plain, with_first, with_last)
+    assert nodes_of(found.hops) == ["a", "b", "c"]
+    for there, lacking in (
+        ([with_last], "the embedding"), ([with_first], "the head"),
+        ([], "the embedding or the head"),
+    ):  # fmt: skip
+        with pytest.raises(NoRoute, match=f"0-15 runs {lacking} for it"):
+            route(*plain, *there)
+    with pytest.raises(NoRoute, match=r"no node serves layers 6-10"):
+        route(with_first, with_last)
+    router = ShardRouter(Known(*plain, with_first), rules)
+    with pytest.raises(NoRoute, match="11-15 runs the head for it"):
+        router.repick(found, 2, {key_of(with_last.descriptor)})
