@@ -151,6 +151,61 @@ def test_what_is_to_come_leaves_the_next_less_room() -> None:
     assert where == {"cpu:0": 2, "cpu:1": 2}, "each has what it has room for, at once"
 
 
+def test_what_is_to_come_takes_room_of_its_own_device_alone() -> None:
+    node = Node({"cpu:0": 60, "cpu:1": 60})
+    node.wish(deployment(("me", "0-3"), ("you", "4-8"), ("me", "9-9"), layers=10))
+    assert node.step()
+    node.wish(deployment(("me", "0-3"), ("me", "4-8"), ("me", "9-9"), layers=10))
+    assert node.step()
+    where = {str(each.layers): each.device for each in node.held.values()}
+    assert where == {"0-3": "cpu:0", "4-8": "cpu:1", "9-9": "cpu:1"}, "at once"
+
+
+def test_where_nobody_knows_what_is_free_there_is_room() -> None:
+    wished = deployment(("me", "0-3"))
+    view = View(ME, {wished.id: wished}, (), (), None, size_mb, devices=2)
+    free_mb = {"cuda:0": 4, "cuda:1": None}
+    assert [*seated(view, free_mb, need_mb, lambda wish: 0).values()] == ["cuda:1"]
+
+
+def test_what_is_up_takes_its_room_once() -> None:
+    node = Node({"cpu:0": 100, "cpu:1": 30})
+    node.wish(deployment(("me", "0-3"), ("you", "4-8"), layers=9))
+    node.settle()
+    node.wish(deployment(("me", "0-3"), ("me", "4-8"), layers=9))
+    node.settle()
+    assert node.seats == {"0-3": "cpu:0", "4-8": "cpu:0"}
+
+
+def test_what_fits_nowhere_goes_where_most_gets_free_of_what_nobody_wishes_for() -> None:
+    node = Node({"cpu:0": 50, "cpu:1": 105})
+    node.wish(deployment(("me", "0-3"), ("you", "4-4"), ("me", "5-13"), layers=14))
+    node.settle()
+    node.wish(deployment(("me", "0-4"), ("me", "5-13"), layers=14))
+    node.settle()
+    assert node.seats == {"0-4": "cpu:0", "5-13": "cpu:1"}
+
+
+def test_what_no_device_computes_goes_to_the_first_whose_process_says_so() -> None:
+    node = Node({"cuda:0": 100, "cuda:1": 100})
+    wished = deployment(("me", "0-3"))
+    node.wish(replace(wished, wish=replace(wished.wish, quant="int8")))
+    assert node.step()
+    assert [each.device for each in node.held.values()] == ["cuda:0"]
+
+
+def test_the_same_layers_of_another_model_are_no_copy() -> None:
+    node = Node({"cpu:0": 100, "cpu:1": 10})
+    one = deployment(("me", "0-3"))
+    wish = replace(one.wish, deployment="f" * 16, model_id=ModelId("n"))
+    assert one.plan is not None
+    other = replace(one, wish=wish, plan=replace(one.plan, deployment=wish.deployment))
+    node.wishes = {each.id: each for each in (one, other)}
+    node.settle()
+    assert {held.device for held in node.held.values()} == {"cpu:0"}
+    assert len(node.held) == 2
+
+
 def test_copies_of_the_same_layers_lie_on_a_device_each_as_far_as_there_are_any() -> None:
     node = Node({"cuda:0": 100, "cuda:1": 100, "cuda:2": 100})
     first, second, third = (shard_id(ModelId("m"), LayerRange(0, 4), n) for n in range(3))
