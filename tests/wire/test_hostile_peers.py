@@ -144,7 +144,7 @@ async def test_a_peer_that_sends_but_does_not_read_does_not_fill_our_memory() ->
         DEFAULT_LIMITS, chunk_bytes=MIB // 16, control_bytes=MIB // 16, high_water_bytes=MIB // 8
     )
     async with listening(limits) as house:
-        _, writer = await raw_peer(house)
+        reader, writer = await raw_peer(house)
         (link,) = house.server.links
         blob = b"".join(
             wrap(pack_frame(FrameType.PING, 1 + n, 0, struct.pack("!Q", n)), masked=True)
@@ -165,8 +165,18 @@ async def test_a_peer_that_sends_but_does_not_read_does_not_fill_our_memory() ->
         assert max(worst, link.queued_bytes) < limits.unread_bytes + 2 * MIB
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
+        # Once it reads, it is read again.
+        reading = asyncio.create_task(exhaust(reader))
+        writer.write(wrap(park(10_001, 7), masked=True))
+        assert await house.handlers[0].next() == Park(7)
         writer.transport.abort()
         await house.handlers[0].end()
+        await reading
+
+
+async def exhaust(reader: asyncio.StreamReader) -> None:
+    while await reader.read(MIB):
+        pass
 
 
 async def flood(writer: asyncio.StreamWriter, data: bytes) -> None:
