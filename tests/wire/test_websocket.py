@@ -317,12 +317,15 @@ async def test_another_path_is_not_found_and_plain_http_is_hung_up_on() -> None:
 async def test_an_idle_link_stays_and_measures_its_round_trip() -> None:
     """Also where the machine stands still for longer than a peer may be silent."""
     async with listening(QUICK) as house:
-        link = await house.dial(limits=QUICK)
         loop = asyncio.get_running_loop()
+        began = loop.time()
+        link = await house.dial(limits=QUICK)
         quiet_until = loop.time() + 2 * QUICK.silence_s
         await until(lambda: link.rtt_ms is not None and loop.time() > quiet_until)
         assert not link.is_closed
-        assert house.server.links[0].rtt_ms is not None
+        for end in (link, house.server.links[0]):
+            assert end.rtt_ms is not None
+            assert 0 < end.rtt_ms < (loop.time() - began) * 1000
         time.sleep(2 * QUICK.silence_s)  # noqa: ASYNC251 - as it does for all on it
         await asyncio.sleep(2 * QUICK.ping_interval_s)
         assert not link.is_closed
