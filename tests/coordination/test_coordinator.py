@@ -132,7 +132,10 @@ async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(
 async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> None:
     place = replace(worker(5).place, kind=WorkerKind.CHECKPOINT)
     files = replace(worker(5), place=place)
-    await coordinator.publish(MODEL, [worker(1), files])
+    await coordinator.publish(MODEL, [files])
+    with pytest.raises(NotReady, match="every worker of deepseek"):
+        await wait_ready(coordinator, 0.01)
+    await coordinator.publish(MODEL, [worker(1)])
     await coordinator.mark_ready(MODEL, 1, READY)
     ready = await wait_ready(coordinator, 1)
     assert ready.workers == (worker(1),)
