@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mesh.errors import BadCheckpoint, Busy, WeightsMissing
+from mesh.errors import BadCheckpoint, Busy, DiskFull, WeightsMissing
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.models.partial import JOURNAL, PIECE_BYTES, PartialRecord, partial_directory
+from mesh.models.partial import (
+    JOURNAL,
+    PIECE_BYTES,
+    RECORD,
+    PartialRecord,
+    partial_directory,
+)
 from mesh.models.partial_draft import SparseFile, create_partial
 from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of, remove_partial
 from mesh.types import LayerRange
@@ -139,9 +145,10 @@ def test_a_torn_line_is_forgotten_and_a_damaged_one_said(
         assert writer.complete == set(names)
         put_all(writer, whole, sorted(whole.tensors)[2:3])
     assert sum(entry.present for entry in read_manifest(directory).tensors.values()) == 3
-    journal.write_bytes(b"c 0\nhello\nc 1\n")
-    with pytest.raises(BadCheckpoint, match="damaged"):
-        read_manifest(directory)
+    for damaged in (b"hello", b"c %d" % len(whole.tensors)):
+        journal.write_bytes(b"c 0\n%b\nc 1\n" % damaged)
+        with pytest.raises(BadCheckpoint, match=f"damaged: {damaged!r}"):
+            read_manifest(directory)
 
 
 def test_headers_that_are_not_the_records_are_refused(
@@ -153,6 +160,45 @@ def test_headers_that_are_not_the_records_are_refused(
     (directory / "model.safetensors").write_bytes(other.read_bytes())
     with pytest.raises(BadCheckpoint, match="not of the checkpoint"):
         read_manifest(directory)
+    record = json.loads((directory / RECORD).read_text())
+    record["tensors"].pop(min(record["tensors"]))
+    (directory / RECORD).write_text(json.dumps(record))
+    with pytest.raises(BadCheckpoint, match="names other tensors"):
+        read_manifest(directory)
+
+
+def test_a_new_one_harms_nothing_that_is_in_its_place(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    directory = partial_directory(tmp_path, whole.model_id, whole.weights_sha256)
+    directory.mkdir()
+    (directory / "letter").write_text("dear")
+    with pytest.raises(BadCheckpoint, match="is in the way"):
+        empty_copy(whole, tmp_path)
+    assert [file.name for file in directory.iterdir()] == ["letter"]
+    (directory / "letter").unlink()
+    empty_copy(whole, tmp_path)
+    with PartialWriter(directory) as writer:
+        put_all(writer, whole, sorted(whole.tensors)[:1])
+    empty_copy(whole, tmp_path)
+    assert sum(entry.present for entry in read_manifest(directory).tensors.values()) == 1
+    with pytest.raises(DiskFull, match="cannot be written"):
+        empty_copy(whole, directory / "config.json")
+
+
+def test_what_a_crash_left_of_a_new_one_is_swept_up_by_a_later_one(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    young, old = (empty_copy(whole, tmp_path / age) for age in ("young", "old"))
+    drafts = tmp_path / ".drafts"
+    drafts.mkdir()
+    for each in (young, old):
+        each.rename(drafts / each.parent.name)
+    os.utime(drafts / "old", (0, 0))
+    empty_copy(whole, tmp_path)
+    assert [each.name for each in drafts.iterdir()] == ["young"], "somebody may be at it"
 
 
 def test_a_piece_that_comes_twice_is_not_written_over_what_was_hashed(
