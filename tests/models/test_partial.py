@@ -21,6 +21,7 @@ from mesh.models.partial import (
     RECORD,
     PartialRecord,
     partial_directory,
+    read_journal,
 )
 from mesh.models.partial_draft import SparseFile, create_partial
 from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of, remove_partial
@@ -118,15 +119,24 @@ def test_pieces_of_a_large_tensor_survive_and_the_wrong_one_is_named(
         assert writer.put(name, start2, [data[start2:stop2]]) is WriteOutcome.WRITTEN
         assert writer.put(name, start, [lie]) is WriteOutcome.WRONG
         assert writer.missing(name) == list(pieces)
+        assert not read_journal(directory, sorted(whole.tensors)).pieces
         for start, stop in pieces:
             outcome = writer.put(name, start, [data[start:stop]])
         assert outcome is WriteOutcome.COMPLETE
         assert writer.differing(name) == [1]
         assert writer.has(name)
+        assert (writer.missing(name), writer.settle(name)) == ([], WriteOutcome.COMPLETE)
     assert read_manifest(directory).tensors[name].present
-    with (directory / JOURNAL).open("ab") as journal:
-        journal.write(b"d %d\n" % sorted(whole.tensors).index(name))
+    with PartialWriter(directory) as writer:
+        assert (writer.missing(name), writer.settle(name)) == ([], WriteOutcome.COMPLETE)
+        writer.drop(name)
+        assert (writer.missing(name), writer.settle(name)) == (list(pieces), WriteOutcome.WRITTEN)
     assert not read_manifest(directory).tensors[name].present
+    with PartialWriter(directory) as writer:
+        for start, stop in reversed(pieces):
+            outcome = writer.put(name, start, [data[start : start + 5], data[start + 5 : stop]])
+        assert outcome is WriteOutcome.COMPLETE
+    assert stored(read_manifest(directory), name) == data
 
 
 def test_a_torn_line_is_forgotten_and_a_damaged_one_said(
