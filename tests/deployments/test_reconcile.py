@@ -441,6 +441,10 @@ def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
     third = replace(other, node=NodeId("third"))
     before = View(NodeId("me"), {moved.id: moved}, [mine], [other], 0, need_mb)
     assert reconcile(before).is_idle
+    for odd in ({"weights_sha256": "cd" * 32}, {"model_id": ModelId("n")}):
+        assert reconcile(replace(before, served=[other, replace(third, **odd)])).is_idle
+    loading = replace(before, held=[replace(mine, state=ShardStage.LOADING)])
+    assert [drop.shard for drop in reconcile(loading).drops] == ["m:0-3"]
     after = replace(before, served=[other, third])
     assert [(drop.shard, drop.gap) for drop in reconcile(after).drops] == [("m:0-3", False)]
 
@@ -449,6 +453,22 @@ def test_nothing_goes_for_room_that_would_not_be_enough() -> None:
     asked = reconcile(view(deployment(("me", "0-3")), holding("0-1"), free_mb=15))
     assert asked.is_idle
     assert asked.waiting == {"m:0-3": "needs 40 MiB, 15 MiB are free"}
+    enough = reconcile(view(deployment(("me", "0-3")), holding("0-1"), free_mb=20))
+    assert [(drop.shard, drop.gap) for drop in enough.drops] == [("m:0-1", True)]
+    other = holding("0-1")
+    other = replace(other, shard=ShardId("n:0-1"), model_id=ModelId("n"))
+    wished = deployment(("me", "0-3"))
+    unplanned = Deployment(
+        replace(wished.wish, deployment="f" * 16, model_id=other.model_id),
+        None,
+        "cd" * 32,
+        NodeId("op"),
+        0,
+    )
+    both = replace(
+        view(wished, other, free_mb=20), deployments={wished.id: wished, unplanned.id: unplanned}
+    )
+    assert reconcile(both).is_idle, "what is another model's makes no room"
 
 
 def test_what_is_held_by_hand_is_never_dropped() -> None:
