@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import tracemalloc
 from pathlib import Path
@@ -11,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import BadCheckpoint, MeshError, UnsupportedFamily
-from mesh.models.gguf.container import Long, read_gguf_header
+from mesh.models.gguf.container import Long, header_of_beginning, read_gguf_header
 from mesh.models.manifest import read_manifest
 
-_F32, _Q8_0, _STRING, _ARRAY, _U32 = 0, 8, 8, 9, 4
+_F32, _Q8_0, _STRING, _ARRAY, _U32, _FLOAT = 0, 8, 8, 9, 4, 6
 _HUGE = (1 << 64) - 1
 
 
@@ -90,6 +91,8 @@ _HOSTILE = {
     "its alignment is 24": _file(
         (_said("general.alignment", _U32, struct.pack("<I", 24)),), _TENSORS
     ),
+    "its alignment is 'x'": _file((_said("general.alignment", _STRING, _text("x")),), _TENSORS),
+    "tensor 'a\\x1b'": _file((), (_tensor("a\x1b", (3,)),)),
     "its alignment is 0": _file((_said("general.alignment", _U32, bytes(4)),), _TENSORS),
 }
 
@@ -108,6 +111,45 @@ def test_a_header(tmp_path: Path) -> None:
     ]
     assert entries["b"].offset == entries["a"].offset + 96
     assert entries["a"].offset % 32 == 0
+
+
+def test_long_lists_are_passed_over_and_short_ones_of_fractions_are_found_again(
+    tmp_path: Path,
+) -> None:
+    raw = _file(
+        (
+            _said("long", _ARRAY, struct.pack("<IQ", _U32, 4097) + bytes(4 * 4097)),
+            _said("scales", _ARRAY, struct.pack("<IQ2f", _FLOAT, 2, 0.5, 1.5)),
+            *_GOOD,
+        ),
+        _TENSORS,
+    )
+    file = tmp_path / "long.gguf"
+    file.write_bytes(raw)
+    header = read_gguf_header(file)
+    assert (header.metadata["long"], header.metadata["scales"]) == (Long(4097), [0.5, 1.5])
+    assert header.metadata["a.number"] == 7
+    assert header.floats.keys() == {"scales"}
+    assert struct.unpack_from("<2f", raw, header.floats["scales"]) == (0.5, 1.5)
+
+
+def test_of_what_is_there_of_a_file_the_header_is_read_once_all_of_it_is() -> None:
+    raw, file = _file(_GOOD, _TENSORS), Path("far.gguf")
+    whole = header_of_beginning(file, raw, len(raw))
+    assert whole is not None
+    assert whole.end == len(raw) - 256
+    ends = len(raw[: whole.end].rstrip(b"\0"))
+    for there in range(ends):
+        assert header_of_beginning(file, raw[:there], len(raw)) is None
+    assert header_of_beginning(file, raw[: whole.end], len(raw)) == whole
+
+
+def test_a_header_without_end_is_not_read(tmp_path: Path) -> None:
+    file, size = tmp_path / "long.gguf", 1 << 29
+    file.write_bytes(_file((_said("k", _ARRAY, struct.pack("<IQ", _U32, size // 8)),)))
+    os.truncate(file, size)
+    with pytest.raises(BadCheckpoint, match="its header is longer than 268435456 bytes"):
+        read_gguf_header(file)
 
 
 @pytest.mark.parametrize("what", _HOSTILE)
