@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mesh.errors import BadCheckpoint, MeshError, UnsupportedFamily
 from mesh.models.gguf.container import Long, header_of_beginning, read_gguf_header
+from mesh.models.gguf.contents import settings_of
 from mesh.models.manifest import read_manifest
 
 _F32, _Q8_0, _STRING, _ARRAY, _U32, _FLOAT = 0, 8, 8, 9, 4, 6
@@ -142,6 +143,18 @@ def test_of_what_is_there_of_a_file_the_header_is_read_once_all_of_it_is() -> No
     for there in range(ends):
         assert header_of_beginning(file, raw[:there], len(raw)) is None
     assert header_of_beginning(file, raw[: whole.end], len(raw)) == whole
+
+
+def test_a_tensor_that_is_read_with_the_header_is_small() -> None:
+    for numbers in (1 << 18, (1 << 18) + 1):
+        tensors = (_tensor("rope_freqs.weight", (numbers,)), _tensor("b", (3,), offset=1 << 21))
+        header = header_of_beginning(Path("far.gguf"), _file(_GOOD, tensors), 1 << 22)
+        assert header is not None
+        if numbers == 1 << 18:
+            assert [entry.name for entry in settings_of(header)] == ["rope_freqs.weight"]
+        else:
+            with pytest.raises(BadCheckpoint, match="a setting, has 1048580 bytes"):
+                settings_of(header)
 
 
 def test_a_header_without_end_is_not_read(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from mesh.routing.cover import (
     home_layers,
     key_of,
     missing_layers,
+    positions_held,
 )
 from mesh.routing.router import ShardRouter
 from mesh.types import (
@@ -388,3 +389,15 @@ def test_who_has_no_ends_goes_through_the_first_and_the_last_layer_where_they_ar
     router = ShardRouter(Known(*plain, with_first), rules)
     with pytest.raises(NoRoute, match="11-15 runs the head for it"):
         router.repick(found, 2, {key_of(with_last.descriptor)})
+
+
+def test_a_prompt_may_be_as_long_as_the_caches_of_those_who_have_most_for_each_layer() -> None:
+    def held(*said: tuple[str, int]) -> int | None:
+        shards = [replace(shard(layers).descriptor, kv_tokens=most) for layers, most in said]
+        return positions_held(shards, 16)
+
+    assert held(("0-7", 100), ("0-7", 300), ("8-15", 200)) == 200
+    assert held(("0-7", 100), ("4-11", 300), ("8-15", 200)) == 100
+    assert held(("0-7", 100), ("0-15", 0), ("8-15", 200)) is None, "one has nobody knows how many"
+    assert held(("0-7", 100), ("8-15", 0)) == held(("0-7", 100)) == 100
+    assert held() is None
