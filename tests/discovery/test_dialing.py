@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from mesh.discovery.announced import follow
+from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import (
     Dialer,
     DialResult,
@@ -14,6 +16,7 @@ from mesh.discovery.dialing import (
     Target,
     parse_endpoint,
 )
+from mesh.discovery.sightings import PeerState, Sightings
 from mesh.errors import BadValue
 from mesh.types import NodeId
 from tests.discovery.network import PATIENCE_S
@@ -171,3 +174,26 @@ def test_endpoint_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(BadValue) as caught:
         parse_endpoint(text)
     assert caught.value.param == "peer"
+
+
+async def test_announcements_of_one_node_take_turns_however_many_addresses_each_has() -> None:
+    phone, sightings = Phone(QUICK), Sightings(lambda event: None)
+
+    def announced(*addresses: str, node: NodeId = LARGE, hearth: str = "home") -> Announcement:
+        instance = instance_name(node, f"{len(addresses):06x}")
+        return Announcement(instance, node, hearth, "attic", 1, 7, addresses)
+
+    def targets() -> dict[str, tuple[str, ...]]:
+        return {target.key: target.endpoints for target in phone.dialer.targets()}
+
+    seen = [announced("a", "b", "c"), announced("d"), announced("e", node=SMALL, hearth="other")]
+    phone.dialer.add("static f:7", ("f:7",), SMALL)
+    follow(seen, "home", phone.dialer, sightings)
+    assert targets() == {"static f:7": ("f:7",), f"mdns {LARGE}": ("d:7", "a:7", "b:7", "c:7")}
+    assert [(row.address, row.state) for row in sightings.rows()] == [
+        ("e:7", PeerState.OTHER_HEARTH)
+    ]
+    follow([], "home", phone.dialer, sightings)
+    assert targets() == {"static f:7": ("f:7",)}
+    assert sightings.rows() == []
+    await phone.dialer.stop()
