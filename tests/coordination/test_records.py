@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mesh.codec import Fault
 from mesh.coordination.forms import record_from, worker_from, worker_json, worker_map
 from mesh.coordination.records import (
+    MAX_TENSORS,
     ModelRecord,
     ModelRef,
     TensorDescriptor,
@@ -127,5 +128,17 @@ def test_what_is_no_record_is_refused() -> None:
 
 
 def test_a_size_beyond_64_bits_is_refused() -> None:
-    with pytest.raises(ValueError, match="2\\^64"):
-        TensorDescriptor("a", 1 << 64, "bfloat16")
+    most = (1 << 64) - 1
+    assert TensorDescriptor("a", most, "bfloat16", most).addr == most
+    for size, addr in ((1 << 64, 0), (0, 1 << 64), (0, -1)):
+        with pytest.raises(ValueError, match="2\\^64"):
+            TensorDescriptor("a", size, "bfloat16", addr)
+
+
+def test_a_worker_has_a_rank_of_32_bits_and_a_bounded_number_of_tensors() -> None:
+    one = TensorDescriptor("a", 0, "bfloat16")
+    most = replace(worker((1 << 32) - 1), tensors=(one,) * MAX_TENSORS)
+    with pytest.raises(ValueError, match="2\\^32"):
+        replace(most, worker_rank=1 << 32)
+    with pytest.raises(ValueError, match=f"more than {MAX_TENSORS}"):
+        replace(most, tensors=(*most.tensors, one))

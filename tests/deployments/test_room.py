@@ -65,6 +65,29 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
         rest(wish("f", 40), 10, up("a", 20))
 
 
+def test_on_each_machine_only_what_it_holds_still_rests_for_what_it_lacks() -> None:
+    kitchen = NodeId("k")
+    machines = [AvailableNode(ATTIC, "attic", 20), AvailableNode(kitchen, "kitchen", 0)]
+
+    def over(asked: Wish, **layers: str) -> Plan:
+        spans = [Span(NodeId(node), LayerRange.parse(each)) for node, each in layers.items()]
+        return Plan(asked.deployment, "cd" * 32, 1, (Replica(0, tuple(spans)),), 1, asked=True)
+
+    def standing(name: str, mb: int, **layers: str) -> Standing:
+        asked = wish(name, mb)
+        return Standing(Deployment(asked, over(asked, **layers), "cd" * 32, ATTIC, 0), HOUR)
+
+    here, new = over(wish("f", 80), a="0-1"), over(wish("f", 80), a="0-1", k="2-3")
+    small, large = standing("a", 40, a="0-1", k="2-3"), standing("a", 80, a="0-1", k="2-3")
+    second = standing("b", 100, k="0-3")
+    for plan, others, expected in (
+        (here, [standing("c", 4, k="0-3"), small], ("a" * 16,)),
+        (new, [small, second], ("a" * 16, "b" * 16)),
+        (new, [large, second], ("a" * 16,)),
+    ):
+        assert to_rest(Change(wish("f", 80), plan), others, machines, need) == expected
+
+
 def test_what_the_plan_before_held_makes_room() -> None:
     new = wish("f", 40)
     machines = [AvailableNode(ATTIC, "attic", 10)]
