@@ -176,6 +176,18 @@ def test_endpoint_of_another_form_is_refused(text: str) -> None:
     assert caught.value.param == "peer"
 
 
+async def test_who_was_refused_is_dialled_again_once_something_has_changed() -> None:
+    phone = Phone(QUICK, a=DialResult.REFUSED)
+    phone.dialer.add("static a", ("a",))
+    await phone.until(1)
+    await asyncio.sleep(0.05)
+    assert phone.calls == ["a"]
+    phone.dialer.retry()
+    await phone.until(2)
+    await phone.dialer.stop()
+    assert phone.dialer.targets() == []
+
+
 async def test_announcements_of_one_node_take_turns_however_many_addresses_each_has() -> None:
     phone, sightings = Phone(QUICK), Sightings(lambda event: None)
 
