@@ -17,7 +17,7 @@ from mesh.discovery.advertisement import encode
 from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import Target
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
-from mesh.discovery.greeting import PeerHello, to_hello
+from mesh.discovery.greeting import PeerHello, from_hello, to_hello
 from mesh.discovery.interfaces import Interface, InterfaceChoice, Reach
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
@@ -488,6 +488,14 @@ async def test_hello_without_what_a_daemon_says_is_refused(
         with pytest.raises(PeerRefused):
             await connect("127.0.0.1", node.peering.port, hello=hello, handler=Silent(), ssl=tls)
         assert node.online() == {node.id}
+
+
+def test_who_comes_for_something_else_is_no_daemon() -> None:
+    own = PeerHello(new_key().node_id, "attic", "0.1", "home", "run", 1, "127.0.0.1:7")
+    hello = to_hello(own)
+    assert from_hello(hello) == own
+    with pytest.raises(PeerRefused, match="links between daemons"):
+        from_hello(replace(hello, purpose="tensors"))
 
 
 async def test_heartbeats_renew_what_would_expire(hearth: str) -> None:

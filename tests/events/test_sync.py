@@ -217,3 +217,18 @@ def test_messages_with_too_much_in_them_are_refused() -> None:
         with pytest.raises(BadFrame):
             from_dict(broken)
     assert Author(1).seq == 0
+
+
+@pytest.mark.parametrize(
+    ("hashes", "why"),
+    [
+        ([[1, b"12345678"], [1, b"87654321"]], "names something twice"),
+        ([[]], "expected rows"),
+        ([[1]], "expected rows"),
+        (["ab"], "expected rows"),
+        ([[[1], b"12345678"]], "has a key that cannot be one"),
+    ],
+)
+def test_rows_that_are_no_dict_are_refused_with_the_reason(hashes: object, why: str) -> None:
+    with pytest.raises(BadFrame, match=f"unusable: hashes: {why}"):
+        from_dict({**to_dict(Probed(6, A, {})), "hashes": hashes})
