@@ -204,11 +204,12 @@ Dial = Callable[[str, int, HopLink], Awaitable[Link]]
 Raises ConnectFailed and its kin, and UntrustedPeer when another node answers.
 """
 
-_REST_S, _HOST_RESTS_S = 1.0, 15.0
+_REST_S, _HOST_RESTS_S = 0.25, 15.0
 _FAILED_DIALS = 4
-"""A place where nobody answered is not dialled again for a second, and a host that was not there at
-so many not for a while. What a host says of where its shards are is not known to be so: it may name
-64 places, each of which takes seconds, and which need not be its own."""
+"""A place where nobody answered is not dialled again at once, but soon, as a process that ended is
+back within a second; and a host that was not there at so many not for a while. What a host says of
+where its shards are is not known to be so: it may name 64 places, each of which takes seconds, and
+which need not be its own."""
 
 
 class _Failures:
