@@ -315,11 +315,12 @@ class SlotCache:
                 f"The session holds at most {self._most} positions; {needed} are needed.",
                 fix="Open the session with more max_tokens, or shorten the prompt.",
             )
-        self.bank.make_room(self.slot, needed + SPARE, most_room(self._most))
-        # Attention takes what was written behind that, and what is no number is none times nothing.
-        if needed < self._written:
+        # Attention takes what lies behind a session's end, or behind the piece of a prompt that is
+        # computed, and what is no number is none times nothing.
+        if self.length < self._written:
             for each in self.bank.keys(self.slot):
-                each[:, :, needed : self._written + SPARE] = 0.0
+                each[:, :, self.length : self._written + SPARE] = 0.0
+        self.bank.make_room(self.slot, needed + SPARE, most_room(self._most))
         self._written = needed
 
     def commit(self, rows: int) -> None:
