@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from typing import Any
 
 from mesh.errors import AddressLost
 
@@ -22,7 +23,7 @@ def why_unheard(transport: asyncio.BaseTransport | None) -> AddressLost | None:
     )
 
 
-def _is_ours(here: tuple[str, ...]) -> bool:
+def _is_ours(here: tuple[Any, ...]) -> bool:
     family = socket.AF_INET if len(here) == 2 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

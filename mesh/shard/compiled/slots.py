@@ -1,4 +1,4 @@
-"""Keys and values of sessions in places that stay, so that graphs are bound to them once.
+"""Keys and values of sessions, in memory that graphs read and write where it is.
 
 A bank has a few slots, each with memory for the longest session. It is reserved and not taken:
 pages become real as positions are written, and are given back when a session ends. In a slot the
