@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -10,12 +11,17 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.paths import StatePaths
+from tests.waiting import wait_until
 from tests.warm.daemons import WarmNode, command
 
 MESH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED"
 
 
 ANYWHERE = "0.0.0.0"  # noqa: S104 - asked over loopback only
+
+
+def _logged(node: WarmNode, line: str) -> bool:
+    return line in node.log
 
 
 @pytest.mark.slow
@@ -31,8 +37,9 @@ def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_pat
             tls = own["api_tls"]
             fingerprints.append(tls["sha256"])
             assert tls["certificate"] == str(StatePaths(node.state_dir).api_certificate)
-            assert f"SHA-256 {tls['sha256']}" in node.log
-            assert f"export OPENAI_BASE_URL={record.public_url}/v1 OPENAI_API_KEY=KEY" in node.log
+            said = f"export OPENAI_BASE_URL={record.public_url}/v1 OPENAI_API_KEY=KEY"
+            wait_until(partial(_logged, node, said), said, limit_s=20)
+            wait_until(partial(_logged, node, f"SHA-256 {tls['sha256']}"), limit_s=20)
             for where in ((), ("--api-port", str(record.api_port)), ("--host", record.api_url)):
                 status = command("status", "--state-dir", str(node.state_dir), *where)
                 assert tls["sha256"] in status.stdout, status

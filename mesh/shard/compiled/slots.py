@@ -270,7 +270,6 @@ class SlotCache:
         self.bank = bank
         self.slot = bank.take()
         self.max_tokens = max_tokens
-        self._most = min(max_tokens, bank.shape.positions)
         self._written = 0
         self._end = weakref.finalize(self, bank.give, self.slot)
 
@@ -298,6 +297,11 @@ class SlotCache:
     def allocated_bytes(self) -> int:
         """What they take."""
         return self.capacity * self.bank.shape.position_bytes
+
+    @property
+    def _most(self) -> int:
+        """How many it may hold: it may be given more while it is open."""
+        return min(self.max_tokens, self.bank.shape.positions)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
