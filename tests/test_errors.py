@@ -12,7 +12,11 @@ from tokenizers.normalizers import Replace
 
 from mesh import errors
 
-SHARED = {"bad_request": errors.BadRequest, "internal": errors.InternalError}
+SHARED = {
+    "bad_request": errors.BadRequest,
+    "internal": errors.InternalError,
+    "link_lost": errors.LinkLost,
+}
 """Codes that several classes carry, and the one that such an error comes back as."""
 
 
