@@ -20,6 +20,9 @@ from mesh.types import (
 )
 from mesh.types import PipelineAborted as Aborted
 
+Diagnostic = Queued | BringingUp | ShardStatus | ShardFailover | Aborted
+"""A frame that says nothing of the answer: what happens to its route."""
+
 _LOWEST_LOGPROB = -9999.0
 """OpenAI's stand-in for minus infinity, which JSON does not have."""
 
@@ -115,9 +118,7 @@ def _ran(done: Done) -> dict[str, Any]:
     }
 
 
-def diagnostic(
-    frame: Queued | BringingUp | ShardStatus | ShardFailover | Aborted,
-) -> dict[str, Any]:
+def diagnostic(frame: Diagnostic) -> dict[str, Any]:
     """The `hearthnet` object of a chunk that reports what happens to the route."""
     return {"event": asdict(frame)}
 

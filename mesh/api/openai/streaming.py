@@ -17,7 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mesh.api.auth import Caller
-from mesh.api.openai.answers import Head, ThoughtTokens, diagnostic, extension, usage
+from mesh.api.openai.answers import (
+    Diagnostic,
+    Head,
+    ThoughtTokens,
+    diagnostic,
+    extension,
+    usage,
+)
 from mesh.api.openai.schemas import MAX_LOGPROBS
 from mesh.api.openai.several import Frames, Of
 from mesh.api.resumable import KeptStreams
@@ -31,23 +38,9 @@ from mesh.api.sse import (
     unless_gone,
 )
 from mesh.errors import BadRequest, InternalError
-from mesh.types import (
-    BringingUp,
-    Done,
-    PromptPiece,
-    Queued,
-    ShardFailover,
-    ShardStatus,
-    StreamFrame,
-    TokenDelta,
-    TokenLogprob,
-    ToolCallDelta,
-)
-from mesh.types import PipelineAborted as Aborted
+from mesh.types import Done, PromptPiece, StreamFrame, TokenDelta, TokenLogprob, ToolCallDelta
 
 _NOTHING = TokenDelta("", ())
-_Going = TokenDelta | PromptPiece | Queued | BringingUp | ShardStatus | ShardFailover | Aborted
-"""Every frame but the last."""
 
 
 @dataclass(slots=True)
@@ -176,7 +169,7 @@ async def events(
     yield DONE
 
 
-def _more(head: Head, style: Style, frame: _Going) -> dict[str, Any]:
+def _more(head: Head, style: Style, frame: TokenDelta | PromptPiece | Diagnostic) -> dict[str, Any]:
     """A chunk with more of a choice, or of what happens to its route."""
     if isinstance(frame, TokenDelta | PromptPiece):
         return head.whole([style.piece(frame)])
