@@ -19,7 +19,7 @@ from mesh.coordination.forms import worker_from, worker_json
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_taken
 from mesh.coordination.store import RecordStore
 from mesh.errors import BadRecord, StoreUnavailable
-from mesh.events.opening import is_damage
+from mesh.events.opening import is_damage, put_aside
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,8 @@ class SqliteStore(RecordStore):
             except sqlite3.Error as error:
                 if not is_damage(error):
                     raise
-                aside = self._file.with_suffix(".damaged")
+                aside = await asyncio.to_thread(put_aside, self._file)
                 logger.warning("%s is damaged (%s); it is kept as %s", self._file, error, aside)
-                await asyncio.to_thread(self._file.replace, aside)
                 await self._begin()
 
     async def _begin(self) -> None:

@@ -126,6 +126,11 @@ def is_damage(error: sqlite3.Error) -> bool:
     return is_otherwise or code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def put_aside(path: Path) -> Path:
+    """Move a file that is damaged away, for people to look at; where it is then."""
+    return path.replace(path.with_suffix(".damaged"))
+
+
 def note(connection: sqlite3.Connection, name: str) -> bytes | None:
     """A single stored value. Raises LogCorrupt."""
     row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()

@@ -17,7 +17,7 @@ import aiosqlite
 
 from mesh import codec
 from mesh.errors import SchemaTooNew, StorageFull
-from mesh.events.opening import is_damage
+from mesh.events.opening import is_damage, put_aside
 from mesh.interventions.jobs.queue.types import Job, Status, Submission
 from mesh.types import ModelId, Principal
 
@@ -83,10 +83,9 @@ class JobRecords:
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise _unusable(error) from error
-        aside = path.with_suffix(".damaged")
-        logger.error("%s is damaged; its jobs are lost and it is kept as %s", path, aside)
         try:
-            await asyncio.to_thread(path.replace, aside)
+            aside = await asyncio.to_thread(put_aside, path)
+            logger.error("%s is damaged; its jobs are lost and it is kept as %s", path, aside)
             return cls(await _connect(path))
         except (OSError, sqlite3.Error) as error:
             raise _unusable(error) from error
