@@ -14,8 +14,8 @@ Pure data and its strict form; nothing here knows the log, the network or what a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -197,31 +197,56 @@ class Deployment:
         }
 
 
-Known = dict[tuple[EventId, ...], Wish | Plan | None]
-"""What is in the events of wishes, and in those of plans with the wishes' that they are of."""
+class Known:
+    """What is in the events that were read the last time: a log that has grown by one is not to be
+    converted anew, of which the plans of one author may take a second."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[EventId, ...], Wish | Plan | None] = {}
+        self._now = self._before
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def begin(self) -> None:
+        """All that counts is read again; what is not is forgotten."""
+        self._before, self._now = self._now, {}
+
+    def wish(self, fact: Fact) -> Wish | None:
+        """What `read_wish` gives."""
+        found = self._found((fact.event_id,), lambda: read_wish(fact.payload))
+        return found if isinstance(found, Wish) else None
+
+    def plan(self, fact: Fact, of: Fact, wish: Wish) -> Plan | None:
+        """What `read_plan` gives, where `wish` is in the event `of`."""
+        key = fact.event_id, of.event_id
+        found = self._found(key, lambda: read_plan(fact.payload, wish))
+        return found if isinstance(found, Plan) else None
+
+    def _found(
+        self, key: tuple[EventId, ...], convert: Callable[[], Wish | Plan | None]
+    ) -> Wish | Plan | None:
+        found = self._now[key] = self._before[key] if key in self._before else convert()
+        return found
 
 
 def read(
     wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]], known: Known | None = None
 ) -> dict[str, Deployment]:
     """Every deployment by its id, evicted and merged ones too; what is of no form known here, or
-    beyond what one author may wish for, is left out.
-
-    `known` is what was read the last time, and then what was this time: a log that has grown by an
-    event is not to be converted anew, of which the plans of one author may take a second.
+    beyond what one author may wish for, is left out. `known` is of the last time, and then of this.
     """
-    known = {} if known is None else known
-    events = _Events(dict(known))
-    known.clear()
+    known = Known() if known is None else known
+    known.begin()
     found: dict[str, Deployment] = {}
     standing: dict[tuple[ModelId, str], str] = {}
     for name in _counting(wishes):
         fact = wishes[name]
-        wish = events.wish(fact)
+        wish = known.wish(fact)
         if wish is None:
             continue
         event = fact.event_id.hex()
-        plans_of = ((each.order, events.plan(each, fact, wish)) for each in plans.get(name, ()))
+        plans_of = ((each.order, known.plan(each, fact, wish)) for each in plans.get(name, ()))
         made = [(plan.wish == event, plan.epoch, at, plan) for at, plan in plans_of if plan]
         best = max(made, key=lambda row: row[:3], default=None)
         plan = None if best is None else best[3]
@@ -232,30 +257,7 @@ def read(
         found[name] = Deployment(
             wish, plan, event, fact.author, fact.wall_ms, merged_into, fact.order[0]
         )
-    known.update(events.now)
     return found
-
-
-@dataclass(slots=True)
-class _Events:
-    """Reads events, those that were read `before` from there."""
-
-    before: Known
-    now: Known = field(default_factory=dict)
-
-    def wish(self, fact: Fact) -> Wish | None:
-        """What `read_wish` gives."""
-        key = (fact.event_id,)
-        found = self.now[key] = self.before[key] if key in self.before else read_wish(fact.payload)
-        return found if isinstance(found, Wish) else None
-
-    def plan(self, fact: Fact, of: Fact, wish: Wish) -> Plan | None:
-        """What `read_plan` gives."""
-        key = (fact.event_id, of.event_id)
-        found = self.now[key] = (
-            self.before[key] if key in self.before else read_plan(fact.payload, wish)
-        )
-        return found if isinstance(found, Plan) else None
 
 
 def _counting(wishes: Mapping[str, Fact]) -> list[str]:

@@ -55,7 +55,7 @@ class House(World):
         self.free_on_devices: Callable[[], Mapping[str, int]] = dict
         """MiB, of those of which that is known; where there are several."""
         self._read: tuple[object, dict[str, Deployment]] | None = None
-        self._known: Known = {}
+        self._known = Known()
         self.layouts = Layouts(config, node, store, self.deployments)
 
     async def laid_out(

@@ -135,7 +135,7 @@ def test_what_was_read_of_an_event_is_not_read_again_and_what_counts_no_longer_i
 ):
     wishes = {WISH.deployment: fact(1, WISH.payload())}
     plans = {WISH.deployment: [fact(2, planned(WISH, 1).payload()), fact(3, {"deployment": "?"})]}
-    known: Known = {}
+    known = Known()
     first = read(wishes, plans, known)[WISH.deployment]
     assert len(known) == 3
     other = replace(WISH, deployment="f" * 16, model_id=ModelId("another"))
