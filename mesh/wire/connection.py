@@ -346,9 +346,11 @@ class WebSocketLink(PlainProtocol):
         if self._read_paused and backlog < self._backlog:
             self._heard_at = now  # we do not listen, but it takes what we send
         self._backlog, self._crumbs = backlog, 0
-        silence = LinkLost(f"The peer was silent for {limits.silence_s} s.", fix=_RECONNECT)
-        if why := silence if self.silent_s > limits.silence_s else why_unheard(self._transport):
-            self.abort(why)
+        lost = why_unheard(self._transport)
+        if self.silent_s > limits.silence_s:
+            lost = LinkLost(f"The peer was silent for {limits.silence_s} s.", fix=_RECONNECT)
+        if lost is not None:
+            self.abort(lost)
             return
         self._restart_timer(self._tick, limits.ping_interval_s)
         if not self.is_closed:

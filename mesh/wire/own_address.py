@@ -10,10 +10,10 @@ import errno
 import socket
 from typing import Any
 
-from mesh.errors import AddressLost
+from mesh.errors import AddressLost, LinkLost
 
 
-def why_unheard(transport: asyncio.BaseTransport | None) -> AddressLost | None:
+def why_unheard(transport: asyncio.BaseTransport | None) -> LinkLost | None:
     """Why nothing can come over it any more, as far as this machine's addresses tell."""
     here = None if transport is None else transport.get_extra_info("sockname")
     if not isinstance(here, tuple) or _is_ours(here):
