@@ -199,17 +199,12 @@ def _with_sinks(graph: GraphBuilder, attention: Attention, is_seen: str) -> str:
     what takes weight and gives nothing."""
     hidden, shown = (graph.constant(np.array(each, np.float32)) for each in (-np.inf, 0))
     scores = graph.op("Where", [is_seen, shown, hidden])
-    shape = graph.op(
-        "Concat", [graph.numbers(1, attention.heads), graph.op("Shape", [is_seen])], axis=0
-    )
+    heads, one = graph.numbers(1, attention.heads), graph.numbers(1)
+    of_keys = graph.op("Concat", [heads, graph.op("Shape", [is_seen])], axis=0)
+    of_sinks = graph.op("Concat", [heads, graph.op("Shape", [is_seen], end=1), one], axis=0)
     sinks = graph.input("sinks", FLOAT, [attention.heads])
     sinks = graph.op("Reshape", [sinks, graph.numbers(1, -1, 1, 1)])
-    each_row = graph.op(
-        "Concat",
-        [graph.op("Slice", [shape, graph.numbers(0), graph.numbers(3)]), graph.numbers(1)],
-        axis=0,
-    )
-    parts = [graph.op("Expand", [sinks, each_row]), graph.op("Expand", [scores, shape])]
+    parts = [graph.op("Expand", [sinks, of_sinks]), graph.op("Expand", [scores, of_keys])]
     return graph.op("Concat", parts, axis=3)
 
 
