@@ -356,6 +356,10 @@ class ScriptedView:
                 "endpoint": "wss://127.0.0.1:8421",
                 "state_dir": "/state",
                 "hearth": {"id": "hh2", "name": "the house"},
+                "away": [
+                    {"id": "l" * 52, "name": "laptop", "last_seen": MOMENT.isoformat()},
+                    {"id": "p" * 52, "name": "phone", "last_seen": None},
+                ],
                 "enabled": True,
                 "paused": False,
                 "interfaces": [

@@ -136,6 +136,18 @@ def rests_in(row: Mapping[str, Any], now: datetime) -> str | None:
     return lasting(max(0.0, (datetime.fromisoformat(at) - now).total_seconds()))
 
 
+def away(rows: Iterable[Mapping[str, Any]], now: datetime) -> list[str]:
+    """``laptop (3 h)``, ``phone``: of members that are not seen, and for how long where known."""
+    found = []
+    for row in rows:
+        name, last_seen = printable(row["name"]), row["last_seen"]
+        if last_seen is not None:
+            past = now - datetime.fromisoformat(last_seen)
+            name += f" ({lasting(max(0.0, past.total_seconds()))})"
+        found.append(name)
+    return found
+
+
 def ordinals(spans: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     """How people count the replicas of a deployment's spans: 1, 2 and so on, by their numbers,
     which begin at 0 and are never used again."""

@@ -76,8 +76,10 @@ class MeshView(Protocol):
 
         ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
         "certificate": its file} | None, "endpoint", "state_dir", "enabled", "paused",
-        "hearth": {"id", "name"} | None, "interfaces": [{"name", "address", "network", "used",
-        "why"}] on which others are met, and those left out; none with the mesh off,
+        "hearth": {"id", "name"} | None, "away": [{"id", "name", "last_seen": ISO 8601 | None, not
+        since this start}] of members that are no row of "peers", "interfaces": [{"name",
+        "address", "network", "used", "why"}] on which others are met, and those left
+        out; none with the mesh off,
         "memory_cap": {"limit_mb", "taken_mb", "setting"} of what models may take | None},
         "peers": [...], "models": [...], "shards": [local shards],
         "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device, or the first | None,
@@ -141,7 +143,8 @@ class HearthControl(Protocol):
 
     def view(self) -> dict[str, Any]:
         """``{"id", "name", "self", "is_member", "two_signatures", "members": [{"node_id",
-        "short_id", "fingerprint", "name", "let_in_as": str | None, "level", "added_by", "self"}],
+        "short_id", "fingerprint", "name", "let_in_as": str | None, "level", "added_by", "self",
+        "state": ``this node``, ``away`` or as a peer's, "last_seen": of one that is away}],
         "pending": [{"node_id", "name", "action", "voters", "needed"}], "out": [{"node_id", "name",
         "why", "forked_at"}], "models": [...], "shards": [...]}``: members, who is out and why, and
         the log's record. A member's `name` is what it calls itself; `let_in_as` what it was let in

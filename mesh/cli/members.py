@@ -51,8 +51,8 @@ def require_known(who: str, nodes: Iterable[dict[str, Any]]) -> None:
 def show(hearth: dict[str, Any]) -> None:
     """Print what `GET /mesh/v1/hearth` returned."""
     say(f"{hearth['name']}  ({hearth['id']})")
-    rows = [[_shown(m), m["level"], m["fingerprint"]] for m in hearth["members"]]
-    print_table(["name", "level", "fingerprint"], rows)
+    rows = [[_shown(m), m["level"], _standing(m), m["fingerprint"]] for m in hearth["members"]]
+    print_table(["name", "level", "state", "fingerprint"], rows)
     for vote in hearth["pending"]:
         say(
             f"waits for {vote['needed'] - len(vote['voters'])} more anchor(s): {vote['action']}"
@@ -67,10 +67,22 @@ def show(hearth: dict[str, Any]) -> None:
 
 def _shown(member: dict[str, Any]) -> str:
     before = member.get("let_in_as")  # not said by earlier daemons
-    renamed = f", let in as {before}" if before else ""
-    here = ", this node" if member["self"] else ""
-    marks = (renamed + here).removeprefix(", ")
-    return f"{member['name']} ({marks})" if marks else str(member["name"])
+    return f"{member['name']} (let in as {before})" if before else str(member["name"])
+
+
+def _standing(member: dict[str, Any]) -> str:
+    """``up``, ``this node``, ``away for 3 h``."""
+    from datetime import UTC, datetime
+
+    from mesh.units import lasting
+
+    if member["self"]:
+        return "this node"
+    state, last_seen = member.get("state", ""), member.get("last_seen")
+    if last_seen is None:  # nor is either said by earlier daemons
+        return str(state)
+    past = datetime.now(UTC) - datetime.fromisoformat(last_seen)
+    return f"{state} for {lasting(max(0.0, past.total_seconds()))}"
 
 
 @app.command()

@@ -228,6 +228,7 @@ def _show_house(picture: dict[str, Any]) -> None:
     print_models(picture["models"])
     say()
     print_peers(picture["peers"])
+    _show_away(picture["node"].get("away", ()))
     if deployed := picture.get("deployments"):
         say()
         print_deployments(deployed)
@@ -236,6 +237,16 @@ def _show_house(picture: dict[str, Any]) -> None:
         say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
     for row in weights.get("elsewhere", ()):
         say(f"fetching on {row['node']}: {row['model_id']}, {come_line(row)}")
+
+
+def _show_away(rows: Sequence[dict[str, Any]]) -> None:
+    """Members that no row of the peers is about, and since when."""
+    from datetime import UTC, datetime
+
+    from tui.words import away
+
+    if rows:
+        say(f"away: {few(away(rows, datetime.now(UTC)))}")
 
 
 def _show_interfaces(rows: Sequence[dict[str, Any]], *, everything: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from mesh.discovery.sightings import PeerState
 from mesh.errors import BadRequest, NotFound
 from mesh.events.types import TOKEN_REVOKED
 from mesh.hearth.hearth import Hearth
@@ -35,6 +36,7 @@ class Control:
         """The members, those who are out, and the log's record, ready for JSON."""
         hearth = self._network.require_hearth()
         roster, own = hearth.roster, hearth.key.node_id
+        standing = self._standing(own)
         return {
             "id": hearth.id,
             "name": roster.name,
@@ -42,7 +44,12 @@ class Control:
             "is_member": roster.is_member(own),
             "two_signatures": roster.two_signatures,
             "members": [
-                {**_member(m), "self": m.node_id == own, "forked": m.node_id in roster.forked}
+                {
+                    **_member(m),
+                    **standing.get(m.node_id, {}),
+                    "self": m.node_id == own,
+                    "forked": m.node_id in roster.forked,
+                }
                 for m in sorted(roster.members.values(), key=lambda m: (-m.level, m.name))
             ],
             "pending": [
@@ -199,6 +206,16 @@ class Control:
         hearth.roster.require(hearth.key.node_id, TrustLevel.TRUSTED)
         await hearth.publish(TOKEN_REVOKED, {"token_id": token_id})
         return {"token_id": token_id}
+
+    def _standing(self, own: NodeId) -> dict[NodeId, dict[str, Any]]:
+        """How each member stands with this node: ``{"state", "last_seen"}``."""
+        seen = {row.node_id: row.state.value for row in self._network.peers() if row.node_id}
+        found: dict[NodeId, dict[str, Any]] = {
+            node: {"state": state, "last_seen": None} for node, state in seen.items()
+        }
+        for member in self._network.away():
+            found[member.node_id] = {"state": "away", "last_seen": member.row()["last_seen"]}
+        return found | {own: {"state": PeerState.SELF.value, "last_seen": None}}
 
     async def _change(self, hearth: Hearth, member: Member, level: TrustLevel) -> dict[str, Any]:
         await hearth.decide(LevelChanged(member.node_id, level))

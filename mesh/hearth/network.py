@@ -33,6 +33,7 @@ from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, company, join_hearth, take_up
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices, warned
+from mesh.hearth.presence import Away, Presence
 from mesh.hearth.publishing import Publisher
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import WindowEnding, parse_ticket
@@ -83,6 +84,7 @@ class Network:
         self._clock = clock
         self._hooks = hooks
         self._accounts = accounts
+        self._presence = Presence(clock)
         self._here: _Here | None = None
         self._alone: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
@@ -148,6 +150,12 @@ class Network:
     def peers(self) -> list[PeerView]:
         """Every peer that is linked, dialled or was seen; none while this node is in no hearth."""
         return self._here.peering.peers() if self._here is not None else []
+
+    def away(self) -> list[Away]:
+        """The other members of the hearth that are no row of `peers`."""
+        hearth = self.hearth
+        seen = {self._key.node_id, *(row.node_id for row in self.peers() if row.node_id)}
+        return self._presence.away(hearth.roster, seen) if hearth is not None else []
 
     def link(self, peer: NodeId) -> ControlLink | None:
         """The control link to a peer; None while there is none."""
@@ -345,6 +353,7 @@ class Network:
             # The end of an earlier link may be on its way through a task: then this is the one.
             asyncio.get_running_loop().call_soon(self._still_up, event.node_id)
         if hearth is not None and isinstance(event, PeerDown):
+            self._presence.parted(event.node_id)
             task = spawn(hearth.peer_down(event.node_id), "gossip ends")
             self._background.add(task)
             task.add_done_callback(self._background.discard)

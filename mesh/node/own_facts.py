@@ -27,6 +27,7 @@ def own_facts(
         "endpoint": network.address,
         "state_dir": str(config.state_dir),
         "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
+        "away": [member.row() for member in network.away()],
         "enabled": config.is_distributed,
         "interfaces": interfaces.told(config.interface) if config.is_distributed else [],
     }

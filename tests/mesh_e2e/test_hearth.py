@@ -45,6 +45,10 @@ def up_peers(node: LocalNode) -> set[str]:
     return {p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"}
 
 
+def standing(node: LocalNode) -> dict[str, str]:
+    return {m["name"]: m["state"] for m in node.get("/mesh/v1/hearth")["members"]}
+
+
 def members(node: LocalNode) -> dict[str, str]:
     return {m["name"]: m["level"] for m in node.get("/mesh/v1/hearth")["members"]}
 
@@ -131,6 +135,10 @@ def test_found_invite_join_promote_revoke_and_what_the_wire_shows(tmp_path: Path
             wait_until(lambda: members(barn) == left, "barn has heard it, not only lost the link")
             gone = barn.get("/mesh/v1/hearth")["out"]
             assert [(row["name"], row["why"]) for row in gone] == [("sofa", "revoked")]
+            assert standing(attic) == {"attic": "this node", "barn": "up"}
+        wait_until(lambda: standing(attic)["barn"] == "away", "it said goodbye", limit_s=20)
+        (away,) = attic.get("/mesh/v1/status")["node"]["away"]
+        assert (away["name"], bool(away["last_seen"])) == ("barn", True)
     if sniffer is None:
         pytest.skip("all of it holds; what the wire shows needs a packet socket")
     streams = sniffer.streams()

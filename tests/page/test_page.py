@@ -220,6 +220,7 @@ async def test_what_is_no_trouble_is_not_shown_as_one() -> None:
             page.do("Page.reload")
             page.says("#headline", "working · echo · 3 nodes")
             rows = page.eval("[...document.querySelector('#nodes').children].map(e => e.innerText)")
+            assert rows.pop() == "away: laptop (0 s), phone"
             letters, names, states = zip(*(row.split("\n")[:3] for row in rows), strict=True)
             assert letters == ("A", "B", "C", "D")
             assert names == ("here", "attic\x1b[2J", "shed", "next door")

@@ -547,6 +547,15 @@ async def test_all_lines_of_a_pasted_text_are_asked(daemon: Daemon) -> None:
     )
 
 
+async def test_who_is_away_stands_below_the_nodes(daemon: Daemon) -> None:
+    picture = whole()
+    missing = [{"id": "p" * 52, "name": "phone", "last_seen": None}]
+    daemon.house.change(node={**picture["node"], "away": missing}, peers=[])
+    async with running(daemon.connect) as top:
+        shown = await top.until("away: phone")
+        assert "hearthnet invite" not in shown
+
+
 async def test_names_with_brackets_are_shown_as_they_are(daemon: Daemon) -> None:
     odd = "[/b]l[red]"
     peers = [{**peer, "shards": [shard(odd, "0-3")]} for peer in whole()["peers"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from mesh.api.services import RESTING
 from tests.tui.house import hop, peer, shard, whole
 from tui.picture import GAP, Picture, bottleneck, coverages, nodes, readiness
-from tui.words import happened, loading
+from tui.words import away, happened, loading
 
 
 def picture(**parts: Any) -> Picture:
@@ -174,3 +175,11 @@ def test_a_neighbours_node_is_no_trouble_and_comes_last() -> None:
 )  # fmt: skip
 def test_what_happens_to_a_route_is_told_in_words(event: dict[str, Any], said: str) -> None:
     assert happened(event) == said
+
+
+def test_who_is_away_is_said_with_for_how_long_where_that_is_known() -> None:
+    seven = datetime(2030, 1, 1, 7, tzinfo=UTC)
+    laptop = {"id": "l", "name": "lap\x1b[2Jtop", "last_seen": seven.isoformat()}
+    phone = {"id": "p", "name": "phone", "last_seen": None}
+    assert away([laptop, phone], seven + timedelta(hours=3)) == ["lap[2Jtop (3 h)", "phone"]
+    assert away([laptop], seven - timedelta(hours=3)) == ["lap[2Jtop (0 s)"], "a clock was set"

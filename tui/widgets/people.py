@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from rich.cells import cell_len
 from rich.text import Text
 
 from tui.picture import Picture, nodes
 from tui.widgets.drawn import Drawn
-from tui.words import COLOURS, GLYPHS, ms
+from tui.words import COLOURS, GLYPHS, away, ms
 
 
 class People(Drawn):
@@ -23,19 +25,22 @@ class People(Drawn):
         lines = []
         for node, word in zip(seen, words, strict=True):
             line = Text()
-            away = ms(node.rtt_ms) if node.word == "up" else ""
+            distance = ms(node.rtt_ms) if node.word == "up" else ""
             line.append(f"{node.letter} ", node_style(node.letter))
             line.append(f"{GLYPHS[node.state]} ", COLOURS[node.state])
             name = Text(node.name)
             name.truncate(wide, overflow="ellipsis", pad=True)
             line.append_text(name).append("  ")
-            line.append(f"{word:<{said}} {away:>8}  ", "dim")
+            line.append(f"{word:<{said}} {distance:>8}  ", "dim")
             line.append(
                 ", ".join(f"{model} {layers}" for model, layers in node.shards) or "no layers"
             )
             line.truncate(width, overflow="ellipsis")
             lines.append(line)
-        if len(seen) == 1:
+        if missing := away(picture.status.get("node", {}).get("away", ()), datetime.now(UTC)):
+            lines.append(Text(f"  away: {', '.join(missing)}", "dim"))
+            lines[-1].truncate(width, overflow="ellipsis")
+        elif len(seen) == 1:
             lines.append(Text("  no other node is seen: `hearthnet invite` lets one in", "dim"))
         return Text("\n").join(lines)
 

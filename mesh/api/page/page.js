@@ -5,7 +5,7 @@ import { drawChoice } from "./chat.js";
 import { GONE, administers, events, hasKey, listen, refusal, send, useKey } from "./daemon.js";
 import { allowChanges, drawDeployed } from "./deployed.js";
 import { allowStopping, drawDownloads } from "./downloads.js";
-import { at, button, clock, dim, made, ms, row } from "./elements.js";
+import { at, button, clock, dim, lasting, made, ms, row } from "./elements.js";
 
 const status = {};
 const happened = [];
@@ -175,7 +175,7 @@ function draw() {
     made("span", `badge n${node.number % 8}`, node.letter), made("strong", "", node.name),
     made("span", node.state, `${GLYPHS[node.state]} ${node.word}`),
     node.rtt === null ? null : dim(ms(node.rtt)),
-    dim(node.shards.map((shard) => `${shard.model_id} ${shard.layers}`).join(", ") || "no layers"))));
+    dim(node.shards.map((shard) => `${shard.model_id} ${shard.layers}`).join(", ") || "no layers"))), ...away(status.node.away || []));
   at("models").replaceChildren(...status.models.flatMap((model) => [row(
     made("strong", "", model.id), dim(`${model.total_layers} layers`),
     model.runnable ? made("span", "ok", "● ready") : unready(model)), bar(model, nodes)]));
@@ -186,6 +186,13 @@ function draw() {
   drawChoice(status.models);
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
     made("li", "dim", [clock(event.at, true), event.type, ...EVENT_FIELDS.map((name) => event[name])].filter(Boolean).join(" "))) : [dim("none yet")]));
+}
+
+// Members that are seen nowhere, and for how long.
+function away(rows) {
+  const names = rows.map((row) => row.last_seen === null ? row.name
+    : `${row.name} (${lasting(Math.max(0, Date.now() - Date.parse(row.last_seen)) / 1000)})`);
+  return names.length ? [dim(`away: ${names.join(", ")}`)] : [];
 }
 
 function unready(model) {
