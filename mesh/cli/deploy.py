@@ -42,7 +42,17 @@ KeepAlive = Annotated[
         "--keep-alive", min=0, metavar="S", help="Rest after so many seconds without use; 0: never."
     ),
 ]
-Nodes = Annotated[str | None, typer.Option(metavar="A,B", help="Use these machines only.")]
+Nodes = Annotated[str | None, typer.Option(metavar="A,B", help="Use these machines only; '': any.")]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NODE=LO-HI", help="Layers that have to be there; none: anywhere. Repeatable."
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Positions that have to fit; 0: what is usual."),
+]
 Estimate = Annotated[
     bool,
     typer.Option(
@@ -77,14 +87,9 @@ def deploy(  # noqa: PLR0913 - flags
         typer.Option("--dedicated/--shared", help="Never make room for another, never rest."),
     ] = None,
     nodes: Nodes = None,
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODE=LO-HI", help="Layers that have to be there. Repeatable."),
-    ] = None,
+    layers: Layers = None,
     quant: Annotated[str | None, typer.Option(help="none, int8, int4 or auto.")] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Positions that have to fit.")
-    ] = None,
+    context: Context = None,
     minimum: Minimum = None,
     estimate: Estimate = False,
     with_: With = None,

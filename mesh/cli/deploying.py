@@ -292,7 +292,9 @@ def shown(row: dict[str, Any]) -> None:
 
 
 def pins(layers: list[str] | None) -> list[str] | None:
-    """``NODE=LO-HI`` each, or None. Raises BadRequest."""
+    """``NODE=LO-HI`` each; none of them for ``none`` alone. Raises BadRequest."""
+    if layers == ["none"]:
+        return []
     for text in layers or ():
         node, equals, span = text.rpartition("=")
         if not (node and equals and span):

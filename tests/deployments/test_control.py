@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.cli.deploying import pins
 from mesh.deployments.control import HOLD_LOOK_S, Deploying
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.listing import DeploymentRows
@@ -276,6 +277,22 @@ async def test_layers_that_are_pinned_to_a_machine_that_is_left_out_are_refused_
         await home.verbs.deploy(pinned)
     await home.verbs.deploy(pinned | {"nodes": ["attic", "sofa"]})
     assert home.held() == {"middle-10"}
+
+
+async def test_each_part_of_a_wish_can_be_taken_back() -> None:
+    home = Verbs(100, 100)
+    home.here.called = {node.node: f"n{place}" for place, node in enumerate(home.house.nodes)}
+    await home.verbs.deploy({"model": "middle-10"})
+    await home.verbs.deploy(
+        {"model": "middle-10", "nodes": ["n0"], "layers": pins(["n0=0-9"]), "context": 512}
+    )
+    await home.verbs.deploy(
+        {"model": "middle-10", "nodes": [], "layers": pins(["none"]), "context": 0}
+    )
+    first, narrowed, last = (each for each in home.here.signed if isinstance(each, Wish))
+    assert narrowed.context == 512
+    assert len(narrowed.pins) == len(narrowed.nodes) == 1
+    assert last == first
 
 
 async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
