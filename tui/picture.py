@@ -104,10 +104,10 @@ def readiness(picture: Picture) -> Readiness:
         return Readiness("wait", "looking for the daemon")
     models = picture.rows("models")
     ready = [model["id"] for model in models if model["runnable"]]
-    running, peers = len(picture.rows("generations")), picture.rows("peers")
-    nodes = 1 + sum(peer["state"] == "up" for peer in peers)
+    running = len(picture.rows("generations"))
+    here = sum(node.state in ("ok", "wait") for node in nodes(picture))
     if ready:
-        words = f"working · {', '.join(ready)} · {count(nodes, 'node')}"
+        words = f"working · {', '.join(ready)} · {count(here, 'node')}"
         speed = sum(row.get("tokens_per_second") or 0.0 for row in picture.rows("generations"))
         if running:
             words += f" · {count(running, 'answer')} at {speed:.1f} tok/s"
@@ -217,7 +217,9 @@ def _health(peer: Mapping[str, Any]) -> tuple[str, str]:
     if peer["state"] != "up":
         return "bad", f"{peer['state']}: {peer['reason']}" if peer.get("reason") else peer["state"]
     doubt = peer.get("verdict")
-    return ("ok", "up") if doubt in (None, "healthy") else ("wait", doubt)
+    if doubt in (None, "healthy"):
+        return "ok", "up"
+    return "bad" if doubt == "lost" else "wait", doubt
 
 
 def _held(shards: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, LayerRange], ...]:

@@ -38,6 +38,14 @@ def test_the_verdict_is_one_line(models: list[Any], state: str, words: str) -> N
     assert words in found.words
 
 
+def test_who_is_linked_and_does_not_answer_is_not_counted_as_here() -> None:
+    attic, *others = whole()["peers"]
+    for verdict, state, here in (("suspect", "wait", 3), ("lost", "bad", 2)):
+        found = picture(peers=[{**attic, "verdict": verdict}, *others], models=[model(True, None)])
+        assert nodes(found)[1].state == state
+        assert f" · {here} nodes · " in readiness(found).words
+
+
 def test_a_model_at_rest_is_no_trouble() -> None:
     (found,) = coverages(picture(models=[model(False, RESTING, "0-7")]))
     assert found.state == "other"

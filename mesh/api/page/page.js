@@ -159,7 +159,8 @@ function health(peer) {
   if (peer.state === STRANGER) return { state: "dim", word: STRANGER };
   if (peer.state !== "up") return { state: "bad", word: peer.state };
   const isWell = !peer.verdict || peer.verdict === "healthy";
-  return isWell ? { state: "ok", word: "up" } : { state: "wait", word: peer.verdict };
+  if (isWell) return { state: "ok", word: "up" };
+  return { state: peer.verdict === "lost" ? "bad" : "wait", word: peer.verdict };
 }
 
 // How a model that cannot be asked at once is, by the reason.
