@@ -29,12 +29,12 @@ MORE_FAMILIES = (
     "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text",
     "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi",
     "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
+    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 STATEFUL = (
     "qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
+    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
 )  # fmt: skip
 """Those of whose layers some keep a running state."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
@@ -342,6 +342,15 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "mamba_d_ssm": 2 * hidden, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5,
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "key_multiplier": 0.8,
         },
+        "nemotron_h": {
+            "mamba_num_heads": 8, "mamba_head_dim": hidden // 4, "ssm_state_size": 16,
+            "n_groups": 2, "chunk_size": 16, "head_dim": hidden // 8, "num_key_value_heads": 2,
+            "layers_block_type": [
+                ("linear_attention", "moe", "full_attention", "mlp")[i % 4] for i in range(layers)
+            ],
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+        },
         "bamba": mamba | {"attn_layer_indices": attends},
         "kimi_linear": {
             "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2,
@@ -400,7 +409,7 @@ def _widen(model: Any, generator: torch.Generator) -> None:
     ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
     factor = 2.0 / float(model(ids).logits.std())
     base = next(part for part in model.children() if isinstance(part, PreTrainedModel))
-    names = ("ln_f", "norm", "final_layernorm", "embedding_norm")
+    names = ("ln_f", "norm", "norm_f", "final_layernorm", "embedding_norm")
     norm = next(getattr(base, name) for name in names if hasattr(base, name))
     if getattr(norm, "weight", None) is None:
         model.get_output_embeddings().weight.mul_(factor)

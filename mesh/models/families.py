@@ -12,6 +12,7 @@ trust_remote_code).
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -38,16 +39,15 @@ PROVEN = frozenset(
         "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe",
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2",
         "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
-        "ministral3", "mistral", "mixtral", "nanochat", "olmo2", "olmo3", "phi", "phi3", "phimoe",
-        "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss",
-        "smollm3",
+        "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo2", "olmo3", "phi",
+        "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
+        "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
 _SHARED = "layers far apart share one block of weights"
 _FORGETS = "transformers computes several of its rows without what came before them"
-_OTHER_ROWS = "transformers computes a single row of it otherwise than several"
 _OWN_CALL = "its layers are not called as those of other models are"
 _OWN_STATES = "its layers keep a running state in a form of their own"
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -56,7 +56,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "mamba": _FORGETS,
         "falcon_mamba": _FORGETS,
         "mamba2": _OWN_CALL,
-        "nemotron_h": _OTHER_ROWS,
         "zamba": _SHARED,
         "zamba2": _SHARED,
         "minimax": _OWN_STATES,
@@ -90,8 +89,8 @@ class FamilyEntry:
     `embedding_scale` is applied by the ends. `norms_embedding`: its final norm comes before the
     first layer as well. `layer_inputs` name what of a base model makes the numbers that its layers
     take beside hidden states, where they do (see `mesh.models.row_form`). `shares_keys`: its last
-    layers may see the keys and values of earlier ones. `refuse(whole)` is the reason why one config
-    cannot be cut, or None.
+    layers may see the keys and values of earlier ones. `settle(whole)` has transformers compute
+    one config as the model was made. `refuse(whole)` is the reason why one cannot be cut, or None.
     """
 
     positions: str | None = None
@@ -99,7 +98,14 @@ class FamilyEntry:
     norms_embedding: bool = False
     layer_inputs: tuple[str, ...] = ()
     shares_keys: bool = False
+    settle: Callable[[Any], None] | None = None
     refuse: Callable[[Any], str | None] | None = None
+
+
+def _without_least_step(whole: Any) -> None:
+    """transformers bounds the time steps of several rows from below by a number that is there for
+    drawing weights, and those of a single row by none, as other programs do with any."""
+    whole.time_step_min = math.ulp(0.0)
 
 
 def _refuse_gpt2(whole: Any) -> str | None:
@@ -135,6 +141,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         "granitemoeshared": _MULTIPLIED,
         "hyperclovax": _MULTIPLIED,
         "nanochat": FamilyEntry(norms_embedding=True),
+        "nemotron_h": FamilyEntry(settle=_without_least_step),
     }
 )
 _GENERIC = FamilyEntry()
@@ -297,6 +304,8 @@ def family_of_config(config: Any) -> Family:
     except KeyError as error:
         raise _unsupported(str(config.model_type), "it is not a causal language model") from error
     entry = ENTRIES.get(config.model_type, _GENERIC)
+    if entry.settle is not None:
+        entry.settle(config)
     return Family(config, entry, base_class, causal_class)
 
 

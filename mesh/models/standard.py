@@ -52,7 +52,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
-    "conv_L_cache",
+    "ssm_state_size", "conv_L_cache",
 )  # fmt: skip
 """What only configs have of whose layers some keep a running state."""
 

@@ -6,6 +6,7 @@ Upper estimates, in MB of 2**20 bytes. Reads no tensor and asks no device.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ _STATES = 6
 """Of a session: as they are, as a step makes them, and as they were where two chunks and two drafts
 began."""
 
+_ATTENDS = re.compile(r"attn|attention|qkv|query|[qkv]_proj|kv_")
+"""In the names of what layers have that see rows before them."""
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
@@ -103,10 +106,11 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
 
 def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     """What one position adds to the caches of each of these layers."""
-    keys, values = dict[str, int](), dict[str, int]()
+    keys, values, attending = dict[str, int](), dict[str, int](), set[str]()
     states, linear = set[str](), set[str]()  # of the second, keys go into a state and nowhere else
     for entry in manifest.layer_weights(layers):
         index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
+        attending.update({index} if _ATTENDS.search(name) else ())
         if name.endswith("k_proj.weight"):
             keys[index] = entry.shape[0]
         elif name.endswith("v_proj.weight"):
@@ -118,8 +122,9 @@ def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     first_seeing = manifest.total_layers - (_number(_text(manifest.config), _SHARED_KEYS) or 0)
     # Layers may differ; where keys are values as well (Gemma 4), both are cached.
     own = {i: keys[i] + values.get(i, keys[i]) for i in keys.keys() - linear}
+    otherwise = dict.fromkeys(attending - states, said)
     return [
-        0 if layer >= first_seeing else own.get(str(layer), 0 if str(layer) in states else said)
+        0 if layer >= first_seeing else (otherwise | own).get(str(layer), 0)
         for layer in range(layers.start, layers.stop)
     ]
 

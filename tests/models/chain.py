@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,9 @@ def run_whole(
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Hugging Face alone: logits (1, rows, vocab) of each step, and the greedy ids it decoded."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for part in model.modules():
+        if type(part).__name__ == "NemotronHMamba2Mixer":  # bounds the steps of several rows only
+            part.time_step_limit = (0.0, math.inf)
     cache = DynamicCache(config=model.config.get_text_config())
     position = 0
 
