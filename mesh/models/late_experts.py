@@ -21,10 +21,17 @@ GATE_UP = "gate_up_proj"
 STACKS = (GATE_UP, "down_proj")
 """What modules call the tensors of all experts."""
 
+_WITHOUT_GATE = ("up_proj", "down_proj")
+
 _LAYER = re.compile(r".*?\.\d+\.")
 
 Late = Mapping[str, Mapping[str, TensorEntry]]
 """By the paths of modules in a span, the stored tensors that they are made of."""
+
+
+def stacks_in(experts: Any) -> tuple[str, str]:
+    """What this module calls the tensors of its experts: some have no gate."""
+    return STACKS if getattr(experts, "has_gate", True) else _WITHOUT_GATE
 
 
 def late_experts(base: Any, names: Mapping[str, TensorEntry]) -> Late:

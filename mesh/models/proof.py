@@ -51,6 +51,8 @@ _WIDTHS = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
     "linear_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
 _HEADS = 4
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8

@@ -18,12 +18,13 @@ UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 STANDARD = UNEQUAL | {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
     "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid", "glm4", "ernie4_5",
+    "nemotron_h",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {
         "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
-        "qwen3_next", "lfm2_moe",
+        "qwen3_next", "lfm2_moe", "nemotron_h",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from mesh.models.row_form import RowForm
+from mesh.shard.compiled.lone_parts import LonePart, lone_part
 from mesh.shard.compiled.parts import (
     Attention,
     Experts,
     FeedForward,
     LayerParts,
+    Mixer,
     NotCompilable,
     layer_parts,
 )
@@ -35,7 +37,7 @@ from mesh.shard.lean_attention import (
     WithPast,
 )
 from mesh.shard.lean_experts import LeanExpertsBeside, lean_mixture
-from mesh.shard.lean_parts import LeanInputs, LeanNorm, lean_feed_forward
+from mesh.shard.lean_parts import LeanInputs, LeanNorm, Product, lean_feed_forward
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
 from mesh.shard.rotary import Rotary
@@ -57,11 +59,8 @@ def fused_places(module: Any) -> list[list[Place]]:
         }
         groups += [
             [places[id(linear)] for linear in linears]
-            for linears in (
-                parts.mixer.projections,
-                parts.mixer.rates,
-                *_ups(parts.feed_forward),
-            )
+            for part in _of(parts)
+            for linears in _firsts(part)
             if len(linears) > 1
         ]
     return groups
@@ -77,10 +76,10 @@ class LeanLayers(nn.Module):
         """Raises NotCompilable for layers that are not standard, or whose products are apart."""
         super().__init__()
         self._of_span = nn.ModuleList(
-            _LeanLayer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
+            _lean_layer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
         )
         # A dict lookup for each layer and forward costs more than some of the operators.
-        self._layers: list[_LeanLayer] = list(self._of_span)  # type: ignore[arg-type]
+        self._layers: list[_LeanLayer | _LeanPart] = list(self._of_span)  # type: ignore[arg-type]
         self._row_form, self._first = RowForm.of(module), getattr(module, "first_layer", 0)
         tables = (layer.turning.table for layer in self._layers)
         self._rotary = Rotary(module, (table for table in tables if table is not None))
@@ -148,21 +147,10 @@ class _LeanLayer(nn.Module):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
-        mixer = parts.mixer
-        self.turning = RotaryKind()
-        self._mix: LeanAttention | LeanOthersAttention | _States
-        if isinstance(mixer, Attention):
-            self.turning = RotaryKind(mixer.table, mixer.growth, mixer.turns_pairs)
-            seen = mixer.sees
-            self._mix = (
-                LeanAttention(mixer, index) if seen is None else LeanOthersAttention(mixer, seen)
-            )
-        else:
-            self._mix = _States(lean_recurrence(mixer, index))
-        feed = parts.feed_forward
+        self.turning, self._mix = _turning(parts.mixer), _lean_mixer(parts.mixer, index)
         self.beside = None if parts.beside is None else LeanExpertsBeside(parts.beside)
-        self._is_mixture = isinstance(feed, Experts) or self.beside is not None
-        self._feed = lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
+        self._is_mixture = isinstance(parts.feed_forward, Experts) or self.beside is not None
+        self._feed = _lean_feed(parts.feed_forward)
         self._inputs = None if parts.inputs is None else LeanInputs(parts.inputs)
         self._multiplier, self._scale = parts.multiplier, parts.scale
         self._norms = [
@@ -210,6 +198,39 @@ class _LeanLayer(nn.Module):
         return x if self._scale == 1.0 else x * self._scale
 
 
+class _LeanPart(nn.Module):
+    """See `LonePart`."""
+
+    def __init__(self, lone: LonePart, index: int) -> None:
+        super().__init__()
+        self.norm = None if lone.before is None else LeanNorm(lone.before)
+        part, self.turning = lone.part, _turning(lone.part)
+        self._mix = self._feed = None
+        if isinstance(part, FeedForward | Experts):
+            self._feed = _lean_feed(part)
+        else:
+            self._mix = _lean_mixer(part, index)
+
+    @property
+    def place(self) -> AttentionPlace:
+        """Never: see `_LeanLayer`."""
+        raise NotCompilable("its layers are attention or feed-forward alone")
+
+    def run(
+        self,
+        x: torch.Tensor,
+        turn: Rotation | None,
+        past: WithPast,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As that of `_LeanLayer`."""
+        rows = x if self.norm is None else self.norm.run(x)
+        if self._feed is not None:
+            return x + self._feed(rows)
+        assert self._mix is not None  # noqa: S101 - one of both
+        return x + self._mix.run(rows, turn, past)
+
+
 class _States(nn.Module):
     """A mixer that keeps states of sessions, which have caches of their own each."""
 
@@ -223,13 +244,46 @@ class _States(nn.Module):
         return self._recurrence.run(x, past.states)
 
 
-def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
+_LeanMixer = LeanAttention | LeanOthersAttention | _States
+
+
+def _lean_layer(parts: LayerParts | LonePart, index: int) -> _LeanLayer | _LeanPart:
+    return _LeanPart(parts, index) if isinstance(parts, LonePart) else _LeanLayer(parts, index)
+
+
+def _turning(part: Mixer | FeedForward | Experts) -> RotaryKind:
+    if not isinstance(part, Attention):
+        return RotaryKind()
+    return RotaryKind(part.table, part.growth, part.turns_pairs)
+
+
+def _lean_mixer(mixer: Mixer, index: int) -> _LeanMixer:
+    if not isinstance(mixer, Attention):
+        return _States(lean_recurrence(mixer, index))
+    seen = mixer.sees
+    return LeanAttention(mixer, index) if seen is None else LeanOthersAttention(mixer, seen)
+
+
+def _lean_feed(feed: FeedForward | Experts) -> Product:
+    return lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
+
+
+def _all_parts(module: Any) -> list[tuple[LayerParts | LonePart, nn.Module]]:
     layers = module.get_submodule(layer_list_name(module))
-    found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
+    found = [(_parts_of(layer, module.config, i), layer) for i, layer in enumerate(layers)]
     for parts, _ in found:
-        if isinstance(parts.mixer, Attention):
-            _require_known(parts.mixer)
+        for part in _of(parts):
+            if isinstance(part, Attention):
+                _require_known(part)
     return found
+
+
+def _parts_of(layer: nn.Module, config: Any, index: int) -> LayerParts | LonePart:
+    return lone_part(layer, config, index) or layer_parts(layer, config, index)
+
+
+def _of(parts: LayerParts | LonePart) -> tuple[Mixer | FeedForward | Experts, ...]:
+    return (parts.part,) if isinstance(parts, LonePart) else (parts.mixer, parts.feed_forward)
 
 
 def _require_known(attention: Attention) -> None:
@@ -239,7 +293,9 @@ def _require_known(attention: Attention) -> None:
         raise NotCompilable("its attention is not a standard one")
 
 
-def _ups(feed: FeedForward | Experts) -> list[tuple[nn.Module, ...]]:
+def _firsts(part: Mixer | FeedForward | Experts) -> list[tuple[nn.Module, ...]]:
     """What rows go through first where it is the same for all of them."""
-    part = feed.shared if isinstance(feed, Experts) else feed
-    return [] if part is None else [part.up]
+    if not isinstance(part, FeedForward | Experts):
+        return [part.projections, part.rates]
+    feed = part.shared if isinstance(part, Experts) else part
+    return [] if feed is None else [feed.up]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from mesh.models.late_experts import STACKS
+from mesh.models.late_experts import stacks_in
 from mesh.models.progress import Progress
 from mesh.shard.packed import Packed, packed_products
 
@@ -52,7 +52,7 @@ def pack_experts(mixtures: Sequence[Any], kind: type[Packed], progress: Progress
     other numbers, that layer's stay as they are."""
     packed = 0
     for experts in mixtures:
-        for name in STACKS:
+        for name in stacks_in(experts):
             matrices = _packed(experts, name, kind, progress)
             if matrices is not None:
                 packed += matrices.shape[0]
@@ -97,7 +97,7 @@ def _layer(experts: Any, name: str, number: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _stacks(experts: Any) -> Iterator[Any]:
-    return (getattr(experts, name, None) for name in STACKS)
+    return (getattr(experts, name, None) for name in stacks_in(experts))
 
 
 def _is_stack(stack: Any) -> bool:
@@ -110,6 +110,8 @@ def _mixed(
     """(rows, hidden) through the experts `index` (rows, chosen) of each, which count by `weights`
     (rows, chosen): as `hidden`. Added up in fp32 and in the order of `index`, so that a row has the
     same bits in any company."""
+    up, down = stacks_in(experts)
+    activated = experts._apply_gate if experts.has_gate else experts.act_fn  # noqa: SLF001
     rows, chosen = index.shape
     flat = index.flatten()
     by_expert = flat.argsort(stable=True)
@@ -119,8 +121,9 @@ def _mixed(
     some = torch.split(by_expert, [counts[expert] for expert in met])
     for expert, places in zip(met, some, strict=True):
         own = hidden[places // chosen] if rows > 1 else hidden
-        both = _product(experts, STACKS[0], expert, own)
-        given[places] = _product(experts, STACKS[1], expert, experts._apply_gate(both))  # noqa: SLF001
+        given[places] = _product(
+            experts, down, expert, activated(_product(experts, up, expert, own))
+        )
     each, parts = given.view(rows, chosen, -1).float(), weights.float()[..., None]
     y = each[:, 0] * parts[:, 0]
     for number in range(1, chosen):

@@ -51,7 +51,7 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
 BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3")
 ALSO = ("qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *BY_TORCH)
 """Families that have what none of the others has."""
-WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense")
+WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense", "nemotron_h")
 """Families of whose layers some keep a running state."""
 STANDARD = [family for family in FAMILIES if family not in SINGULAR]
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mesh.models.late_experts import GATE_UP, STACKS
+from mesh.models.late_experts import GATE_UP, stacks_in
 from mesh.shard.compiled.feed_forward import FeedForward, feed_forward_of
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix, rows_of
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader
 
-_BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
+_BLOCKS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
 """What layers call the part in which they have them."""
 _BESIDE = "experts"
 """And what they call them where they are in none."""
@@ -73,6 +73,8 @@ class Experts:
     limit: float | None
     shared: FeedForward | None
     shared_gate: nn.Module | None = None
+    is_gated: bool = True
+    """Else ``down(activated(u))``."""
 
 
 class ExpertMatrices(nn.Module):
@@ -175,10 +177,11 @@ def both_matrices(
     reader: PartsReader, module: Any, fill: Callable[[], None]
 ) -> tuple[ExpertMatrices, ExpertMatrices]:
     """What rows go through first in this module of experts, and then. Raises NotCompilable."""
-    packed = (getattr(module, name) for name in STACKS)
+    names = stacks_in(module)
+    packed = (getattr(module, name) for name in names)
     within = (each.modules() for each in packed if isinstance(each, nn.Module))
     reader.read.update(map(id, chain.from_iterable(within)))
-    up, down = (ExpertMatrices(module, name, fill) for name in STACKS)
+    up, down = (ExpertMatrices(module, name, fill) for name in names)
     if any(columns % BLOCK for _, _, columns in (up.shape, down.shape)):
         raise NotCompilable(f"its experts have no multiple of {BLOCK} columns")
     return up, down
@@ -192,19 +195,20 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
     if not block:
         return None
     module: Any = reader.get(path)
-    if not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
+    is_gated = getattr(module, "has_gate", None)
+    if is_gated is None or getattr(module, "has_post_expert_norm", False):
         raise NotCompilable(f"its experts are {type(module).__name__}")
 
     up, down = both_matrices(reader, module, fill)
     alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
     slope, shift = (1.0, 0.0) if alpha is None else (float(alpha), 1.0)
-    if alpha is None:
+    if alpha is None and is_gated:
         _require_silu(module)
     router = _router(reader, block)
     return Experts(
         router, up, down, up.shape[0], down.shape[2], slope, shift,
         None if limit is None else float(limit), _shared(reader, config, block),
-        reader.find(f"{block}.shared_expert_gate"),
+        reader.find(f"{block}.shared_expert_gate"), is_gated,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from mesh.shard.compiled.builder import DOWN, INT8_PRODUCTS, UP, GraphBuilder
 from mesh.shard.compiled.experts import Experts, Groups, Router
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix
+from mesh.shard.compiled.parts_reader import NotCompilable
 
 _NEVER = np.array(-1e30, np.float32)
 """Less than any score."""
@@ -22,7 +23,9 @@ _IN_TURNS, _AS_THEY_LIE = 1, 0
 
 
 def mixed(graph: GraphBuilder, experts: Experts, x: str, hidden: int) -> str:
-    """(1, rows, hidden) through the experts of each row."""
+    """(1, rows, hidden) through the experts of each row. Raises NotCompilable."""
+    if not experts.is_gated:
+        raise NotCompilable("its experts have no gate")
     rows = graph.op("Reshape", [x, graph.numbers(-1, hidden)])
     choice, scores = _scored(graph, experts.router, rows)
     if isinstance(graph.product_of(UP).matrix, torch.Tensor):

@@ -35,7 +35,7 @@ class FeedForward:
 def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
     """What stands at `path` in the layer. Raises NotCompilable."""
     path = path or next((each for each in _PATHS if hasattr(reader.layer, each)), _PATHS[0])
-    names = ("hidden_act", "hidden_activation", "activation_function")
+    names = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     activation = ACTIVATION_NAMES.get(str(named or "silu"))
     if activation is None:

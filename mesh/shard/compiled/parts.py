@@ -148,17 +148,18 @@ class LayerParts:
     inputs: LayerInputs | None = None
 
 
-def _all_there() -> None:
+def all_there() -> None:
+    """The weights of experts are in their modules already."""
     raise AssertionError
 
 
 def layer_parts(
-    layer: nn.Module, config: Any, index: int, fill: Callable[[], None] = _all_there
+    layer: nn.Module, config: Any, index: int, fill: Callable[[], None] = all_there
 ) -> LayerParts:
     """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of its
     experts there, where they are not yet. Raises NotCompilable."""
     reader = PartsReader(layer)
-    mixer = recurrence_of(reader) or _attention(reader, config, index)
+    mixer = recurrence_of(reader) or attention_of(reader, config, index)
     feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)
     before, after, before_ff, after_ff = _norms(reader)
     parts = LayerParts(
@@ -178,9 +179,12 @@ def layer_parts(
     return parts
 
 
-def _attention(reader: PartsReader, config: Any, index: int) -> Attention:
-    module = reader.find("self_attn") or reader.get("attn")
-    path = "self_attn" if hasattr(reader.layer, "self_attn") else "attn"
+def attention_of(
+    reader: PartsReader, config: Any, index: int, path: str | None = None
+) -> Attention:
+    """That which stands at `path` in the layer. Raises NotCompilable."""
+    path = path or ("self_attn" if hasattr(reader.layer, "self_attn") else "attn")
+    module = reader.get(path)
     if (found := latent_of(reader, module, path)) is not None:
         return _latent_attention(reader, config, index, *found)
     heads = config.num_attention_heads

@@ -6,6 +6,7 @@ count much, so they have 8 bit where the others have 4.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, Pa
 if TYPE_CHECKING:
     from torch import nn
 
+_UNLIMITED = tuple((least, math.inf) for least in (0.0, math.ulp(0.0)))
+"""Of time steps, the second as `mesh.models.families` has it."""
 UNIT_EPSILON = 1e-6
 """Of queries and keys of a `DeltaNet`, which are made one long."""
 
@@ -197,7 +200,7 @@ def recurrence_of(reader: PartsReader) -> Recurrence | None:
     if hasattr(layer, "conv"):
         return _short_convolution(reader, "conv")
     if getattr(layer, "mamba", None) is not None:
-        return _state_space(reader, "mamba")
+        return state_space(reader, "mamba")
     return None
 
 
@@ -242,7 +245,8 @@ def _channel_delta_net(reader: PartsReader, path: str) -> ChannelDeltaNet:
     return found
 
 
-def _state_space(reader: PartsReader, path: str) -> StateSpace:
+def state_space(reader: PartsReader, path: str) -> StateSpace:
+    """That which stands at `path` in the layer. Raises NotCompilable."""
     module: Any = reader.get(path)
     both, output = reader.get(f"{path}.in_proj"), reader.get(f"{path}.out_proj")
     norm = reader.get(f"{path}.norm")
@@ -254,7 +258,7 @@ def _state_space(reader: PartsReader, path: str) -> StateSpace:
     )  # fmt: skip
     if rows_out(both) != found.attended + found.projected:
         raise NotCompilable("its projections have widths of their own")
-    if tuple(module.time_step_limit) != (0.0, float("inf")):
+    if tuple(module.time_step_limit) not in _UNLIMITED:
         raise NotCompilable("its time steps are limited")
     _require_silu(module)
     return found
