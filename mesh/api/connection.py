@@ -8,16 +8,20 @@ asked.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
+from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mesh.api.faults import error_body
 from mesh.api.neighbours import Neighbour
 from mesh.api.services import ApiSettings
 from mesh.clock import AWAKE_TICK_S
+from mesh.errors import BadRequest, HeadersTooLarge, MeshError
 
 NEIGHBOUR = "neighbour"
 """The name in a request's state of the connection's `Neighbour`."""
@@ -30,15 +34,27 @@ _PIECES_A_TURN = 64
 read may be 40,000 chunks of a byte."""
 
 
+_SHOWN_CHARS = 100
+_LENGTHS = {b"content-length", b"transfer-encoding"}
+
+
 class _Turns(h11.Connection):
-    """Gives so many pieces of a body as it has `left` in this turn of the loop."""
+    """Gives so many pieces of a body as it has `left` in this turn of the loop; no request that
+    says twice how long it is."""
 
     left = _PIECES_A_TURN
+    refusal: h11.RemoteProtocolError | None = None
+    """Why what came is no HTTP."""
 
     def next_event(self) -> Any:
         if not self.left:
             return h11.NEED_DATA
-        event = super().next_event()
+        try:
+            event = super().next_event()
+            _require_one_length(event)
+        except h11.RemoteProtocolError as error:
+            self.refusal = error
+            raise
         self.left -= isinstance(event, h11.Data)
         return event
 
@@ -115,6 +131,22 @@ class BoundedConnection(H11Protocol):
         if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
             self._flow.resume_reading()
 
+    def send_400_response(self, msg: str) -> None:
+        """Say why what came is no HTTP, where no answer has begun; then end the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = _refused(self._turns.refusal)
+            told = json.dumps(error_body(error)).encode()
+            status = HTTPStatus(error.http_status)
+            fields = [("Content-Type", "application/json"), ("Content-Length", str(len(told)))]
+            head = h11.Response(
+                status_code=status,
+                headers=[*fields, ("Connection", "close")],
+                reason=status.phrase.encode(),
+            )
+            self.transport.write(self.conn.send(head) or b"")
+            self.transport.write(told)
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         """The next request on this connection may begin, with its own clock."""
         super().on_response_complete()
@@ -176,6 +208,20 @@ class BoundedConnection(H11Protocol):
         else:
             left_s = later_s - AWAKE_TICK_S
             self._asking = self.loop.call_later(AWAKE_TICK_S, self._abort_later, left_s)
+
+
+def _require_one_length(event: Any) -> None:
+    """Raises h11.RemoteProtocolError. A proxy that goes by the other length would see other
+    requests: RFC 9112, 6.1."""
+    if isinstance(event, h11.Request) and {name for name, _ in event.headers} >= _LENGTHS:
+        raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+
+
+def _refused(why: h11.RemoteProtocolError | None) -> MeshError:
+    if why is not None and why.error_status_hint == HeadersTooLarge.http_status:
+        return HeadersTooLarge("The request's head is too long.", fix="Send less.")
+    said = "" if why is None else f": {str(why)[:_SHOWN_CHARS]}"
+    return BadRequest(f"What came is no HTTP request{said}.", fix="Speak HTTP/1.1 to this port.")
 
 
 def _host(connection: BoundedConnection) -> str:

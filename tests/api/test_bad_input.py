@@ -370,9 +370,49 @@ async def test_headers_without_end_are_refused(api: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 40_000)
     answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
-    assert answer == b"HTTP/1.1 400 Bad Request\r\n"
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b'"headers_too_large"' in await reader.read()
     writer.close()
     await writer.wait_closed()
+
+
+CHUNKED = b"%s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n%s\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"\x16\x03\x01\0\r\n\r\n", "illegal request line"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", "Host"),
+        (CHUNKED % (b"GET /v1/models", b"Content-Length: 5\r\n") + b"0\r\n\r\n", "both"),
+        (CHUNKED % (b"POST /v1/completions", b"") + b"1\r\n{\r\nzz\r\n", "illegal chunk"),
+    ],
+)
+@SHARED_LOOP
+async def test_what_is_no_http_is_told_why_and_ends(api: Served, raw: bytes, said: str) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    writer.write(raw)
+    head, body = (await asyncio.wait_for(reader.read(), 5)).split(b"\r\n\r\n", 1)
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"Connection: close" in head
+    error = json.loads(body)["error"]
+    assert error["code"] == "bad_request"
+    assert said in error["message"]
+
+
+@SHARED_LOOP
+async def test_a_body_that_breaks_behind_its_answer_just_ends_the_connection(
+    api: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    writer.write(CHUNKED % (b"POST /v1/models", b""))
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 405")
+    writer.write(b"zz\r\n")
+    assert b"method_not_allowed" in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize(
