@@ -167,6 +167,8 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         log_config=None,
         access_log=False,
         server_header=False,
+        # Also how many are accepted before the loop serves others.
+        backlog=_BACKLOG,
         # As long as the next request may take to begin, twice what httpx keeps a connection: where
         # both give one up at the same time, a request that is just being sent is lost.
         timeout_keep_alive=math.ceil(app.state.settings.head_timeout_s),

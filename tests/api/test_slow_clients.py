@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -207,3 +209,16 @@ async def test_a_connection_beyond_the_limit_is_dropped_where_all_are_served() -
             await stack.enter_async_context(http.stream("GET", "/mesh/v1/events"))
         with pytest.raises(httpx.TransportError):
             await http.get("/v1/models")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels count who waits otherwise")
+async def test_no_more_are_accepted_at_once_than_the_loop_has_time_for() -> None:
+    """As many as wait: asyncio takes all of them before it serves anybody else."""
+    async with serving(SETTINGS) as api:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(socket.socket()) for _ in range(200)]
+            for client in clients:
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", api.server.port))
+            _, connected, _ = select.select([], clients, [], 0)  # the loop accepts none meanwhile
+            assert 100 < len(connected) < 150
