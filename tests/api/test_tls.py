@@ -151,6 +151,10 @@ def test_a_damaged_key_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def own(tmp_path: Path) -> dict[str, Path]:
     """Somebody's certificate, made by an authority whose own is behind it in the file."""
+    return given(tmp_path, 2999)
+
+
+def given(tmp_path: Path, until: int) -> dict[str, Path]:
     private = {name: ec.generate_private_key(ec.SECP256R1()) for name in ("authority", "own")}
     signed = {}
     for name, is_authority in (("authority", True), ("own", False)):
@@ -162,7 +166,7 @@ def own(tmp_path: Path) -> dict[str, Path]:
         signed[name] = (
             x509.CertificateBuilder(issuer, subject, private[name].public_key(), 1)
             .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
-            .not_valid_after(datetime(2999, 1, 1, tzinfo=UTC))
+            .not_valid_after(datetime(until, 1, 1, tzinfo=UTC))
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([address]), critical=False)
             .sign(private["authority"], hashes.SHA256())
@@ -218,8 +222,11 @@ def test_a_key_alone_is_a_mistake(tmp_path: Path) -> None:
         load_config({"api_tls_key": tmp_path / "key.pem"})
 
 
-async def test_the_own_client_knows_it_whoever_vouches_for_it(own: dict[str, Path]) -> None:
-    config = await asyncio.to_thread(Config, **own)
+@pytest.mark.parametrize("until", [2999, 2021])
+async def test_the_own_client_knows_it_whoever_vouches_for_it_and_when(
+    tmp_path: Path, until: int
+) -> None:
+    config = await asyncio.to_thread(Config, **await asyncio.to_thread(given, tmp_path, until))
     tls = await asyncio.to_thread(api_tls, config, [])
     assert tls is not None
     async with serving(tls=tls) as api, Client(api.url, certificate=tls.certificate) as client:
