@@ -75,11 +75,11 @@ class MeshView(Protocol):
         """The whole picture.
 
         ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
-        "certificate": its file} | None, "endpoint", "state_dir", "enabled", "paused",
-        "hearth": {"id", "name"} | None, "away": [{"id", "name", "last_seen": ISO 8601 | None, not
-        since this start}] of members that are no row of "peers", "interfaces": [{"name",
-        "address", "network", "used", "why"}] on which others are met, and those left
-        out; none with the mesh off,
+        "certificate": its file, "expires": ISO time} | None, "endpoint", "state_dir", "enabled",
+        "paused", "hearth": {"id", "name"} | None, "away": [{"id", "name", "last_seen": ISO 8601 |
+        None, not since this start}] of members that are no row of "peers", "interfaces": [{"name",
+        "address", "network", "used", "why"}] on which others are met, and those left out; none
+        with the mesh off,
         "memory_cap": {"limit_mb", "taken_mb", "setting"} of what models may take | None},
         "peers": [...], "models": [...], "shards": [local shards],
         "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device, or the first | None,

@@ -10,12 +10,13 @@ import socket
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 from mesh.config import Config
 from mesh.errors import BadValue
-from mesh.identity.api_certificate import fingerprint, keep_certificate
+from mesh.identity.api_certificate import expiry, fingerprint, keep_certificate
 from mesh.paths import StatePaths
 
 
@@ -24,17 +25,19 @@ class ApiTls:
     """A server's context, and by what clients know it.
 
     `certificate` is the PEM of the server's own certificate, `file` where it is, `sha256` its
-    fingerprint as OpenSSL prints it.
+    fingerprint as OpenSSL prints it, `expires` when it is no longer valid.
     """
 
     context: ssl.SSLContext
     certificate: str
     file: Path
     sha256: str
+    expires: datetime
 
     def shown(self) -> dict[str, str]:
         """What people need in order to trust it, JSON-able."""
-        return {"sha256": self.sha256, "certificate": str(self.file)}
+        expires = self.expires.isoformat()
+        return {"sha256": self.sha256, "certificate": str(self.file), "expires": expires}
 
 
 def api_tls(config: Config, addresses: Iterable[str]) -> ApiTls | None:
@@ -85,7 +88,7 @@ def _loaded(pem: str, certificate: Path, key: Path) -> ApiTls:
     context.set_alpn_protocols(["http/1.1"])
     context.load_cert_chain(certificate, key, password=_no_password)
     own = ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(_first(pem)))
-    return ApiTls(context, own, certificate, fingerprint(own))
+    return ApiTls(context, own, certificate, fingerprint(own), expiry(own))
 
 
 def _first(pem: str) -> str:

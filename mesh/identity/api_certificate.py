@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import secrets
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 
 from cryptography import x509
@@ -59,6 +60,11 @@ def fingerprint(pem: str) -> str:
     """The SHA-256 of a certificate as OpenSSL prints it: ``AB:CD:...``. Raises ValueError."""
     der = x509.load_pem_x509_certificate(pem.encode()).public_bytes(serialization.Encoding.DER)
     return hashlib.sha256(der).digest().hex(":").upper()
+
+
+def expiry(pem: str) -> datetime:
+    """Until when a certificate is valid. Raises ValueError."""
+    return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc
 
 
 def _key(path: Path) -> ec.EllipticCurvePrivateKey:

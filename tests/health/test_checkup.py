@@ -155,6 +155,17 @@ def test_layers_that_are_just_being_loaded_are_waited_for() -> None:
     assert {each.state for each in found} == {Grade.FINE, Grade.NOTE}
 
 
+@pytest.mark.parametrize(
+    ("days", "told"), [(-1, "expired on 2029-12-31"), (13, "expires on 2030-01-14"), (15, "")]
+)
+def test_a_certificate_that_expires_is_told_of_in_time(days: int, told: str) -> None:
+    expires = (NOW + timedelta(days=days)).isoformat()
+    tls = {"sha256": "AB", "certificate": "own.pem", "expires": expires}
+    told_of = said(of_daemon(node={**NODE, "api_tls": tls}), Grade.WRONG)
+    assert told in told_of
+    assert ("`hearthnet restart`" in told_of) == bool(told)
+
+
 def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:
     ended = {"name": "the jobs' process", "state": "ended", "ending": "killed by signal 9"}
     held = {"name": "the asker", "state": "ended", "ending": None, "held": "it needs 9 MiB."}

@@ -14,6 +14,8 @@ from mesh.health.skew import skew, version_of
 from mesh.units import lasting
 
 _RECENT = timedelta(hours=1)
+_EXPIRES_SOON = timedelta(days=14)
+"""What renews certificates by itself does so well before."""
 _SEEN_NOW = ("no_multicast", "clock_skew")
 """Warnings of what an examination looks at itself: one that has passed is not wrong any more."""
 LOADING, LAYERS = "loading", "layers"
@@ -32,6 +34,7 @@ def daemon(
     is."""
     yield from _version(picture["node"], own)
     yield from _standing(picture["node"])
+    yield from _certificate(picture["node"].get("api_tls"), now)
     yield from _processes(picture["processes"], out_of_order)
     yield from _readiness(list(missing), picture["models"])
     yield from _warnings(picture["warnings"], now)
@@ -57,6 +60,19 @@ def _standing(node: Mapping[str, Any]) -> Iterator[Finding]:
         yield note("daemon", "The mesh is off: it answers from this machine alone.")
     if node["paused"]:
         yield note("daemon", "It is paused: others get nothing from it.", "`hearthnet resume`")
+
+
+def _certificate(tls: Mapping[str, Any] | None, now: datetime) -> Iterator[Finding]:
+    if tls is None or "expires" not in tls:  # that of an older daemon
+        return
+    expires = datetime.fromisoformat(tls["expires"])
+    if expires - now < _EXPIRES_SOON:
+        does = "expired" if expires < now else "expires"
+        yield wrong(
+            "certificate",
+            f"The API's certificate {tls['certificate']} {does} on {expires:%Y-%m-%d}.",
+            "Renew it, then `hearthnet restart`: it is read at the start.",
+        )
 
 
 def _processes(
