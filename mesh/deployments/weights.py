@@ -150,6 +150,8 @@ class LocalWeights:
         return None
 
     def _manifest(self, model: str) -> Manifest:
+        if "\0" in model:  # which no path has
+            raise self._missing(model)
         try:
             return self._meant(model)
         except OSError as error:

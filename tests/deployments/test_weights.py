@@ -90,7 +90,9 @@ async def test_what_is_wrong_with_a_path_is_said(tmp_path: Path, name: str, why:
         await LocalWeights({}, (), None).manifest(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["x" * 300, f"house/{'x' * 300}", f"/{'x' * 300}"])
+@pytest.mark.parametrize(
+    "name", ["x" * 300, f"house/{'x' * 300}", f"/{'x' * 300}", "x\0", "house/x\0", "/x\0=y"]
+)
 async def test_a_name_that_no_file_can_have_is_no_bug(tmp_path: Path, name: str) -> None:
     # From 3.14 on, pathlib says of such a name just that there is no file.
     said = "cannot be looked for: File name too long|are not on this machine"
