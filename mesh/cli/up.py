@@ -99,7 +99,7 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
 
 
 def found_first_hearth(config: Config, paths: StatePaths) -> None:
-    """Found a hearth when this node is in none, and print its recovery code."""
+    """Found a hearth when this node is in none, once its recovery code could be printed."""
     if not config.is_distributed or paths.hearth.exists():
         return
     import asyncio
@@ -116,16 +116,17 @@ def found_first_hearth(config: Config, paths: StatePaths) -> None:
         founding = asyncio.run(
             found(key, config.name, paths.events_dir, SystemClock(), lambda report: None)
         )
+        # Before the record is kept: a hearth whose code nobody could read would be there for good.
+        say(
+            f"founded {founding.record.name!r}: distributed inference is on;"
+            " `hearthnet invite` lets other machines in"
+        )
+        note(
+            f"recovery code (shown once; write it down): {founding.code}\n"
+            "It alone brings back a hearth whose deciding machines are lost or stolen:"
+            " `hearthnet members recover` on any that is left."
+        )
         write_record(paths.hearth, founding.record)
-    say(
-        f"founded {founding.record.name!r}: distributed inference is on;"
-        " `hearthnet invite` lets other machines in"
-    )
-    note(
-        f"recovery code (shown once; write it down): {founding.code}\n"
-        "It alone brings back a hearth whose deciding machines are lost or stolen:"
-        " `hearthnet members recover` on any that is left."
-    )
 
 
 def leave_running(arguments: Sequence[str], paths: StatePaths, **start: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ import pytest
 
 from mesh.cli.ports import require_free
 from mesh.cli.starting import require_device, require_there
-from mesh.cli.up import prepare
+from mesh.cli.up import found_first_hearth, prepare
 from mesh.config import Config
 from mesh.errors import AlreadyRunning, BadValue, MeshError, ModelNotFound, PortInUse
 from mesh.identity.api_keys import ApiKeys
@@ -120,3 +121,22 @@ def test_a_device_that_cannot_be_there_is_refused(tmp_path: Path) -> None:
         require_device("cuda:7", "linux", tmp_path)
     (tmp_path / "nvidia0").rename(tmp_path / "kfd")  # that of AMD does not say how many
     require_device("cuda:7", "linux", tmp_path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_hearth_whose_recovery_code_cannot_be_shown_is_not_founded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = StatePaths(tmp_path / "state").create()
+    fresh = config(tmp_path)
+    with (
+        pytest.raises(OSError, match="No space left"),
+        Path("/dev/full").open("w") as full,
+        redirect_stderr(full),
+    ):
+        found_first_hearth(fresh, paths)
+    assert not paths.hearth.exists()
+    capsys.readouterr()
+    found_first_hearth(fresh, paths)
+    assert "recovery code (shown once" in capsys.readouterr().err
+    assert paths.hearth.exists()
