@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -46,7 +47,7 @@ from mesh.cli import (
 from mesh.cli.glance import NO_DAEMON, three_lines
 from mesh.cli.groups import VerbGroup
 from mesh.cli.options import ask, locate_daemon
-from mesh.cli.output import EXIT_CODES_HELP, report, say
+from mesh.cli.output import EXIT_CODES_HELP, FAILURE, report, say
 from mesh.errors import NotRunning
 
 
@@ -163,7 +164,11 @@ def main() -> NoReturn:
     try:
         app(obj=flags)
     except Exception as error:  # noqa: BLE001 - the outermost edge: everything becomes an exit code
-        sys.exit(report(error, debug=flags.debug))
+        code = FAILURE
+        with suppress(OSError):  # where not even that can be printed
+            code = report(error, debug=flags.debug)
+        _leave_unprinted()
+        sys.exit(code)
     sys.exit(0)
 
 
@@ -173,6 +178,18 @@ def _open_what_is_closed() -> None:
         if getattr(sys, name) is None:
             stream = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
             setattr(sys, name, stream)
+
+
+def _leave_unprinted() -> None:
+    """Python writes what is left once more as it ends, and where that fails as well it says so in
+    its own words and exits with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 if __name__ == "__main__":
