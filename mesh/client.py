@@ -6,6 +6,7 @@ Which HTTP library is used stays in this file. Errors that the daemon reports co
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
@@ -47,6 +48,7 @@ _SIGN_S = 1000.0
 _DEPLOYMENTS = "/mesh/v1/deployments"
 _WEIGHTS = "/mesh/v1/weights"
 _START_ONE = "Start one with `hearthnet up`, or name another with --host or --state-dir."
+_ENDED = "`hearthnet logs` shows what it printed last; `hearthnet up` starts it again."
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -63,16 +65,16 @@ class Client:
         *,
         api_key: str | None = None,
         certificate: str | None = None,
-        pid: int | None = None,
+        daemon: DaemonRecord | None = None,
     ) -> None:
         """With a `certificate` (PEM), a daemon that shows this very one is talked to, no other.
-        `pid` is the daemon's process, where it is known to run on this machine.
+        `daemon` is what it left, where it runs on this machine.
 
         Without, its certificate is checked as any website's, or by the file that SSL_CERT_FILE
         names. Raises BadValue for what is no URL, and for such a file without certificates.
         """
         self.url = url.rstrip("/")
-        self._pid = pid
+        self._daemon = daemon
         parsed = _parsed(self.url)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         checked = trusting_nobody() if certificate is None else pinned(certificate)
@@ -144,7 +146,7 @@ class Client:
         try:
             response = await self._http.get("/readyz")
         except httpx.TransportError as error:
-            raise self._lost(error) from error
+            raise await self._lost(error) from error
         if response.status_code not in {200, 503}:
             raise _reported(response.content)
         told = _object(response.content)
@@ -328,7 +330,7 @@ class Client:
         try:
             response = await self._http.get(path)
         except httpx.TransportError as error:
-            raise self._lost(error) from error
+            raise await self._lost(error) from error
         if response.is_error:
             raise _reported(response.content)
         return _object(response.content)
@@ -352,7 +354,7 @@ class Client:
                 method, path, content=content, headers=_JSON, timeout=timeout
             )
         except httpx.TransportError as error:
-            raise self._lost(error) from error
+            raise await self._lost(error) from error
         if response.is_error:
             raise _reported(response.content)
         return _object(response.content)
@@ -367,9 +369,9 @@ class Client:
                     if line.startswith("data: "):
                         yield line.removeprefix("data: ")
         except httpx.TransportError as error:
-            raise self._lost(error) from error
+            raise await self._lost(error) from error
 
-    def _lost(self, error: httpx.TransportError) -> MeshError:
+    async def _lost(self, error: httpx.TransportError) -> MeshError:
         if "CERTIFICATE_VERIFY_FAILED" in str(error):  # httpx tells it in words only
             return UntrustedPeer(
                 f"The certificate that {self.url} shows is not trusted here: {error}.",
@@ -377,10 +379,16 @@ class Client:
                 " name the copy in SSL_CERT_FILE.",
             )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            if self._pid is not None:
-                return _unreachable(self.url, self._pid)
+            if self._daemon is not None:
+                return await asyncio.to_thread(_unreachable, self.url, self._daemon)
             return not_running(f"Nothing answers at {self.url}.")
         if "without sending a response" in str(error):  # the same
+            if self._daemon is not None:
+                return LinkLost(
+                    f"The daemon at {self.url}, process {self._daemon.pid}, ended before it had"
+                    " answered.",
+                    fix=_ENDED,
+                )
             return LinkLost(
                 f"Who listens at {self.url} hung up without an answer: the API is elsewhere, or"
                 " the daemon stops.",
@@ -413,7 +421,7 @@ def locate(host: str | None, state_dir: Path, api_key: str | None) -> Client:
 def client_of(record: DaemonRecord, api_key: str | None = None) -> Client:
     """A client of the daemon that left this record, as its owner; else with `api_key`."""
     key = record.api_key or api_key
-    return Client(record.api_url, api_key=key, certificate=record.certificate, pid=record.pid)
+    return Client(record.api_url, api_key=key, certificate=record.certificate, daemon=record)
 
 
 _NO_CHECK_TIME = 0x200000
@@ -441,8 +449,10 @@ def not_running(message: str) -> NotRunning:
     return NotRunning(message, fix=_START_ONE)
 
 
-def _unreachable(url: str, pid: int) -> NotRunning:
-    message = f"Nothing answers at {url}, though its daemon runs here, as process {pid}."
+def _unreachable(url: str, daemon: DaemonRecord) -> NotRunning:
+    if not daemon.is_alive:
+        return NotRunning(f"The daemon at {url}, process {daemon.pid}, has ended.", fix=_ENDED)
+    message = f"Nothing answers at {url}, though its daemon runs here, as process {daemon.pid}."
     if is_loopback(httpx.URL(url).host):
         return NotRunning(
             message,
