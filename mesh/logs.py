@@ -15,6 +15,8 @@ import contextlib
 import logging
 import os
 import re
+import select
+import stat
 import sys
 import time
 from collections import OrderedDict
@@ -31,6 +33,8 @@ MAX_FILE_BYTES = 16 << 20
 KEPT_FILES = 3
 """Moved aside, besides the one that is written."""
 MAX_LINE_CHARACTERS = 8192
+OUTLET_PATIENCE_MS = 100
+"""How long a line waits for a terminal or pipe that is full: who reads it may be slow."""
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 
 _FIELDS = re.compile(
@@ -158,6 +162,26 @@ class LogFile:
             os.close(fresh)
 
 
+class _Outlet:
+    """Whether a stream takes a line now: a terminal that was stopped (Ctrl-S) and a pipe that
+    nobody reads take none, and who waited for them would stand still for as long."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._poll: select.poll | None = None
+        self._is_stuck = False
+        with contextlib.suppress(OSError, AttributeError):  # no descriptor, or no poll(2)
+            descriptor = stream.fileno()
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                self._poll = select.poll()
+                self._poll.register(descriptor, select.POLLOUT)
+
+    def takes_more(self) -> bool:
+        """Waits a moment for it, but only once."""
+        if self._poll is not None:
+            self._is_stuck = not self._poll.poll(0 if self._is_stuck else OUTLET_PATIENCE_MS)
+        return not self._is_stuck
+
+
 class LogHandler(logging.StreamHandler[TextIO]):
     """Writes what its rates admit; `file` is what the stream writes to, where that is known."""
 
@@ -165,13 +189,18 @@ class LogHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self.setFormatter(_Lines(FORMAT))
         self._rates = rates
+        self._outlet = _Outlet(stream)
         self.file = file
-        self._left_out = 0
+        self._left_out = self._unwritten = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line if its rate admits it; a file grown too large is moved aside before."""
+        """Write the line if its rate admits it and the stream takes it; a file grown too large is
+        moved aside before."""
         left_out = self._rates.admit(record)
         if left_out is None:
+            return
+        if not self._outlet.takes_more():
+            self._unwritten += 1
             return
         self._left_out = left_out
         if self.file is not None:
@@ -182,12 +211,17 @@ class LogHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, cut to its limit; behind it, how many like it were left out."""
+        """The line, cut to its limit; behind it, how many were left out."""
         text = super().format(record)
         if len(text) > MAX_LINE_CHARACTERS:
             more = len(text) - MAX_LINE_CHARACTERS
             text = f"{text[:MAX_LINE_CHARACTERS]} [and {more} characters more]"
-        return f"{text} [{self._left_out} like it left out]" if self._left_out else text
+        if self._left_out:
+            text = f"{text} [{self._left_out} like it left out]"
+        if self._unwritten:
+            text = f"{text} [{self._unwritten} before it could not be written]"
+            self._unwritten = 0
+        return text
 
 
 def fields_of(line: str) -> dict[str, str]:

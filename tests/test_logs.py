@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -298,3 +300,29 @@ def test_a_directory_that_is_gone_costs_no_line(
         for number in range(9):
             logger.info("line %d", number)
     assert kept.read_text().count("line") == 9
+
+
+@posix
+def test_who_reads_no_more_holds_nobody_up_and_is_told_how_much_was_lost() -> None:
+    """As a terminal that was stopped by Ctrl-S, whose whole node stood still."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    filled = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filled += os.write(writing, b"." * 4096)
+    os.set_blocking(writing, True)
+    logger = logging.Logger("mesh.there")  # noqa: LOG001 - not one that others see
+    with os.fdopen(writing, "w", encoding="utf-8") as stream, os.fdopen(reading, "rb") as reader:
+        logger.addHandler(LogHandler(stream, LineRates()))
+        for number in range(3):
+            told = threading.Thread(target=logger.info, args=("line %d", number), daemon=True)
+            told.start()
+            told.join(5)
+            assert not told.is_alive()
+        assert reader.read(filled) == b"." * filled
+        logger.info("line 3")
+        logger.info("line 4")
+        lines = [reader.readline().decode() for _ in range(2)]
+    assert lines[0].endswith("line 3 [3 before it could not be written]\n")
+    assert lines[1].endswith("line 4\n")
