@@ -38,6 +38,10 @@ _REACH_S = _RETRY_S[:2]
 """Without a connection somebody waits in vain who has only just asked."""
 _MAX_LISTING_BYTES = 32 << 20
 _CHECK_NETWORK = "Check HF_ENDPOINT, and whether this network wants you to log in first."
+_CHECK_CERTIFICATE = (
+    "Check this machine's clock, and whether this network wants you to log in first; a proxy that"
+    " opens TLS has a certificate, which SSL_CERT_FILE names. What came is kept."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,8 @@ class Hub:
         except httpx.TransportError as error:
             failure.why = str(error) or type(error).__name__
             failure.is_unreachable = isinstance(error, httpx.ConnectError)
+            if "CERTIFICATE_VERIFY_FAILED" in failure.why:  # httpx tells it in words only
+                failure.fix = _CHECK_CERTIFICATE
 
     async def _once(
         self, url: str, name: str, start: int, stop: int | None
@@ -260,6 +266,7 @@ class _Failure:
     """Why a try did not succeed, and how long the next one is to wait at least."""
 
     why: str = "it ended early"
+    fix: str = "Check the connection to the internet, then try again; what came is kept."
     wait_s: float = 0.0
     is_unreachable: bool = False
 
@@ -272,7 +279,7 @@ async def _pause(
     if failures > len(waits_s):
         raise TransferFailed(
             f"The hub did not give {name}: {failure.why}.",
-            fix="Check the connection to the internet, then try again; what came is kept.",
+            fix=failure.fix,
         )
     logger.info("hub: %s for %s; going on at byte %d", failure.why, name, at)
     await asyncio.sleep(max(failure.wait_s, waits_s[failures - 1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.errors import Busy, HubRefused, MeshError, ModelNotFound, TransferFailed
+from mesh.identity.api_certificate import keep_certificate
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import read_record
@@ -220,6 +222,29 @@ async def test_what_is_no_hub_is_said_at_once(
         with pytest.raises(HubRefused, match=words) as refused:
             await one.supervisor.pull("org/toy")
         assert fix in str(refused.value.fix)
+
+
+async def test_who_proves_to_be_another_is_no_matter_of_the_connection(tmp_path: Path) -> None:
+    """A network that wants a login answers for every name; a clock at 1970 believes nobody."""
+    files = tmp_path / "portal.pem", tmp_path / "portal.key"
+    await asyncio.to_thread(keep_certificate, *files, ["127.0.0.1"])
+    shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    await asyncio.to_thread(shown.load_cert_chain, *files)
+
+    def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with (
+        await asyncio.start_server(answer, "127.0.0.1", 0, ssl=shown) as portal,
+        house(tmp_path, "one") as made,
+    ):
+        made.hub = HubSettings(f"https://127.0.0.1:{portal.sockets[0].getsockname()[1]}")
+        one = made.start("one")
+        await up(one)
+        with pytest.raises(TransferFailed, match="CERTIFICATE_VERIFY_FAILED") as told:
+            await one.supervisor.pull("org/toy")
+    assert "clock" in told.value.fix
+    assert "log in first" in told.value.fix
 
 
 async def test_a_token_is_shown_and_offline_is_kept(
