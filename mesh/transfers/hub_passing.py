@@ -12,9 +12,10 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from mesh.codec import Sha256
 from mesh.models.disk_room import require_room
@@ -24,6 +25,7 @@ from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_draft import create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
+from mesh.processes.tasks import to_its_end
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub, HubFile
 from mesh.transfers.hub_download import TRIES, HubDownload
@@ -32,6 +34,8 @@ from mesh.transfers.hub_gguf import gguf_headers
 from mesh.transfers.meter import Meter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PASSED = "passed.json"
 """In the staging directory: what is known of each file that has passed."""
@@ -55,9 +59,11 @@ class HubPassing:
         small: Mapping[str, bytes],
         weights: Sequence[HubFile],
         wanted: WantedLayers,
-    ) -> Path:
-        """The directory of the checkpoint, with what is `wanted` of it. What was staged in `whole`,
-        to have all of it, goes once it is sure that there is room without that.
+        then: Callable[[Path], T],
+    ) -> T:
+        """What `then` gives for the directory of the checkpoint, with what is `wanted` of it. What
+        was staged in `whole`, to have all of it, goes once it is sure that there is room without
+        that.
 
         Less of it is there where the wish was another one as a file passed, or where a part of the
         checkpoint was here already, which is left as it is. Raises as `HubPull.run`.
@@ -78,7 +84,7 @@ class HubPassing:
             passed = await asyncio.to_thread(_read_passed, staging)
             ahead = [e for name, e in manifest.tensors.items() if name in kept]
             need = sum(each.nbytes for each in ahead if each.file.name not in passed)
-            await asyncio.to_thread(_make_room, whole, need)
+            await to_its_end(_make_room, whole, need)
             self._meter.total = sum(file.length for file in weights)
             for file in weights:
                 name = file.name
@@ -88,7 +94,7 @@ class HubPassing:
                 entries = [each for each in manifest.tensors.values() if each.file.name == name]
                 passed[name] = await self._one(staging / name, file, entries, kept)
                 await asyncio.to_thread(_write_passed, staging, passed)
-            return await asyncio.to_thread(self._finish, staging, manifest, passed.values())
+            return await to_its_end(lambda: then(self._finish(staging, manifest, passed.values())))
         finally:
             os.close(lock)
 

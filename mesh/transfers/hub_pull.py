@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from mesh.errors import ModelInUse
 from mesh.models.hashing import hash_tensors, weights_sha256
@@ -21,6 +22,7 @@ from mesh.models.manifest import read_manifest, read_tensors
 from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_draft import SparseFile, create_sparse
 from mesh.models.partial_writer import PartialWriter, WriteOutcome, lock_directory, remove_partial
+from mesh.processes.tasks import to_its_end
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
 from mesh.transfers.hub_download import HubDownload, has_room_for, make_directory, require_room_for
@@ -37,6 +39,8 @@ from mesh.transfers.hub_passing import HubPassing
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 from mesh.transfers.staged import staging_of
+
+T = TypeVar("T")
 
 
 class HubPull:
@@ -57,9 +61,12 @@ class HubPull:
         self._passing = HubPassing(hub, model, models_dir, self._download, meter)
         self.staging = staging_of(models_dir, model.model_id, model.repository.sha)
 
-    async def run(self, wanted: WantedLayers, *, drop: bool) -> Path:
-        """The directory of the checkpoint, once all of it is there; or what is `wanted`, where that
-        is to be all or the disk has no room for more.
+    async def run(self, wanted: WantedLayers, *, drop: bool, then: Callable[[Path], T]) -> T:
+        """What `then`, which may block, gives for the directory of the checkpoint, once all of it
+        is there; or what is `wanted`, where that is to be all or the disk has no room for more.
+
+        Who is cancelled while it becomes one hears so after that, and after `then`: until it is one
+        nobody else is let to its files, and what came is known to be here.
 
         Raises BadCheckpoint for a repository without safetensors, UnsupportedFamily for one whose
         weights are stored quantised, both for a GGUF model that is not read, DiskFull,
@@ -76,13 +83,13 @@ class HubPull:
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
             if is_part and (drop or not await asyncio.to_thread(has_room_for, files)):
-                return await self._passing.run(self.staging, small, weights, wanted)
+                return await self._passing.run(self.staging, small, weights, wanted, then)
             if self._model.gguf:
                 await self._require_readable()
             await asyncio.to_thread(require_room_for, files)
             await asyncio.to_thread(write_small, self.staging, small)
             await self._download.fetch(files)
-            return await asyncio.to_thread(self._finish)
+            return await to_its_end(lambda: then(self._finish()))
         finally:
             os.close(lock)
 

@@ -254,10 +254,13 @@ class Outside:
                 return None
             running.state, running.note = "hub", ""
             wanted = WantedLayers(order.layers, order.ends)
-            directory = await pull.run(wanted, drop=order.drop)
-            kept = await asyncio.to_thread(kept_in, directory)
-            self._shelf.put(kept)
-            return kept.manifest.weights_sha256
+            return await pull.run(wanted, drop=order.drop, then=self._offered)
+
+    def _offered(self, directory: Path) -> str:
+        """Have what lies there on the shelf; its hash. Blocks."""
+        kept = kept_in(directory)
+        self._shelf.put(kept)
+        return kept.manifest.weights_sha256
 
 
 async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
