@@ -93,9 +93,9 @@ class FetcherProcess(Worker):
 
     most_at_once = 64
 
-    def __init__(self, rereading: type[Rereading] = Rereading) -> None:
+    def __init__(self, rereading: type[Rereading] = Rereading, shelf: type[Shelf] = Shelf) -> None:
         super().__init__()
-        self._shelf = Shelf()
+        self._shelf = shelf()
         self._rereading = rereading(self._shelf, self._damaged)
         self._parts: _Parts | None = None
         self._offered_early: list[LocalCheckpoint] = []
@@ -108,6 +108,8 @@ class FetcherProcess(Worker):
         self._moves: Moves | None = None
         self._holds: Holds | None = None
         self._holds_of = -1
+        self._telling_holdings = asyncio.Lock()
+        """Of two who tell at once in two threads the older could be heard last."""
         self._sent_bytes = 0
         self._busy_at = 0.0
         self._was_asked = False
@@ -292,13 +294,14 @@ class FetcherProcess(Worker):
             self.say(Idle())
 
     async def _tell_holdings(self) -> None:
-        if self._holds_of == self._shelf.version:
-            return
-        self._holds_of = self._shelf.version
-        holds = Holds(tuple(await asyncio.to_thread(self._shelf.holdings)))
-        if holds != self._holds:
-            self.say(holds)
-            self._holds = holds
+        async with self._telling_holdings:
+            if self._holds_of == (version := self._shelf.version):
+                return
+            holds = Holds(tuple(await asyncio.to_thread(self._shelf.holdings)))
+            if holds != self._holds:
+                self.say(holds)
+                self._holds = holds
+            self._holds_of = version  # who is cancelled before has told nothing
 
     def _rows(self) -> tuple[Transfer, ...]:
         """A pull that is a fetch by now is told as that."""
@@ -344,9 +347,9 @@ def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     return StoredCheckpoint(manifest, origin, None, snapshot is not None, seen)
 
 
-def main(rereading: type[Rereading] = Rereading) -> None:
+def main(rereading: type[Rereading] = Rereading, shelf: type[Shelf] = Shelf) -> None:
     """Be the process, until told to stop or until the daemon is gone."""
-    asyncio.run(FetcherProcess(rereading).run())
+    asyncio.run(FetcherProcess(rereading, shelf).run())
 
 
 if __name__ == "__main__":

@@ -64,10 +64,11 @@ class House:
         *directories: Path,
         is_used: Callable[[], bool] = lambda: False,
         lies: bool = False,
+        module: str = "mesh.transfers.process",
         **changes: Any,
     ) -> Fetcher:
         """Start one that has these checkpoints; `is_used`: whether its machine answers somebody.
-        One that `lies` gives what is there, whatever that is by now."""
+        One that `lies` gives what is there, whatever that is by now; `module` is what it runs."""
         key = self.keys[name]
         members = [TlsMaterial.of(other, []).certificate for other in self.keys.values()]
         start = StartFetcher(
@@ -86,7 +87,7 @@ class House:
             notify=lambda *event: events.append(event),
             hub=lambda: self.hub,
             is_used=is_used,
-            module="tests.transfers.lying" if lies else "mesh.transfers.process",
+            module="tests.transfers.lying" if lies else module,
         )
         supervisor.start()
         fetcher = self.fetchers[name] = Fetcher(name, key, supervisor, events)

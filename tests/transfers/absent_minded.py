@@ -1,0 +1,33 @@
+"""A fetcher that takes its time to find out what is here, while a file beside that says so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from mesh.transfers import process
+from mesh.transfers.shelf import Holding, Shelf
+
+HOLD_UP, LOOKING = "hold-up", "looking"
+"""The file, and the one that is there once a look was held up."""
+
+
+class SlowShelf(Shelf):
+    """Has looked once the file is gone."""
+
+    _beside = Path()
+
+    def holdings(self) -> list[Holding]:
+        """See `Shelf`."""
+        held = super().holdings()
+        if held:
+            self._beside = held[0].directory.parent
+        while (self._beside / HOLD_UP).exists():
+            (self._beside / LOOKING).touch()
+            time.sleep(0.01)
+        return held
+
+
+def main() -> None:
+    """Be the process."""
+    process.main(shelf=SlowShelf)
