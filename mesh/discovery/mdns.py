@@ -172,13 +172,17 @@ class Mdns:
         reasons = [f"{c.name} ({c.address}): {why}" for c, why in refused.items() if why]
         addresses = tuple(str(choice.address) for choice, why in refused.items() if why is None)
         if addresses:
-            self._own = replace(self._own, addresses=addresses)
+            own = self._own = replace(self._own, addresses=addresses)
             try:
-                self._multicast = await Multicast.open(
-                    addresses, self._own, self._on_state, ttl_s=self._settings.ttl_s
+                multicast = await Multicast.open(
+                    addresses, own, self._on_state, ttl_s=self._settings.ttl_s
                 )
             except OSError as error:
                 reasons.append(error.strerror or str(error))
+            else:
+                self._multicast = multicast
+                if self._own != own:  # somebody had something else to say meanwhile
+                    await multicast.update(self._own)
         return reasons
 
     def _on_state(self, instance: str, alive: bool) -> None:

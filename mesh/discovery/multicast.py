@@ -81,6 +81,9 @@ class Multicast:
         except (ZeroconfError, TimeoutError) as error:
             await multicast.close()
             raise OSError(f"zeroconf did not start: {error!r}") from error
+        except BaseException:  # whoever gives up: what is left open answers for ever
+            await multicast.close()
+            raise
         return multicast
 
     async def _start(self, own: Announcement | None, on_state: Callable[[str, bool], None]) -> None:

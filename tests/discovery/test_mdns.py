@@ -106,6 +106,36 @@ async def test_changed_shards_reach_the_others(hearth: str) -> None:
             await one.until(lambda shards=shards: getattr(one.sees(other), "shards", "") == shards)
 
 
+async def opening(listener: Listener) -> asyncio.Task[None]:
+    """Its start, when it has begun to open its sockets."""
+    starting = asyncio.create_task(listener.start())
+    while not listener.mdns.addresses:  # noqa: ASYNC110 - it is so for some turns only
+        await asyncio.sleep(0)
+    return starting
+
+
+async def test_what_is_said_while_it_opens_reaches_the_others(hearth: str) -> None:
+    one, other = Listener(hearth), Listener(hearth)
+    async with listening(one):
+        starting = await opening(other)
+        try:
+            await other.mdns.announce_window(4711)
+            assert not starting.done()
+            await starting
+            await one.until(lambda: getattr(one.sees(other), "pairing", None) == 4711)
+        finally:
+            await other.mdns.stop()
+
+
+async def test_who_gives_up_while_it_opens_leaves_nothing_that_answers(hearth: str) -> None:
+    before = sockets()
+    starting = await opening(Listener(hearth))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert sockets() == before
+
+
 def sockets() -> int:
     """How many of this process speak mDNS."""
     mine = psutil.Process().net_connections("udp")
