@@ -10,6 +10,7 @@ import pytest
 
 from mesh.errors import ContextTooLong, MeshError, NoRoute, WeightsMismatch
 from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
 from mesh.types import Done, GenerationRequest, PipelineAborted, Queued, TokenDelta
 from mesh.wire.messages import Step
@@ -24,6 +25,8 @@ from tests.pipeline.toy_mesh import (
 
 PROMPT = [5, 11, 23, 42, 8, 61]
 COUNT = 12
+WAIT_S = 0.1
+"""For room, before the answer comes from home."""
 OTHER_WEIGHTS = "e" * 64
 
 
@@ -37,7 +40,7 @@ class House:
         self.second = self.network.add("4-7", streams=1)
 
     def orchestrator(self) -> tuple[PipelineOrchestrator, Sessions]:
-        return toy_orchestrator(self.network, home=self.home)
+        return toy_orchestrator(self.network, home=self.home, line=RoomLine(WAIT_S))
 
 
 async def ask(
