@@ -12,7 +12,7 @@ import errno
 import glob
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -196,16 +196,9 @@ class LocalWeights:
         if model_id == BUILTIN:
             yield checkpoint_dir()
         named = Path(self._paths().get(model_id, ""))
-        if named.is_absolute() and looks_like_checkpoint(named):
-            yield named
-        plain = str(model_id).replace("/", "--")
-        repository, file = split_name(model_id)
+        yield from _there([named] if named.is_absolute() else [])
         for folder in self._folders:
-            snapshots = _snapshots(folder / cache_folder(repository))
-            beside = (path for each in snapshots for path in _files(each, file))
-            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *beside):
-                if looks_like_checkpoint(path):
-                    yield path
+            yield from _there(_places(folder, model_id))
 
     def _remember(self, model_id: ModelId, path: Path) -> None:
         """So that it is found when the deployment is brought up, also after a restart."""
@@ -242,6 +235,27 @@ class LocalWeights:
             "with a checkpoint.",
             param="model",
         )
+
+
+def _there(places: Iterable[Path]) -> Iterator[Path]:
+    """Those of these places where there is something, as far as they can be looked at: not by a
+    name that no file can have, where this user may not see, or on a disk that fails."""
+    try:
+        for place in places:
+            if looks_like_checkpoint(place):
+                yield place
+    except OSError as error:
+        logger.info("not all is looked at: %s", error)
+
+
+def _places(folder: Path, model_id: ModelId) -> Iterator[Path]:
+    """Where in a folder a model may lie."""
+    plain = str(model_id).replace("/", "--")
+    yield folder / plain
+    yield folder / f"{plain}{SUFFIX}"
+    repository, file = split_name(model_id)
+    for snapshot in _snapshots(folder / cache_folder(repository)):
+        yield from _files(snapshot, file)
 
 
 def _snapshots(repository: Path) -> list[Path]:

@@ -99,3 +99,22 @@ async def test_a_name_that_no_file_can_have_is_no_bug(tmp_path: Path, name: str)
     with pytest.raises(ModelNotFound, match=said) as told:
         await LocalWeights({}, [tmp_path], None).manifest(name)
     assert len(str(told.value)) < 400 + len(str(tmp_path))
+
+
+async def test_what_cannot_be_looked_at_keeps_nothing_else_from_being_found(tmp_path: Path) -> None:
+    """A path as here, or one that this user may not see."""
+    file = write_gguf(checkpoint_dir(), tmp_path / "house--small.gguf", "Q8_0")
+    unseen = Path(f"/{'d' * 300}")
+    weights = LocalWeights({}, [unseen, tmp_path], tmp_path / "cache")
+    found = await weights.find("house/small")
+    what = found.model_id, found.weights_sha256
+    assert await weights.ensure(*what, _ALL, lambda *far: None) == file
+    assert await weights.kept(*what) == file
+
+
+async def test_a_name_that_no_file_can_have_is_that_of_none_here(tmp_path: Path) -> None:
+    """Another member may have deployed it: the others' files are offered all the same."""
+    weights, long = LocalWeights({}, [tmp_path], tmp_path / "cache"), ModelId("x" * 250)
+    assert await weights.kept(long, "0" * 64) is None
+    with pytest.raises(ModelNotFound):
+        await weights.ensure(long, "0" * 64, _ALL, lambda *far: None)
