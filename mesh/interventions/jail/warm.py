@@ -19,6 +19,7 @@ from typing import Any
 
 from mesh.errors import Busy, JailUnavailable
 from mesh.interventions.jail.zygote import MAX_COMMAND_BYTES
+from mesh.processes.tasks import to_its_end
 
 logger = logging.getLogger(__name__)
 
@@ -61,22 +62,19 @@ class Zygote:
     async def start(cls, warm_up: str, argument: str, namespaces: bool, timeout_s: float) -> Zygote:
         """Start and warm it. Raises JailUnavailable with the reason when that fails."""
         ours, theirs = _datagrams()
-        module = "mesh.interventions.jail.zygote"
+        begun: list[subprocess.Popen[bytes]] = []
         try:
-            process = await asyncio.to_thread(
-                subprocess.Popen,
-                [sys.executable, "-I", "-B", "-m", module, str(theirs.fileno())],
-                env=_ENVIRONMENT,
-                cwd="/",
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            # To its end: it would be given the number of a socket that is closed by then.
+            await to_its_end(lambda: begun.append(_begun(theirs)))
+        except BaseException:
+            ours.close()
+            for process in begun:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+            raise
         finally:
             theirs.close()
-        parent = cls(process, ours)
+        parent = cls(begun[0], ours)
         order = {"warm_up": warm_up, "argument": argument, "namespaces": namespaces}
         try:
             parent.send(order)
@@ -200,6 +198,21 @@ class Zygote:
                 os.close(fd)
         else:
             started.set_result(fds[0] if fds else -1)
+
+
+def _begun(control: socket.socket) -> subprocess.Popen[bytes]:
+    """The process, with that end of its socket. Blocks. Raises OSError."""
+    module = "mesh.interventions.jail.zygote"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", "-m", module, str(control.fileno())],
+        env=_ENVIRONMENT,
+        cwd="/",
+        pass_fds=(control.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _datagrams() -> tuple[socket.socket, socket.socket]:

@@ -264,6 +264,18 @@ async def test_a_start_cancelled_in_the_turn_of_its_answer_leaves_nothing_open(
     await require_no_children()
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+async def test_a_parent_that_is_given_up_as_it_starts_is_no_more(turns: int) -> None:
+    before = psutil.Process().children()
+    starting = asyncio.create_task(Unexamined.start(STORIES + "warm", namespaces=False))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert psutil.Process().children() == before
+
+
 async def test_the_number_of_jobs_is_bounded(jail: Jail) -> None:
     first = await jail.start_job(STORIES + "waiting", b"", trusted=False)
     second = await jail.start_job(STORIES + "waiting", b"", trusted=False)
