@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
@@ -76,6 +77,14 @@ class ScaledMeanwhile(House):
             self._deployment = replace(self._deployment, wish=scaled)
             return replace(other, wish=wish)
         return await super().publish_wish(wish)
+
+
+class Unsigned(House):
+    """Nothing can be signed there."""
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        self.wished.append(wish)
+        raise NoRoute("the log is not to be had", fix="Try again.")
 
 
 def slept(house: House, seconds: float, *signs: Hashable) -> list[Wish]:
@@ -152,12 +161,49 @@ def test_it_is_told_until_when_it_stays_up_and_stays_the_same_while_nobody_uses_
         later = await look()
         assert later.due_s is not None
         assert later.due_s > first.due_s + 100
+        assert later.rests_at is not None
+        left_s = (later.rests_at - datetime.now(UTC)).total_seconds()
+        assert left_s == pytest.approx(WISH.keep_alive_s, abs=20.0)
         house.is_coming = True
         assert await look() == Stay()
         await sleeper.stop()
 
     run_virtually(main)
     assert Sleeper(house, lambda kind, **fields: None, lambda _: False).stay("none") == Stay()
+
+
+def test_what_was_woken_stays_up_for_its_minimum_time_once_more() -> None:
+    house = House(replace(WISH, minimum_s=1000.0))
+
+    async def main() -> None:
+        sleeper = Sleeper(house, lambda kind, **fields: None, lambda deployment: False)
+        sleeper.start()
+        await asyncio.sleep(900.0)
+        assert sleeper.up_s(WISH.deployment) == pytest.approx(900.0, abs=2.0)
+        await asyncio.sleep(300.0)
+        assert [each.resting for each in house.wished] == [True]
+        assert sleeper.up_s(WISH.deployment) == 0.0
+        await house.publish_wish(replace(WISH, minimum_s=1000.0))
+        await asyncio.sleep(900.0)
+        assert [each.resting for each in house.wished] == [True, False]
+        await asyncio.sleep(300.0)
+        assert [each.resting for each in house.wished] == [True, False, True]
+        await sleeper.stop()
+
+    run_virtually(main)
+
+
+def test_a_rest_that_cannot_be_signed_is_tried_again_when_it_would_be_due_once_more() -> None:
+    house = Unsigned(WISH)
+
+    async def main() -> None:
+        sleeper = Sleeper(house, lambda kind, **fields: None, lambda deployment: False)
+        sleeper.start()
+        await asyncio.sleep(950.0)
+        await sleeper.stop()
+
+    run_virtually(main)
+    assert len(house.wished) == 3
 
 
 def test_what_is_scaled_while_another_goes_to_rest_rests_as_it_is_wished_by_then() -> None:
@@ -337,6 +383,8 @@ async def test_what_is_wanted_no_longer_is_not_waited_for(meanwhile: str) -> Non
 async def test_what_this_node_asks_with_is_waited_for_unless_it_cannot_be_had() -> None:
     verbs = Verbs(Phase.READY)
     verbs.is_lacking = False
+    assert await brought_up(verbs, 3) == [BringingUp(MODEL, "DEPLOYING")]
+    verbs.phases = [Phase.FAILED, Phase.READY]  # of two replicas one is enough
     assert await brought_up(verbs, 3) == [BringingUp(MODEL, "DEPLOYING")]
     verbs.ends = PhaseProgress(Phase.PROVISIONING, 10, 40)
     assert await brought_up(verbs, 3) == [BringingUp(MODEL, "PROVISIONING", 25)]
