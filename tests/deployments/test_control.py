@@ -18,7 +18,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.weights import Checkpoint, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Wish, live
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, NotEnoughMemory, NotFound
+from mesh.errors import BadRequest, Forbidden, NotEnoughMemory, NotFound, UntrustedPeer
 from mesh.identity.keys import short_id
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, mb_of
@@ -36,6 +36,7 @@ class Here:
         self.signed: list[Wish | Plan] = []
         self._events = 0
         self.out: set[NodeId] = set()
+        self.is_operator = True
         self.called = {node.node: f"machine {node.node}" for node in house.nodes}
 
     def deployments(self) -> dict[str, Deployment]:
@@ -77,7 +78,8 @@ class Here:
         return UNKNOWN
 
     def require_operator(self) -> None:
-        """This one may."""
+        if not self.is_operator:
+            raise UntrustedPeer("This node is not trusted.", fix="Ask an anchor.")
 
     async def publish_wish(self, wish: Wish) -> Deployment:
         self.signed.append(wish)
@@ -197,6 +199,41 @@ async def test_what_operators_order_while_each_other_plans_all_holds() -> None:
     assert found == ("int8", 9.0, True, 2)
 
 
+async def test_the_same_order_again_signs_only_a_plan_that_is_another() -> None:
+    home = Verbs(100, 100)
+    await home.verbs.deploy({"model": "small-4", "replicas": 2})
+    home.signed()
+    await home.verbs.deploy({"model": "small-4"})
+    assert home.signed() == []
+    home.house.nodes[1].is_up = False
+    await home.verbs.deploy({"model": "small-4"})
+    assert home.signed() == ["plan small-4"]
+
+
+@pytest.mark.parametrize("layers", [["n0=0-2", "n1=2-3"], ["n0=0-4"], ["n0=2-1"]])
+async def test_layers_that_cannot_be_pinned_are_refused(layers: list[str]) -> None:
+    home = Verbs(100, 100)
+    with pytest.raises(BadRequest) as refused:
+        await home.verbs.deploy({"model": "small-4", "layers": layers})
+    assert refused.value.param == "layers"
+    assert home.signed() == []
+
+
+async def test_who_is_no_operator_changes_nothing() -> None:
+    home = Verbs(100)
+    await home.verbs.deploy({"model": "small-4"})
+    home.signed()
+    home.here.is_operator = False
+    for model in ("small-4", "large-8"):
+        with pytest.raises(UntrustedPeer):
+            await home.verbs.deploy({"model": model, "dedicated": True})
+    with pytest.raises(UntrustedPeer):
+        await home.verbs.scale("small-4", 0)
+    with pytest.raises(UntrustedPeer):
+        await home.verbs.evict("small-4")
+    assert home.signed() == []
+
+
 async def test_an_order_that_another_of_the_same_moment_takes_back_is_given_again() -> None:
     home = Verbs(1000, 1000)
     row = await home.verbs.deploy({"model": "m-4"})
@@ -263,8 +300,9 @@ async def test_what_is_pinned_to_who_was_put_out_says_that_nobody_need_wait() ->
         ("attic", "READY"), ("sofa (out)", "AWAY"),
     ]  # fmt: skip
     assert "pinned elsewhere" in row["spans"][1]["reason"]
-    with pytest.raises(BadRequest, match="no member that may hold layers is called 'sofa'"):
-        await home.verbs.deploy({"model": "middle-10", "nodes": ["sofa"]})
+    for who in ("sofa", second):
+        with pytest.raises(BadRequest, match=f"no member that may hold layers is called '{who}'"):
+            await home.verbs.deploy({"model": "middle-10", "nodes": [who]})
 
 
 async def test_layers_that_are_pinned_to_a_machine_that_is_left_out_are_refused_for_that() -> None:
@@ -300,6 +338,9 @@ async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
     await home.verbs.deploy({"model": "small-4"})
     await home.verbs.scale("small-4", 0)
     assert home.held() == set()
+    with pytest.raises(Forbidden):
+        await home.verbs.wake("small-4", may_wake=False)
+    assert home.held() == set()
     assert await home.verbs.wake("small-4", may_wake=True)
     assert home.held() == {"small-4"}
     assert not await home.verbs.wake("small-4", may_wake=True), "it is up"
@@ -323,6 +364,8 @@ async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> No
     assert home.held() == {"large-8"}
     with pytest.raises(NotEnoughMemory):
         await home.verbs.deploy({"model": "small-6"})
+    with pytest.raises(NotEnoughMemory):  # what rests already makes no room
+        await home.verbs.deploy({"model": "small-4", "dedicated": True})
     assert home.held() == {"large-8"}
 
 
