@@ -23,8 +23,8 @@ def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap
     """What the replicas of `before` that the wish keeps lack, when only `nodes` may be used."""
     usable = {node for node in nodes if not wish.nodes or node in wish.nodes}
     found = []
-    for replica in () if before is None else before.replicas[: wish.replicas]:
-        spans = _standing(_kept(replica, wish, usable), wish)
+    for replica, pins in _replicas(wish, before):
+        spans = _standing(_kept(replica, pins, usable), pins)
         lacking = wish.whole.lacking(span.layers for span in spans)
         found += [Gap(replica.number, layers, len(spans)) for layers in lacking]
     return found
@@ -47,7 +47,7 @@ def leaving(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> set[S
     if before is None:
         return set()
     usable = {node for node in nodes if not wish.nodes or node in wish.nodes}
-    kept = [_kept(replica, wish, usable) for replica in before.replicas[: wish.replicas]]
+    kept = [_kept(replica, pins, usable) for replica, pins in _replicas(wish, before)]
     return {s for r in before.replicas for s in r.spans} - {s for r in kept for s in r.spans}
 
 
@@ -109,13 +109,12 @@ def make_plan(
     here = {machine.node for machine in usable}
     left = Rooms(laid, usable)
     usable = [machine for machine in usable if not machine.is_paused]
-    kept = [] if before is None else [_kept(r, wish, here) for r in before.replicas]
-    kept = kept[: wish.replicas]
+    kept = [(_kept(replica, pins, here), pins) for replica, pins in _replicas(wish, before)]
     next_replica = 0 if before is None else before.next_replica
     load: Counter[NodeId] = Counter()
-    for replica in kept:
+    for replica, _ in kept:
         load.update({span.node: len(span.layers) for span in replica.spans})
-    replicas = [_filled(replica, wish, usable, load, laid, left) for replica in kept]
+    replicas = [_filled(replica, pins, wish, usable, load, laid, left) for replica, pins in kept]
     new = iter(laid.replicas)
     while len(replicas) < wish.replicas:
         spans = next(new, None) or choose_placement(wish, usable, replicas, left)
@@ -142,7 +141,7 @@ def choose_placement(
     is_known = all(machine.free_mb is not None for machine in machines)
     ranked = sorted(machines, key=lambda m: (-(m.free_mb or 0) if is_known else 0, m.node))
     there = [span for replica in others for span in replica.spans]
-    pins = () if any(replica.number == 0 for replica in others) else wish.pins
+    pins = () if others else wish.pins
     orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
     orders.append(sorted(ranked, key=lambda m: rooms.first_held(m.node)))
     rounds = [order[k:] + order[:k] for order in orders for k in range(len(order))]
@@ -235,28 +234,31 @@ def stale(
     return None
 
 
-def _kept(replica: Replica, wish: Wish, here: Collection[NodeId]) -> Replica:
+def _replicas(wish: Wish, before: Plan | None) -> list[tuple[Replica, tuple[Span, ...]]]:
+    """The replicas that the wish keeps, each with its pins: those are the first one's."""
+    kept = () if before is None else before.replicas[: wish.replicas]
+    return [(replica, () if number else wish.pins) for number, replica in enumerate(kept)]
+
+
+def _kept(replica: Replica, pins: Sequence[Span], here: Collection[NodeId]) -> Replica:
     """The spans of a replica that may stay where they are."""
-    elsewhere = {(pin.layers, pin.node) for pin in wish.pins} if replica.number == 0 else set()
     spans = [
         span
         for span in replica.spans
         if span.node in here
-        and all(
-            (span.layers, span.node) == pin or not span.layers.overlaps(pin[0]) for pin in elsewhere
-        )
+        and all(span == pin or not span.layers.overlaps(pin.layers) for pin in pins)
     ]
     return Replica(replica.number, tuple(spans))
 
 
-def _standing(replica: Replica, wish: Wish) -> list[Span]:
+def _standing(replica: Replica, pins: Sequence[Span]) -> list[Span]:
     """What a kept replica has without being planned: its spans, and those that are pinned."""
-    pins = wish.pins if replica.number == 0 else ()
     return [*replica.spans, *(pin for pin in pins if pin not in replica.spans)]
 
 
 def _filled(
     replica: Replica,
+    pins: Sequence[Span],
     wish: Wish,
     machines: Sequence[AvailableNode],
     load: Counter[NodeId],
@@ -265,7 +267,7 @@ def _filled(
 ) -> Replica:
     """The replica with what it lacks where that was laid, or else at the machines that hold
     least and have room."""
-    spans = _standing(replica, wish)
+    spans = _standing(replica, pins)
     kept = len(spans)
     for layers in wish.whole.lacking(span.layers for span in spans):
         found = laid.gaps.get(Gap(replica.number, layers, kept))

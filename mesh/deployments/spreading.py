@@ -41,10 +41,11 @@ def crowded(deployment: Deployment, machines: Sequence[AvailableNode]) -> Crowde
         for machine in machines
         if machine.node not in plan.nodes and (not wish.nodes or machine.node in wish.nodes)
     )
+    # The first one's may be pinned.
     for number in range(len(plan.replicas) - 1, 0, -1) if unused else ():
         replica = plan.replicas[number]
         shared = _shared(replica, plan.replicas[:number])
-        if shared is not None and replica.number != 0:  # the first one's are pinned
+        if shared is not None:
             return Crowded(replica.number, shared, unused)
     return None
 

@@ -211,6 +211,20 @@ def test_pins_and_nodes_are_kept() -> None:
         make_plan(WISH, named(1), [], None, asked=True)
 
 
+def test_pins_are_the_first_replica_s_whichever_it_is() -> None:
+    scaled_to_none = planned(replace(WISH, replicas=0), 2, planned(WISH, 1))
+    back = planned(replace(WISH, replicas=2), 3, scaled_to_none)
+    pins = (Span(A, LayerRange(0, 3)), Span(B, LayerRange(3, 6)))
+    moved = planned(replace(WISH, replicas=2, pins=pins), 4, back)
+    assert moved.replicas[0].spans == pins
+    assert moved.replicas[1] == back.replicas[1]
+    more = planned(replace(WISH, replicas=3, pins=pins), 5, moved)
+    assert more.replicas[:2] == moved.replicas
+    assert more.replicas[2].spans != pins
+    new = planned(replace(WISH, replicas=2, pins=pins), 6, scaled_to_none)
+    assert new.replicas[0].spans == pins != new.replicas[1].spans
+
+
 def test_who_plans_anew_and_when() -> None:
     plan = planned(WISH, 1)
     deployment = Deployment(WISH, plan, named(1), A, 0)
