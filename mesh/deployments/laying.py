@@ -81,6 +81,10 @@ def lay(
     who asks, in which format and with how long caches."""
     ready = [_ready(model, each, demand, said) for each in machines]
     kept = [] if before is None else before.replicas[: wish.replicas]
+    for pin in wish.pins if kept else ():
+        if pin not in kept[0].spans:
+            only = replace(demand, only=frozenset({pin.node}), max_shards=1)
+            ready = beside(ready, fill(model, ready, pin.layers, only) or ())
     filled: dict[Gap, tuple[Span, ...]] = {}
     refusal: NotEnoughMemory | None = None
     for gap in open_gaps:

@@ -268,6 +268,7 @@ def _filled(
     """The replica with what it lacks where that was laid, or else at the machines that hold
     least and have room."""
     spans = _standing(replica, pins)
+    rooms.take(spans[len(replica.spans) :])
     kept = len(spans)
     for layers in wish.whole.lacking(span.layers for span in spans):
         found = laid.gaps.get(Gap(replica.number, layers, kept))

@@ -141,6 +141,26 @@ def test_a_gap_goes_to_several_where_nobody_has_room_for_all_of_it() -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_what_is_pinned_anew_leaves_the_rest_no_more_than_there_is(is_measured: bool) -> None:
+    half = LAYERS // 2
+    house = [machine(ATTIC, 700, is_measured=is_measured)]
+    house += [machine(KITCHEN, 650, is_measured=is_measured)]
+    before = Plan(
+        WISH.deployment, "ab" * 32, 0, (Replica(0, (Span(STUDY, WISH.whole),)),), 1, asked=True
+    )
+    pinned = replace(WISH, pins=(Span(ATTIC, LayerRange(0, half)),))
+    open_gaps = gaps(pinned, before, [ATTIC, KITCHEN])
+    if is_measured:
+        laid = lay(MODEL, house, pinned, before, open_gaps, ALONE)
+    else:
+        laid = rooms(MODEL, house, ALONE)
+    plan = make_plan(pinned, "cd" * 32, available(*house), before, asked=True, laid=laid)
+    for each in house:
+        free = each.devices[0].free_bytes
+        assert needs(plan.spans_of(each.node_id)) <= free < needs([WISH.whole])
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_ever_over_memory_asking_included(seed: int) -> None:
     chance = random.Random(seed)
