@@ -169,7 +169,7 @@ class SessionTable:
         """
         ample = session.max_tokens + max(GROWTH, session.max_tokens // 4)
         free = self._settings.kv_tokens - self.kv_tokens_used - self._left_to_others(session, ample)
-        ample = min(ample, session.max_tokens + max(0, free))
+        ample = min(ample, session.max_tokens + free)
         wanted = max(positions, ample)
         self._require_budget(wanted)
         going = self._remove(self._for_positions(session, wanted, (), now))

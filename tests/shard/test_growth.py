@@ -100,6 +100,7 @@ class Sharing(RuleBasedStateMachine):
 
     @initialize(streams=st.integers(1, 6))
     def begin(self, streams: int) -> None:
+        self.streams = streams
         self.table = SessionTable(ShardSettings(streams, BUDGET, silent_s=1e9), SystemClock())
         self.here: set[ChatSession] = set()
         self.numbers = 0
@@ -157,12 +158,15 @@ class Sharing(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         assert set(self.table) == self.here
-        held: Counter[object] = Counter()
+        accounts, held, streams = self.table.accounts, Counter[object](), Counter[object]()
         for session in self.here:
             held[session.owner] += session.max_tokens
+            streams[session.owner] += not session.parked
         assert self.table.kv_tokens_used == sum(held.values()) <= BUDGET
+        assert self.table.active == sum(streams.values()) <= self.streams
         for owner in OWNERS:
-            assert self.table.accounts.held(owner, Resource.CACHE_POSITIONS) == held[owner]
+            assert accounts.held(owner, Resource.CACHE_POSITIONS) == held[owner]
+            assert accounts.held(owner, Resource.STREAMS) == streams[owner]
 
 
 Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
