@@ -141,16 +141,7 @@ class DeploymentRows:
 
     def is_on_its_way(self, deployment: Deployment) -> bool:
         """Whether a machine that is there is still to bring up a part of it."""
-        if deployment.plan is None or not deployment.is_wanted:
-            return False
-        now = self._moment()
-        spans = (span for each in deployment.plan.replicas for span in each.spans)
-        there = Counter(span for span in spans if span.node in now.alive)
-        return any(
-            self._far(deployment, span, now, copy).phase in ON_ITS_WAY
-            for span, copies in there.items()
-            for copy in range(copies)
-        )
+        return any(each.now.phase in ON_ITS_WAY for each in self.seen(deployment).spans)
 
     def _moment(self) -> _Moment:
         loaded: dict[ServedShard, list[LoadedFormat]] = {}
