@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mesh.deployments.laid import AvailableNode, Laid
-from mesh.deployments.placement import make_plan, planner, stale
+from mesh.deployments.laid import AvailableNode, Gap, Laid
+from mesh.deployments.placement import gaps, leaving, make_plan, planner, stale
 from mesh.deployments.wishes import (
     MAX_OF_AUTHOR,
     Deployment,
@@ -223,6 +223,31 @@ def test_pins_are_the_first_replica_s_whichever_it_is() -> None:
     assert more.replicas[2].spans != pins
     new = planned(replace(WISH, replicas=2, pins=pins), 6, scaled_to_none)
     assert new.replicas[0].spans == pins != new.replicas[1].spans
+
+
+def test_what_a_narrower_wish_lacks_and_leaves() -> None:
+    plan = planned(replace(WISH, replicas=2), 1)
+    narrower = replace(WISH, nodes=(A, C))
+    (lost,) = [span for span in plan.replicas[0].spans if span.node == B]
+    assert gaps(narrower, plan, {A, B, C}) == [Gap(0, lost.layers, 2)]
+    assert leaving(narrower, plan, {A, B, C}) == plan.spans - {*plan.replicas[0].spans} | {lost}
+    assert leaving(WISH, plan, {A, C}) == leaving(narrower, plan, {A, B, C})
+    assert gaps(WISH, None, {A, B, C}) == []
+    assert leaving(WISH, None, {A, B, C}) == set()
+
+
+def test_copies_that_share_a_machine_take_its_room_once() -> None:
+    laid = Laid(rooms={A: 6})
+    plan = make_plan(replace(WISH, replicas=3), named(1), MACHINES[:1], None, asked=True, laid=laid)
+    assert [replica.spans for replica in plan.replicas] == [(Span(A, WISH.whole),)] * 3
+
+
+def test_a_plan_that_no_event_could_carry_is_refused() -> None:
+    house = [AvailableNode(NodeId(f"n{number}"), "attic") for number in range(17)]
+    wish = replace(WISH, total_layers=17, replicas=15)
+    assert len(make_plan(wish, named(1), house, None, asked=True).replicas) == 15
+    with pytest.raises(BadRequest, match="272 spans"):
+        make_plan(replace(wish, replicas=16), named(1), house, None, asked=True)
 
 
 def test_who_plans_anew_and_when() -> None:
