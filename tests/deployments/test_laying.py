@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -14,6 +15,7 @@ from mesh.deployments.placement import gaps, make_plan, without
 from mesh.deployments.refusals import MAX_REFUSALS, RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
+from mesh.models.standard import may_lie_apart
 from mesh.routing.fitting import asking_bytes, shard_bytes
 from mesh.routing.machines import Demand, HeldLayers, Machine
 from mesh.types import LayerRange, NodeId
@@ -185,3 +187,54 @@ def test_no_plan_is_ever_over_memory_asking_included(seed: int) -> None:
         parts = plan.spans_of(each.node_id)
         free = each.devices[0].free_bytes + (spoken[each.node_id] << 20)
         assert not parts or needs(parts, thin=thin) <= free, (each.name, parts)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_is_changed_no_machine_is_given_more_than_it_has_room_for(seed: int) -> None:
+    """Replicas, pins and lost machines, where nobody has measured them: all layers of each copy,
+    what can stay does, and what is new fits beside it."""
+    chance = random.Random(seed)
+    total = chance.randrange(2, 13)
+    joined = chance.choice((None, None, chance.randrange(total)))
+    wish = replace(WISH, total_layers=total, replicas=chance.randrange(1, 4))
+    nodes = [NodeId(name) for name in "abcd"]
+    lost = set(chance.sample(nodes, chance.randrange(4)))
+    here = [AvailableNode(n, n, chance.choice((None, 100, 200))) for n in nodes if n not in lost]
+    everywhere = [AvailableNode(node, node) for node in nodes]
+    roomy = Laid(rooms=dict.fromkeys(nodes, chance.randrange(total, 3 * total)), joined=joined)
+    before = None
+    if chance.random() < 0.6:
+        was = replace(wish, replicas=chance.randrange(1, 4))
+        before = make_plan(was, "ab" * 32, everywhere, None, asked=True, laid=roomy)
+    pins = []
+    for at in sorted(chance.sample(range(total), min(total, chance.randrange(4)))):
+        part = LayerRange(at, chance.randrange(at, total) + 1)
+        if all(not part.overlaps(pin.layers) for pin in pins) and may_lie_apart(
+            part, total if joined is None else joined, total
+        ):
+            pins.append(Span(chance.choice(here).node, part))
+    wish = replace(wish, pins=tuple(pins))
+    room = {node.node: chance.randrange(2 * total) for node in here}
+    laid = Laid(rooms=room, joined=joined, extra=chance.randrange(3))
+    try:
+        plan = make_plan(wish, "cd" * 32, here, before, asked=True, laid=laid)
+    except NotEnoughMemory:
+        return
+
+    there = set() if before is None else before.spans
+    for number, replica in enumerate(plan.replicas):
+        layers = [span.layers for span in replica.spans]
+        assert layers[0].start == 0
+        assert layers[-1].stop == total
+        assert all(one.stop == other.start for one, other in pairwise(layers))
+        assert joined is None or layers[-1].start <= joined
+        if number == 0:
+            assert set(pins) <= set(replica.spans)
+    for old, new in zip(() if before is None else before.replicas, plan.replicas, strict=False):
+        own = pins if new is plan.replicas[0] else []
+        apart = {s for s in old.spans if not any(s.layers.overlaps(pin.layers) for pin in own)}
+        assert {span for span in apart if span.node not in lost} <= set(new.spans)
+    for node, most in room.items():
+        more = [span for span in plan.spans - there if span.node == node]
+        taken = sum(len(span.layers) + laid.extra for span in more) - laid.extra
+        assert taken <= most or set(more) <= set(pins), (node, more, most)
