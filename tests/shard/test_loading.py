@@ -112,6 +112,8 @@ async def test_a_load_that_failed_for_a_passing_reason_is_tried_again() -> None:
         await sees(lambda: len(host.serving) == 1)
         assert not host.failed
         assert host.starts == 1
+        # It is here: another failure, some day, is a first one.
+        assert attempts.why_not(named(doomed_host.STUMBLES), 0.0, 0) is None
 
 
 async def test_what_failed_for_this_node_alone_is_loaded_at_once_where_it_is_to_be_served() -> None:
