@@ -12,6 +12,7 @@ from mesh.types import Done, LayerRange, ShardFailover, ShardId, ShardStatus, St
 from tests import secure
 from tests.interventions.worlds import checkpoint
 from tests.mesh_e2e.spread import MODEL, asking, greedy, hugging_face, loads_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 PROMPT = list(range(5, 45))
@@ -70,6 +71,13 @@ async def test_what_nobody_wants_just_as_it_has_loaded_is_loaded_when_it_is_want
             await serving
         await host.serve(request)
         assert set(host.shards) == {request.shard_id}
+        # Nor is it taken for one that is here where nobody wants it while it loads.
+        await host.drop(request.shard_id, 0.0)
+        serving = asyncio.create_task(host.serve(request))
+        await asyncio.wait([serving], timeout=0.01)
+        serving.cancel()
+        await until(lambda: not host.has(request.shard_id))
+        assert not host.private
     finally:
         await host.stop()
 
