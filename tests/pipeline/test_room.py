@@ -14,7 +14,14 @@ from mesh.pipeline.commands import GenerationFrame
 from mesh.pipeline.terms import FIRST_ANSWER
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
-from mesh.types import Done, GenerationRequest, SamplingParams, ShardStatus, StreamFrame
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    SamplingParams,
+    ShardFailover,
+    ShardStatus,
+    StreamFrame,
+)
 from tests.health.watched import tokens_of
 from tests.pipeline.test_commands import passed_on
 from tests.pipeline.toy_mesh import (
@@ -128,6 +135,7 @@ async def test_an_answer_goes_on_once_there_is_room_for_more_of_it_but_not_for_a
         if isinstance(frame, ShardStatus):
             asyncio.get_running_loop().call_later(0.015, setattr, shard, "room", None)
     assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    assert not any(isinstance(frame, ShardFailover) for frame in frames), "it is the same one"
     assert not frames[-1].note
     await sessions.close()
 
