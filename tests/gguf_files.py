@@ -44,14 +44,16 @@ _ARCHITECTURES = {
     "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "apertus": gguf.MODEL_ARCH.APERTUS, "dots1": gguf.MODEL_ARCH.DOTS1,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "afmoe": gguf.MODEL_ARCH.AFMOE,
-    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR,
+    "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR, "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
     "granitemoehybrid", "arcee",
 )  # fmt: skip
 """Whose rows of queries and keys are written in pairs."""
-_EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward)\.experts)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"(.*\.(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts)\.(\d+)\.(\w+)\.weight"
+)
 _K_BLOCK = 256
 
 Edit = Callable[[GGUFWriter], object]
@@ -76,7 +78,7 @@ def write_gguf(
     of, that of the model type unless given.
     """
     config = json.loads((directory / "config.json").read_text())
-    arch = arch or _ARCHITECTURES[config["model_type"]]
+    arch = arch or _arch_of(config)
     tensors = _apart(_stacked(load_file(directory / "model.safetensors")), config["model_type"])
     if (later := AS_STORED.get(config["model_type"])) is not None:
         tensors = later(tensors, config)
@@ -87,7 +89,7 @@ def write_gguf(
     _describe(writer, config)
     if tokenizer:
         _describe_tokenizer(writer, directory)
-    names = gguf.get_tensor_name_map(arch, _number(config, "num_hidden_layers", "n_layer"))
+    names = gguf.get_tensor_name_map(arch, _layers(config))
     for part in ("alpha_n", "alpha_p", "beta", "eps"):
         named = [name for name in tensors if name.endswith(f"act_fn.{part}")]
         numbers = [tensors.pop(name) for name in sorted(named, key=_layer_of)]
@@ -106,6 +108,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file if parts == 1 else file.with_name(f"{file.stem}-00001-of-{parts:05}.gguf")
+
+
+def _arch_of(config: dict[str, Any]) -> gguf.MODEL_ARCH:
+    is_dense = "moe" not in config.get("layers_block_type", ("moe",))
+    return gguf.MODEL_ARCH.NEMOTRON_H if is_dense else _ARCHITECTURES[config["model_type"]]
+
+
+def _layers(config: dict[str, Any]) -> int:
+    kinds = config.get("layers_block_type")
+    return len(kinds) if kinds else _number(config, "num_hidden_layers", "n_layer")
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+    return float(next(config[name] for name in names if config.get(name)))
 
 
 def _layer_of(name: str) -> int:
@@ -213,7 +230,7 @@ def _halves(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads = _number(config, "num_attention_heads", "n_head")
     width = _number(config, "hidden_size", "n_embd")
-    writer.add_block_count(_number(config, "num_hidden_layers", "n_layer"))
+    writer.add_block_count(_layers(config))
     writer.add_context_length(
         _number(config, "max_position_embeddings", "n_positions", "model_max_length")
     )
@@ -225,7 +242,7 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         return
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    writer.add_layer_norm_rms_eps(_epsilon(config))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

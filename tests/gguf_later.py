@@ -206,6 +206,27 @@ def _falcon_h1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     }
 
 
+def _nemotron(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """As Granite's; experts by the name that all have, a correction that is called a bias."""
+    made = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".dt_bias"):
+            made[name.removesuffix("dt_bias") + "dt.bias"] = tensor
+        elif name.endswith(".A_log"):
+            made[name] = -torch.exp(tensor).unsqueeze(-1)
+        elif name.endswith(".D"):
+            made[name] = tensor.unsqueeze(-1)
+        elif name.endswith("mixer.norm.weight"):
+            made[name] = tensor.reshape(config["n_groups"], -1)
+        elif name.endswith("mixer.conv1d.weight"):
+            made[name] = tensor.squeeze(1)
+        elif ".mixer.experts." in name:
+            made[re.sub(r"backbone(.*)mixer", r"model\1mlp", name)] = tensor
+        else:
+            made[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return made
+
+
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
@@ -228,6 +249,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "exaone_moe": _glm4_moe,
     "afmoe": _afmoe,
     "kimi_linear": _kimi_linear,
+    "nemotron_h": _nemotron,
 }
 """By model type, what its file holds, under the names that those are made of."""
 
@@ -486,6 +508,36 @@ def _of_granite_hybrid(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
 
 
+def _of_nemotron(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    said, kinds = writer.kv_data[0], config["layers_block_type"]
+    for name in ("attention.head_count_kv", "feed_forward_length"):
+        del said[f"{writer.arch}.{name}"]
+    groups, is_mixture = config["num_key_value_heads"], "moe" in kinds
+    width = config["moe_intermediate_size" if is_mixture else "intermediate_size"]
+    writer.add_head_count_kv([groups if kind == "full_attention" else 0 for kind in kinds])
+    writer.add_feed_forward_length([width if kind in ("moe", "mlp") else 0 for kind in kinds])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_scaling_finetuned(value=False)
+    heads = config["mamba_num_heads"]
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["ssm_state_size"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_inner_size(heads * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(heads)
+    if is_mixture:
+        writer.add_expert_count(config["n_routed_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(width)
+        writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_group_count(config["n_group"])
+        if (latent := config["moe_latent_size"]) is not None:
+            writer.add_moe_latent_size(latent)
+
+
 _KEEP_STATES = ("mamba", "linear_attention")
 
 
@@ -498,6 +550,7 @@ def divisors(config: dict[str, Any]) -> list[float]:
 
 SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "qwen3_5_text": _of_qwen35,
+    "nemotron_h": _of_nemotron,
     "qwen3_5_moe_text": _of_qwen35_moe,
     "qwen3_next": _of_qwen3_next,
     "glm4_moe": _of_glm4_moe,

@@ -36,7 +36,7 @@ FAMILIES = (
     "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
-    "kimi_linear",
+    "kimi_linear", "nemotron_h", "nemotron_h_dense",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -53,6 +53,7 @@ def _settings(family: str) -> dict[str, Any]:
     mixed = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
+        "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 2},
         "qwen2_moe": mixed | {"norm_topk_prob": False}, "dots1": {"sliding_window": None},
     }.get(family, {})  # fmt: skip
 

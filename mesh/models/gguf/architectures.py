@@ -23,6 +23,7 @@ from mesh.models.gguf import (
     lfm2,
     llamas,
     minimax,
+    nemotrons,
     others,
     qwens,
 )
@@ -57,6 +58,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "dots1": deepseeks.DOTS1,
         "exaone-moe": deepseeks.EXAONE_MOE,
         "kimi-linear": kimi.KIMI_LINEAR,
+        "nemotron_h": nemotrons.NEMOTRON_H,
+        "nemotron_h_moe": nemotrons.NEMOTRON_H_MOE,
         "afmoe": others.AFMOE,
         "ernie4_5": ernies.ERNIE4_5,
         "ernie4_5-moe": ernies.ERNIE4_5_MOE,
