@@ -394,6 +394,7 @@ async def test_what_is_no_http_is_told_why_and_ends(api: Served, raw: bytes, sai
     writer.write(raw)
     head, body = (await asyncio.wait_for(reader.read(), 5)).split(b"\r\n\r\n", 1)
     writer.close()
+    await writer.wait_closed()
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert b"Connection: close" in head
     error = json.loads(body)["error"]
@@ -412,6 +413,7 @@ async def test_a_body_that_breaks_behind_its_answer_just_ends_the_connection(
     writer.write(b"zz\r\n")
     assert b"method_not_allowed" in await asyncio.wait_for(reader.read(), 5)
     writer.close()
+    await writer.wait_closed()
     assert "Traceback" not in caplog.text
 
 

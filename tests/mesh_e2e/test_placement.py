@@ -166,7 +166,7 @@ def test_each_flag_of_a_deployment_reaches_the_wish(house: tuple[LocalNode, Loca
     ("flags", "said"),
     [
         (("--quant", "int3"), "quant"),
-        (("--context", "0"), "--context"),
+        (("--context", "-1"), "--context"),
         (("--streams", "0"), "--streams"),
         (("--keep-alive", "-1"), "--keep-alive"),
         (("--nodes", "cellar"), "no member that may hold layers is called 'cellar'"),
