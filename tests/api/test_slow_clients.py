@@ -222,3 +222,5 @@ async def test_no_more_are_accepted_at_once_than_the_loop_has_time_for() -> None
                 client.connect_ex(("127.0.0.1", api.server.port))
             _, connected, _ = select.select([], clients, [], 0)  # the loop accepts none meanwhile
             assert 100 < len(connected) < 150
+        async with httpx.AsyncClient(base_url=api.url, trust_env=False) as http:
+            await http.get("/v1/models")  # it is taken behind all of them, which are gone by then

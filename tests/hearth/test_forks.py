@@ -13,6 +13,7 @@ import pytest
 
 from mesh.cli import members
 from mesh.clock import SystemClock
+from mesh.discovery.sightings import PeerView
 from mesh.errors import BadRequest, LogForked, LogRefused, UntrustedPeer
 from mesh.events.intake import Report
 from mesh.events.messages import LogMessage, Pull, from_dict, to_dict
@@ -20,6 +21,7 @@ from mesh.hearth.control import Control
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth, Waits
 from mesh.hearth.network import Network
+from mesh.hearth.presence import Away, Presence
 from mesh.hearth.record import HearthRecord
 from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import Added, Decision, LevelChanged, Readmitted
@@ -42,6 +44,12 @@ class InHearth:
 
     def require_hearth(self) -> Hearth:
         return self._hearth
+
+    def peers(self) -> list[PeerView]:
+        return []
+
+    def away(self) -> list[Away]:
+        return Presence(SystemClock()).away(self._hearth.roster, {self._hearth.key.node_id})
 
 
 def control(hearth: Hearth) -> Control:
