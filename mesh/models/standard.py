@@ -47,6 +47,7 @@ MIXTURES = STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
+_ACTIVATION_NAMES = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -61,13 +62,14 @@ _STATES = (
 def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the language model of this config, of that type, is known to have."""
     text = _text(config)
-    named = (text.get(n) for n in ("hidden_act", "hidden_activation", "activation_function"))
+    named = (text.get(name) for name in _ACTIVATION_NAMES)
     activation = next((name for name in named if name), "silu")
     mixtures = STANDARD_MIXTURES | MIXTURES_BY_TORCH
     return (
         model_type in (STANDARD if experts_met(text) == 1 else mixtures)
         and str(activation) in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
+        and not text.get("moe_latent_size")
     )
 
 

@@ -49,7 +49,11 @@ SINGULAR = {"minicpm3": LATENT, "apertus": "activation is xielu"}
 """Families whose layers are not standard, and what is said of them."""
 MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
 BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3")
-ALSO = ("qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *BY_TORCH)
+OF_ONE_PART = ("nemotron_h", "nemotron_h_dense")
+"""Families each of whose layers is a mixer or feed-forward alone."""
+ALSO = (
+    "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *BY_TORCH, *OF_ONE_PART,
+)  # fmt: skip
 """Families that have what none of the others has."""
 WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense", "nemotron_h")
 """Families of whose layers some keep a running state."""
@@ -105,7 +109,7 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
     assert has_standard_layers(manifest.config, manifest.model_type), "and plans know it"
-    assert has_other_layers(manifest.config) is (family in BY_TORCH)
+    assert has_other_layers(manifest.config) is (family in (*BY_TORCH, *OF_ONE_PART))
     span = runtime(family)
     assert span.is_lean
     assert "+lean+" in span.kernels
@@ -158,6 +162,14 @@ def test_a_plan_knows_of_no_layers_as_standard_that_are_not(
     assert not has_standard_layers(manifest.config, manifest.model_type)
     assert not has_standard_layers({"hidden_act": ["silu"]}, "llama"), "whatever a config says"
     assert parts.ACTIVATION_NAMES.keys() == standard.ACTIVATIONS
+
+
+def test_experts_that_are_narrower_than_the_rows_run_by_their_modules(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "narrow", "nemotron_h", layers=4, moe_latent_size=32)
+    manifest = read_manifest(directory)
+    with pytest.raises(NotCompilable, match="fc1_latent_proj"):
+        require_lean(family_of(manifest), None)
+    assert not has_standard_layers(manifest.config, manifest.model_type)
 
 
 def test_some_layers_of_a_span_are_those_layers() -> None:
