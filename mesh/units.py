@@ -7,6 +7,10 @@ memory in powers of two, as it is, and with the names for that (IEC 80000-13).
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 _DATA = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _LIMIT = re.compile(r"(\d{1,9}(?:\.\d{1,3})?) ?(GiB|MiB|%)?", re.ASCII)
@@ -41,6 +45,13 @@ def lasting(seconds: float) -> str:
         return f"{seconds / 60:.0f} min"
     hours = seconds / 3600
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
+def since(at: str, now: datetime) -> str:
+    """How long that has been, an ISO 8601 time, as `lasting`; ``0 s`` where it is yet to come: a
+    clock may have been set."""
+    past = now - type(now).fromisoformat(at)
+    return lasting(max(0.0, past.total_seconds()))
 
 
 def memory_limit_mb(text: str, total_mb: int) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from mesh.units import data_share, data_size, lasting, memory_size
+from mesh.units import data_share, data_size, lasting, memory_size, since
 
 GLYPHS = {"ok": "●", "wait": "◌", "bad": "✖", "other": "○"}
 COLOURS = {"ok": "green", "wait": "yellow", "bad": "red", "other": "dim"}
@@ -142,8 +142,7 @@ def away(rows: Iterable[Mapping[str, Any]], now: datetime) -> list[str]:
     for row in rows:
         name, last_seen = printable(row["name"]), row["last_seen"]
         if last_seen is not None:
-            past = now - datetime.fromisoformat(last_seen)
-            name += f" ({lasting(max(0.0, past.total_seconds()))})"
+            name += f" ({since(last_seen, now)})"
         found.append(name)
     return found
 

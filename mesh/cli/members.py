@@ -74,15 +74,14 @@ def _standing(member: dict[str, Any]) -> str:
     """``up``, ``this node``, ``away for 3 h``."""
     from datetime import UTC, datetime
 
-    from mesh.units import lasting
+    from mesh.units import since
 
     if member["self"]:
         return "this node"
     state, last_seen = member.get("state", ""), member.get("last_seen")
     if last_seen is None:  # nor is either said by earlier daemons
         return str(state)
-    past = datetime.now(UTC) - datetime.fromisoformat(last_seen)
-    return f"{state} for {lasting(max(0.0, past.total_seconds()))}"
+    return f"{state} for {since(last_seen, datetime.now(UTC))}"
 
 
 @app.command()

@@ -199,14 +199,13 @@ def _warning(row: dict[str, Any]) -> str:
     """What was said once, and how long ago: it may not be so any more."""
     from datetime import UTC, datetime
 
-    from mesh.units import lasting
+    from mesh.units import since
 
     said = f"warning: {row['message']} {row['fix']}".rstrip()
     at = row.get("at")
     if at is None:
         return said
-    age = datetime.now(UTC) - datetime.fromisoformat(at)
-    return f"{said} ({lasting(max(0.0, age.total_seconds()))} ago)"
+    return f"{said} ({since(at, datetime.now(UTC))} ago)"
 
 
 def _show_work(picture: dict[str, Any]) -> None:
