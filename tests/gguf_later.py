@@ -171,17 +171,20 @@ def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             made[f"blk.{stem}.ffn_down.weight"] = tensor
         elif name.endswith(".dt_bias"):
             made[name.removesuffix("dt_bias") + "dt_proj.bias"] = tensor
-        elif name.endswith(".A_log"):
-            made[name] = -torch.exp(tensor).unsqueeze(-1)
-        elif name.endswith(".D"):
-            made[name] = tensor.unsqueeze(-1)
-        elif name.endswith("mamba.norm.weight"):
-            made[name] = tensor.reshape(config["mamba_n_groups"], -1)
-        elif name.endswith("mamba.conv1d.weight"):
-            made[name] = tensor.squeeze(1)
         else:
-            made[name] = tensor
+            made[name] = _of_a_state(name, "mamba", tensor, config.get("mamba_n_groups"))
     return made
+
+
+def _of_a_state(name: str, part: str, tensor: torch.Tensor, groups: int | None) -> torch.Tensor:
+    """A tensor of Mamba 2, which a layer calls `part`, as it is stored; others as they are."""
+    if name.endswith(".A_log"):
+        return -torch.exp(tensor).unsqueeze(-1)
+    if name.endswith(".D"):
+        return tensor.unsqueeze(-1)
+    if name.endswith(f"{part}.norm.weight"):
+        return tensor.reshape(groups, -1)
+    return tensor.squeeze(1) if name.endswith(f"{part}.conv1d.weight") else tensor
 
 
 def _falcon_h1(tensors: Tensors, config: dict[str, Any]) -> Tensors:
@@ -212,18 +215,11 @@ def _nemotron(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     for name, tensor in tensors.items():
         if name.endswith(".dt_bias"):
             made[name.removesuffix("dt_bias") + "dt.bias"] = tensor
-        elif name.endswith(".A_log"):
-            made[name] = -torch.exp(tensor).unsqueeze(-1)
-        elif name.endswith(".D"):
-            made[name] = tensor.unsqueeze(-1)
-        elif name.endswith("mixer.norm.weight"):
-            made[name] = tensor.reshape(config["n_groups"], -1)
-        elif name.endswith("mixer.conv1d.weight"):
-            made[name] = tensor.squeeze(1)
         elif ".mixer.experts." in name:
             made[re.sub(r"backbone(.*)mixer", r"model\1mlp", name)] = tensor
         else:
-            made[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+            stored = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            made[stored] = _of_a_state(name, "mixer", tensor, config["n_groups"])
     return made
 
 

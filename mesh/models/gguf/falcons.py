@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mesh.models.gguf.architecture import DECODER, Architecture, decoder, head_width
-from mesh.models.gguf.granites import STATES
+from mesh.models.gguf.granites import STATES, heads_of_states
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
@@ -35,18 +35,16 @@ _ENDS = {
 def _falcon_h1(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "falcon_h1", "FalconH1ForCausalLM")
     width = head_width(said, config)
-    inner, heads = said.whole("ssm.inner_size"), said.whole("ssm.time_step_rank")
-    if inner % heads:
-        said.refuse(f"its {heads} heads of states are {inner} wide")
+    heads, each = heads_of_states(said)
     return config | {
         "head_dim": width,
         "rope_parameters": full_rotary(said, width),
         "attention_bias": said.has("blk.0.attn_q.bias"),
         "mlp_bias": said.has("blk.0.ffn_up.bias"),
         "projectors_bias": said.has("blk.0.ssm_out.bias"),
-        "mamba_d_ssm": inner,
+        "mamba_d_ssm": heads * each,
         "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
+        "mamba_d_head": each,
         "mamba_d_state": said.whole("ssm.state_size"),
         "mamba_n_groups": said.whole("ssm.group_count"),
         "mamba_d_conv": said.whole("ssm.conv_kernel"),

@@ -57,6 +57,14 @@ _HYBRID = (
 )
 
 
+def heads_of_states(said: GgufSettings) -> tuple[int, int]:
+    """How many there are, and how wide each is. Refuses where they have no whole width."""
+    inner, heads = said.whole("ssm.inner_size"), said.whole("ssm.time_step_rank")
+    if inner % heads:
+        said.refuse(f"its {heads} heads of states are {inner} wide")
+    return heads, inner // heads
+
+
 def _granite(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "granite", "GraniteForCausalLM")
     return config | _scaled(said, config) | {"mlp_bias": said.has("blk.0.ffn_up.bias")}

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesh.models.gguf.architecture import Architecture, head_width, some_attend
 from mesh.models.gguf.deepseeks import require_sigmoid
-from mesh.models.gguf.granites import STATES
+from mesh.models.gguf.granites import STATES, heads_of_states
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
@@ -66,9 +66,7 @@ def _mixture(said: GgufSettings) -> dict[str, Any]:
 def _nemotron(said: GgufSettings, feeds: str) -> dict[str, Any]:
     """What both say; `feeds` is what transformers calls layers that are feed forward."""
     attends, groups = some_attend(said)
-    inner, heads = said.whole("ssm.inner_size"), said.whole("ssm.time_step_rank")
-    if inner % heads:
-        said.refuse(f"its {heads} heads of states are {inner} wide")
+    heads, each = heads_of_states(said)
     hidden = said.whole("embedding_length")
     # How positions would turn, if something were turned.
     said.pass_over("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned", "vocab_size")
@@ -94,7 +92,7 @@ def _nemotron(said: GgufSettings, feeds: str) -> dict[str, Any]:
         "tie_word_embeddings": not said.has("output.weight"),
         "mlp_hidden_act": "relu2",  # llama.cpp knows no other
         "mamba_num_heads": heads,
-        "mamba_head_dim": inner // heads,
+        "mamba_head_dim": each,
         "ssm_state_size": said.whole("ssm.state_size"),
         "n_groups": said.whole("ssm.group_count"),
         "conv_kernel": said.whole("ssm.conv_kernel"),
