@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from mesh.models.span import LoadedSpan
 
 GATE_UP = "gate_up_proj"
-STACKS = (GATE_UP, "down_proj")
-"""What modules call the tensors of all experts."""
+_STACKS = (GATE_UP, "down_proj")
 
 _WITHOUT_GATE = ("up_proj", "down_proj")
 
@@ -31,7 +30,7 @@ Late = Mapping[str, Mapping[str, TensorEntry]]
 
 def stacks_in(experts: Any) -> tuple[str, str]:
     """What this module calls the tensors of its experts: some have no gate."""
-    return STACKS if getattr(experts, "has_gate", True) else _WITHOUT_GATE
+    return _STACKS if getattr(experts, "has_gate", True) else _WITHOUT_GATE
 
 
 def late_experts(base: Any, names: Mapping[str, TensorEntry]) -> Late:
@@ -39,7 +38,7 @@ def late_experts(base: Any, names: Mapping[str, TensorEntry]) -> Late:
     paths = [
         path
         for path, module in base.named_modules()
-        if all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in STACKS)
+        if all(getattr(getattr(module, name, None), "ndim", 0) == 3 for name in stacks_in(module))
     ]
     found = {
         path: {
@@ -59,9 +58,10 @@ def _layer_of(path: str) -> str:
     return path if found is None else found[0]
 
 
-def stacks_of(late: Late) -> set[str]:
-    """What a span calls the weights that `late` makes."""
-    return {f"{path}.{name}" for path in late for name in STACKS}
+def stacks_of(base: Any, late: Late) -> set[str]:
+    """What `base` calls the weights that `late` makes."""
+    paths = {path: base.get_submodule(path) for path in late}
+    return {f"{path}.{name}" for path, each in paths.items() for name in stacks_in(each)}
 
 
 def fill_late(loaded: LoadedSpan, path: str) -> None:

@@ -208,7 +208,7 @@ def build_span(
     late = late_experts(base, names) if defer else {}
     not_now = {*deferred, *(name for entries in late.values() for name in entries)}
     now = {name: entry for name, entry in names.items() if name not in not_now}
-    later = {*deferred, *stacks_of(late)}
+    later = {*deferred, *stacks_of(base, late)}
     compute_buffers(base, placement.device)
     pages, sha256 = fill(base, now, placement, progress, same={}, later=later)
     narrow_config(base.config, layers)

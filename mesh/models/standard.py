@@ -28,13 +28,13 @@ STANDARD_MIXTURES = frozenset(
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
-MIXTURES_BY_TORCH = UNEQUAL | {"phimoe", "minimax_m2", "hy_v3"}
+MIXTURES_BY_TORCH = UNEQUAL | {"phimoe", "minimax_m2", "hy_v3", "nemotron_h"}
 """Mixtures of experts of which that holds, and that are computed in 4 bit by torch, and not in
 8."""
 RECURRENT = frozenset(
     {
         "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid",
-        "kimi_linear",
+        "kimi_linear", "nemotron_h",
     }
 )  # fmt: skip
 """Models with running states that are computed in few bits."""
@@ -42,7 +42,7 @@ LATENT = frozenset(
     {"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"}
 )
 """Models whose keys are made of latents that are computed in few bits."""
-MIXTURES = STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}
+MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
@@ -52,6 +52,9 @@ _ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
 """Rotary embeddings that do not depend on how long a session is."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_KINDS, _MIXED = ("layers_block_type", "hybrid_override_pattern"), ("moe", "E")
+"""What a layer of Nemotron-H is, by names or by letters, and how those with experts are called:
+the others may say how many experts they would have."""
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
     "ssm_state_size", "conv_L_cache",
@@ -113,7 +116,8 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
 
 def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether torch computes its layers in 4 bit instead."""
-    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
+    is_standard = has_standard_layers(config, model_type)
+    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH and is_standard
 
 
 def other_formats(quants: Iterable[str]) -> str:
@@ -125,6 +129,9 @@ def other_formats(quants: Iterable[str]) -> str:
 def experts_met(config: Mapping[str, Any]) -> float:
     """Which share of its experts a row goes through; 1 where it has none."""
     text = _text(config)
+    kinds = next((said for name in _KINDS if (said := text.get(name))), None)
+    if isinstance(kinds, str | list) and not any(kind in kinds for kind in _MIXED):
+        return 1.0
     count = next((n for name in _EXPERTS if isinstance(n := text.get(name), int) and n > 1), 1)
     met = next((n for name in _MET if isinstance(n := text.get(name), int) and n > 0), 1)
     return min(1.0, met / count)

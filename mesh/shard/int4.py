@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.models.late_experts import STACKS
+from mesh.models.late_experts import stacks_in
 from mesh.shard.compiled.experts import BlockExperts
 from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix, rows_of, unpacked
 from mesh.shard.compiled.latent import LatentLinear
@@ -164,7 +164,7 @@ def _packed_layer(
 def _pack_experts(owner: Any, device: torch.device) -> int:
     """Of the experts that this module has in blocks, if it has any."""
     packed = 0
-    for name in STACKS:
+    for name in stacks_in(owner):
         stack = getattr(owner, name, None)
         if not isinstance(stack, BlockExperts):
             continue

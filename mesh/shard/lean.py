@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from mesh.models.row_form import RowForm
-from mesh.shard.compiled.lone_parts import LonePart, lone_part
 from mesh.shard.compiled.parts import (
     Attention,
     Experts,
@@ -76,10 +75,10 @@ class LeanLayers(nn.Module):
         """Raises NotCompilable for layers that are not standard, or whose products are apart."""
         super().__init__()
         self._of_span = nn.ModuleList(
-            _lean_layer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
+            _LeanLayer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
         )
         # A dict lookup for each layer and forward costs more than some of the operators.
-        self._layers: list[_LeanLayer | _LeanPart] = list(self._of_span)  # type: ignore[arg-type]
+        self._layers: list[_LeanLayer] = list(self._of_span)  # type: ignore[arg-type]
         self._row_form, self._first = RowForm.of(module), getattr(module, "first_layer", 0)
         tables = (layer.turning.table for layer in self._layers)
         self._rotary = Rotary(module, (table for table in tables if table is not None))
@@ -147,10 +146,11 @@ class _LeanLayer(nn.Module):
 
     def __init__(self, parts: LayerParts, index: int) -> None:
         super().__init__()
-        self.turning, self._mix = _turning(parts.mixer), _lean_mixer(parts.mixer, index)
+        self.turning = _turning(parts.mixer)
+        self._mix = None if parts.mixer is None else _lean_mixer(parts.mixer, index)
         self.beside = None if parts.beside is None else LeanExpertsBeside(parts.beside)
         self._is_mixture = isinstance(parts.feed_forward, Experts) or self.beside is not None
-        self._feed = _lean_feed(parts.feed_forward)
+        self._feed = None if parts.feed_forward is None else _lean_feed(parts.feed_forward)
         self._inputs = None if parts.inputs is None else LeanInputs(parts.inputs)
         self._multiplier, self._scale = parts.multiplier, parts.scale
         self._norms = [
@@ -167,6 +167,8 @@ class _LeanLayer(nn.Module):
     @property
     def place(self) -> AttentionPlace:
         """Its attention. Raises NotCompilable where that is not all it has beside products."""
+        if self._mix is None or self._feed is None:
+            raise NotCompilable("its layers are attention or feed-forward alone")
         if isinstance(self._mix, LeanOthersAttention) or self._inputs is not None:
             raise NotCompilable("its layers take more than hidden states")
         if isinstance(self._mix, _States):
@@ -186,49 +188,18 @@ class _LeanLayer(nn.Module):
     ) -> torch.Tensor:
         """(rows, hidden), and its own (rows, width) where it takes some -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
-        y = self._mix.run(x if before is None else before.run(x), turn, past)
-        y = y if after is None else after.run(y)
-        x = torch.add(x, y, alpha=self._multiplier)
-        y = self._feed(x if before_feed is None else before_feed.run(x))
-        y = y if self.beside is None else self.beside.run(x, y)
-        y = y if after_feed is None else after_feed.run(y)
-        x = torch.add(x, y, alpha=self._multiplier)
+        if self._mix is not None:
+            y = self._mix.run(x if before is None else before.run(x), turn, past)
+            y = y if after is None else after.run(y)
+            x = torch.add(x, y, alpha=self._multiplier)
+        if self._feed is not None:
+            y = self._feed(x if before_feed is None else before_feed.run(x))
+            y = y if self.beside is None else self.beside.run(x, y)
+            y = y if after_feed is None else after_feed.run(y)
+            x = torch.add(x, y, alpha=self._multiplier)
         if self._inputs is not None and inputs is not None:
             x = x + self._inputs.run(x, inputs)
         return x if self._scale == 1.0 else x * self._scale
-
-
-class _LeanPart(nn.Module):
-    """See `LonePart`."""
-
-    def __init__(self, lone: LonePart, index: int) -> None:
-        super().__init__()
-        self.norm = None if lone.before is None else LeanNorm(lone.before)
-        part, self.turning = lone.part, _turning(lone.part)
-        self._mix = self._feed = None
-        if isinstance(part, FeedForward | Experts):
-            self._feed = _lean_feed(part)
-        else:
-            self._mix = _lean_mixer(part, index)
-
-    @property
-    def place(self) -> AttentionPlace:
-        """Never: see `_LeanLayer`."""
-        raise NotCompilable("its layers are attention or feed-forward alone")
-
-    def run(
-        self,
-        x: torch.Tensor,
-        turn: Rotation | None,
-        past: WithPast,
-        inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As that of `_LeanLayer`."""
-        rows = x if self.norm is None else self.norm.run(x)
-        if self._feed is not None:
-            return x + self._feed(rows)
-        assert self._mix is not None  # noqa: S101 - one of both
-        return x + self._mix.run(rows, turn, past)
 
 
 class _States(nn.Module):
@@ -247,11 +218,7 @@ class _States(nn.Module):
 _LeanMixer = LeanAttention | LeanOthersAttention | _States
 
 
-def _lean_layer(parts: LayerParts | LonePart, index: int) -> _LeanLayer | _LeanPart:
-    return _LeanPart(parts, index) if isinstance(parts, LonePart) else _LeanLayer(parts, index)
-
-
-def _turning(part: Mixer | FeedForward | Experts) -> RotaryKind:
+def _turning(part: Mixer | None) -> RotaryKind:
     if not isinstance(part, Attention):
         return RotaryKind()
     return RotaryKind(part.table, part.growth, part.turns_pairs)
@@ -268,9 +235,9 @@ def _lean_feed(feed: FeedForward | Experts) -> Product:
     return lean_mixture(feed) if isinstance(feed, Experts) else lean_feed_forward(feed)
 
 
-def _all_parts(module: Any) -> list[tuple[LayerParts | LonePart, nn.Module]]:
+def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
     layers = module.get_submodule(layer_list_name(module))
-    found = [(_parts_of(layer, module.config, i), layer) for i, layer in enumerate(layers)]
+    found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
     for parts, _ in found:
         for part in _of(parts):
             if isinstance(part, Attention):
@@ -278,12 +245,8 @@ def _all_parts(module: Any) -> list[tuple[LayerParts | LonePart, nn.Module]]:
     return found
 
 
-def _parts_of(layer: nn.Module, config: Any, index: int) -> LayerParts | LonePart:
-    return lone_part(layer, config, index) or layer_parts(layer, config, index)
-
-
-def _of(parts: LayerParts | LonePart) -> tuple[Mixer | FeedForward | Experts, ...]:
-    return (parts.part,) if isinstance(parts, LonePart) else (parts.mixer, parts.feed_forward)
+def _of(parts: LayerParts) -> list[Mixer | FeedForward | Experts]:
+    return [part for part in (parts.mixer, parts.feed_forward) if part is not None]
 
 
 def _require_known(attention: Attention) -> None:

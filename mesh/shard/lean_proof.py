@@ -22,7 +22,7 @@ from mesh.shard import (
     lean_states,
     packed_experts,
 )
-from mesh.shard.compiled import experts, layer_inputs, lone_parts, parts, recurrences
+from mesh.shard.compiled import attention_parts, experts, layer_inputs, parts, recurrences
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.twins import Way, require_right
 
@@ -49,7 +49,7 @@ def _runtime_of(loaded: LoadedSpan) -> TorchRuntime:
 
 _CODE = (
     lean, lean_attention, lean_experts, lean_parts, lean_states, packed_experts, attention,
-    experts, layer_inputs, lone_parts, parts, recurrences,
+    attention_parts, experts, layer_inputs, parts, recurrences,
 )  # fmt: skip
 
 _LEAN = Way("lean", "lean layers", torch.__version__, _CODE, _runtime_of)

@@ -57,6 +57,8 @@ def test_a_mixture_that_is_not_compiled_is_computed_in_4_bit_by_torch(
     family: str, tmp_path: Path
 ) -> None:
     planned = plan(family, cache_dir=tmp_path)
+    mapped = load_span(checkpoint(family), FEW, dtype=torch.float32, device=CPU, defer=True)
+    assert mapped.late, "its experts are read one layer after the other"
     shard = load_shard(planned)
     runtime = shard.load()
     assert shard.descriptor.dtype == "int4"

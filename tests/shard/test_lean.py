@@ -48,11 +48,10 @@ LATENT = "made of latents"
 SINGULAR = {"minicpm3": LATENT, "apertus": "activation is xielu"}
 """Families whose layers are not standard, and what is said of them."""
 MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
-BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3")
-OF_ONE_PART = ("nemotron_h", "nemotron_h_dense")
-"""Families each of whose layers is a mixer or feed-forward alone."""
+BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3", "nemotron_h")
 ALSO = (
-    "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", *BY_TORCH, *OF_ONE_PART,
+    "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", "nemotron_h_dense",
+    *BY_TORCH,
 )  # fmt: skip
 """Families that have what none of the others has."""
 WITH_STATES = ("qwen3_5", "lfm2", "granitemoehybrid_dense", "nemotron_h")
@@ -109,7 +108,7 @@ def test_lean_layers_give_what_modules_give(family: str) -> None:
     manifest = checkpoint(family)
     require_lean(family_of(manifest), None)
     assert has_standard_layers(manifest.config, manifest.model_type), "and plans know it"
-    assert has_other_layers(manifest.config) is (family in (*BY_TORCH, *OF_ONE_PART))
+    assert has_other_layers(manifest.config) is (family in BY_TORCH)
     span = runtime(family)
     assert span.is_lean
     assert "+lean+" in span.kernels

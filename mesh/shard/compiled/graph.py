@@ -60,9 +60,10 @@ def front_model(
     """The serialised graph of what stands before the mixer; other layers see its keys and values
     if it `is_seen`.
 
-    What it refers to is looked for in its products' folder.
+    What it refers to is looked for in its products' folder. For layers that have one.
     """
     graph, mixer = GraphBuilder(products), parts.mixer
+    assert mixer is not None  # noqa: S101 - says the caller
     x = graph.norm(graph.input("x", FLOAT, [1, "rows", parts.hidden]), parts.before_mixer)
     found = graph.product(x, QKV)
     if isinstance(mixer, Attention):
@@ -99,9 +100,24 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
         raise NotCompilable("it has experts beside its feed-forward")
     graph, mixer = GraphBuilder(products), parts.mixer
     x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
-    y = graph.product(_gated(graph, mixer), OUTPUT)
-    x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_mixer))
-    normed, part = graph.norm(x, parts.before_feed_forward), parts.feed_forward
+    if mixer is not None:
+        y = graph.product(_gated(graph, mixer), OUTPUT)
+        x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_mixer))
+    if parts.feed_forward is not None:
+        y = _fed(graph, parts, parts.feed_forward, x)
+        x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
+    if parts.inputs is not None:
+        x = graph.op("Add", [x, _of_inputs(graph, parts.inputs, x)])
+    if parts.scale != 1.0:
+        x = graph.op("Mul", [x, graph.constant(np.array(parts.scale, np.float32))])
+    graph.op("Identity", [x], outputs=["y"])
+    graph.output("y", [1, "rows", parts.hidden])
+    return graph.serialised()
+
+
+def _fed(graph: GraphBuilder, parts: LayerParts, part: FeedForward | Experts, x: str) -> str:
+    """What feed-forward, or experts, give of rows."""
+    normed = graph.norm(x, parts.before_feed_forward)
     if isinstance(part, Experts):
         y = experts_graph.mixed(graph, part, normed, parts.hidden)
         if part.shared is not None:
@@ -110,16 +126,8 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
                 share = graph.op("Sigmoid", [graph.product(normed, SHARED_GATE)])
                 shared = graph.op("Mul", [shared, share])
             y = graph.op("Add", [y, shared])
-    else:
-        y = _feed_forward(graph, part, normed)
-    y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
-    if parts.inputs is not None:
-        y = graph.op("Add", [y, _of_inputs(graph, parts.inputs, y)])
-    if parts.scale != 1.0:
-        y = graph.op("Mul", [y, graph.constant(np.array(parts.scale, np.float32))])
-    graph.op("Identity", [y], outputs=["y"])
-    graph.output("y", [1, "rows", parts.hidden])
-    return graph.serialised()
+        return y
+    return _feed_forward(graph, part, normed)
 
 
 def product_model(product: Product, rows: int, columns: int) -> bytes:

@@ -6,18 +6,15 @@ understood a layer is not believed but shown: `proof` runs the graph against the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from mesh.shard.compiled.attention_parts import Attention, Growth, attention_of
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, both_matrices, experts_of
 from mesh.shard.compiled.feed_forward import ACTIVATION_NAMES, FeedForward, feed_forward_of
-from mesh.shard.compiled.latent import Latent, latent_of
 from mesh.shard.compiled.layer_inputs import LayerInputs, inputs_of
-from mesh.shard.compiled.parts_reader import Norm, NotCompilable, OutputGate, PartsReader, rows_out
+from mesh.shard.compiled.parts_reader import Norm, NotCompilable, PartsReader
 from mesh.shard.compiled.recurrences import (
     ChannelDeltaNet,
     DeltaNet,
@@ -25,6 +22,7 @@ from mesh.shard.compiled.recurrences import (
     ShortConvolution,
     StateSpace,
     recurrence_of,
+    state_space,
 )
 
 if TYPE_CHECKING:
@@ -51,67 +49,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Queries are multiplied by ``1 + rate * log(1 + floor(position / first))`` (Llama 4)."""
-
-    rate: float
-    first: int
-
-    def factors(self, positions: torch.Tensor) -> torch.Tensor:
-        """Of the queries at these `positions`, fp32, in their shape."""
-        return 1 + self.rate * torch.log(1 + torch.floor(positions.float() / self.first))
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """`projections` give queries, keys and values one behind the other: one module for all, or one
-    for each. `table` names the rotary table; None leaves positions alone. `sinks` (heads,) are
-    logits that take a share of each head's attention, and give nothing."""
-
-    projections: tuple[nn.Module, ...]
-    output: nn.Module
-    heads: int
-    kv_heads: int
-    width: int
-    scale: float
-    softcap: float
-    window: int | None
-    table: str | None
-    query_norm: Norm | None
-    key_norm: Norm | None
-    norm_whole: bool
-    """Whether those norms go over all heads at once and not each."""
-    sinks: torch.Tensor | None = None
-    gate: OutputGate | None = None
-    """Its numbers come with the queries, behind those of each head, or where the `gate_is_last`
-    behind everything."""
-    gate_is_last: bool = False
-    value_norm: Norm | None = None
-    shares_values: bool = False
-    """Whether values are what keys are made of, and there is no projection to them."""
-    turns_pairs: bool = False
-    """Whether neighbours turn by position and not halves of a head."""
-    growth: Growth | None = None
-    """Of queries that turn by position."""
-    latent: Latent | None = None
-    """What all heads' keys are made of: here the one key that they share, and the value as well."""
-    rates: tuple[nn.Module, ...] = ()
-    sees: int | None = None
-    """The layer of the span whose keys and values it sees; None where it makes its own."""
-
-    @property
-    def projected(self) -> int:
-        """How wide a row is before it."""
-        both = 2 if self.latent is None else 1
-        return (self.heads + both * self.kv_heads) * self.width
-
-    @property
-    def attended(self) -> int:
-        """How wide a row is behind it."""
-        return self.heads * (self.width if self.latent is None else self.latent.rank)
-
-
-@dataclass(frozen=True, slots=True)
 class ExpertsBeside:
     """Experts that a layer has beside its feed-forward, as Gemma 4: their router sees rows as they
     are, they see them behind the norm `before`, and what they give, behind `after`, is added to
@@ -125,6 +62,9 @@ class ExpertsBeside:
     after_feed_forward: Norm
 
 
+_ALONE = "mixer"
+"""What layers that are a mixer or feed-forward alone call that, whichever it is."""
+
 Mixer = Attention | Recurrence
 """Where rows see those before them: the only part of a layer that is computed for each session by
 itself."""
@@ -132,10 +72,11 @@ itself."""
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """``x + multiplier * after(part(before(x)))``, for the mixer and then for feed-forward."""
+    """``x + multiplier * after(part(before(x)))``, for the mixer and then for feed-forward. One of
+    both may be none: then the layer is the other alone (Nemotron-H)."""
 
-    mixer: Mixer
-    feed_forward: FeedForward | Experts
+    mixer: Mixer | None
+    feed_forward: FeedForward | Experts | None
     before_mixer: Norm | None
     after_mixer: Norm | None
     before_feed_forward: Norm | None
@@ -159,8 +100,7 @@ def layer_parts(
     """The parts of decoder layer `index` of a span with `config`. `fill` puts the weights of its
     experts there, where they are not yet. Raises NotCompilable."""
     reader = PartsReader(layer)
-    mixer = recurrence_of(reader) or attention_of(reader, config, index)
-    feed_forward = experts_of(reader, config, fill) or feed_forward_of(reader, config)
+    mixer, feed_forward = _parts(reader, config, index, fill)
     before, after, before_ff, after_ff = _norms(reader)
     parts = LayerParts(
         mixer,
@@ -179,144 +119,22 @@ def layer_parts(
     return parts
 
 
-def attention_of(
-    reader: PartsReader, config: Any, index: int, path: str | None = None
-) -> Attention:
-    """That which stands at `path` in the layer. Raises NotCompilable."""
-    path = path or ("self_attn" if hasattr(reader.layer, "self_attn") else "attn")
-    module = reader.get(path)
-    if (found := latent_of(reader, module, path)) is not None:
-        return _latent_attention(reader, config, index, *found)
-    heads = config.num_attention_heads
-    width = getattr(module, "head_dim", None) or config.hidden_size // heads
-    if getattr(module, "is_kv_shared_layer", False):
-        return _attention_to_others(reader, config, index, width)
-    projections, kv_heads, kinds = _projections(reader, config, path, width)
-    rows = sum(rows_out(each) for each in projections)
-    plain = (heads + kinds * kv_heads) * width
-    if rows not in (plain, plain + heads * width):
-        raise NotCompilable("its queries, keys and values have widths of their own")
-    gate = reader.find(f"{path}.gate_proj")
-    if gate is not None:
-        projections = (*projections, gate)
-        rows += rows_out(gate)
-    sinks = getattr(module, "sinks", None)
-    query_norm = reader.norm(f"{path}.q_norm", f"{path}.q_layernorm")
-    return Attention(
-        projections,
-        reader.get(*(f"{path}.{name}_proj" for name in ("o", "c", "out"))),
-        heads,
-        kv_heads,
-        width,
-        _scale(module, width),
-        float(getattr(module, "attn_logit_softcapping", None) or 0.0),
-        _window(config, index),
-        _table(module, config, index),
-        query_norm,
-        reader.norm(f"{path}.k_norm", f"{path}.k_layernorm"),
-        norm_whole=query_norm is not None and len(query_norm.gamma) != width,
-        sinks=None if sinks is None else sinks.detach().float().clone(),
-        gate=None if rows == plain else OutputGate("sigmoid"),
-        gate_is_last=gate is not None,
-        value_norm=_value_norm(module, width),
-        shares_values=kinds == 1,
-        turns_pairs=_turns_pairs(module),
-        growth=_growth(config),
-    )
-
-
-def _attention_to_others(reader: PartsReader, config: Any, index: int, width: int) -> Attention:
-    module: Any = reader.get("self_attn")
-    kinds, heads = config.layer_types, config.num_attention_heads
-    own = [*kinds[: len(kinds) - config.num_kv_shared_layers]]
-    return Attention(
-        (reader.get("self_attn.q_proj"),),
-        reader.get("self_attn.o_proj"),
-        heads,
-        heads // module.num_key_value_groups,
-        width,
-        _scale(module, width),
-        0.0,
-        _window(config, index),
-        _table(module, config, index),
-        reader.norm("self_attn.q_norm"),
-        None,
-        norm_whole=False,
-        sees=len(own) - 1 - own[::-1].index(kinds[index]),
-    )
-
-
-def _latent_attention(
-    reader: PartsReader,
-    config: Any,
-    index: int,
-    latent: Latent,
-    projections: tuple[nn.Module, ...],
-) -> Attention:
-    module: Any = reader.get("self_attn")
-    return Attention(
-        projections,
-        reader.get("self_attn.o_proj"),
-        config.num_attention_heads,
-        1,
-        latent.width,
-        float(module.scaling),
-        0.0,
-        _window(config, index),
-        _table(module, config, index),
-        None,
-        None,
-        norm_whole=False,
-        turns_pairs=bool(getattr(config, "rope_interleave", _turns_complex(module))),
-        growth=_growth(config),
-        latent=latent,
-    )
-
-
-def _projections(
-    reader: PartsReader, config: Any, path: str, width: int
-) -> tuple[tuple[nn.Module, ...], int, int]:
-    """Those of attention, how many heads keys have, and whether there are keys only (1) or values
-    as well (2)."""
-    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
-    if whole is None:
-        queries, keys = (reader.get(f"{path}.{name}_proj") for name in ("q", "k"))
-        values = reader.find(f"{path}.v_proj")
-        kv_heads = rows_out(keys) // width
-        return (
-            ((queries, keys), kv_heads, 1)
-            if values is None
-            else ((queries, keys, values), kv_heads, 2)
-        )
-    # A config that spells it n_head knows nothing of groups, whatever else it carries.
-    groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
-    return (whole,), groups or config.num_attention_heads, 2
-
-
-def _value_norm(module: Any, width: int) -> Norm | None:
-    norm = getattr(module, "v_norm", None)
-    if norm is None:
-        return None
-    if getattr(norm, "with_scale", True):
-        raise NotCompilable("it normalises values by weights")
-    return Norm(torch.ones(width), None, norm.eps)
-
-
-def _turns_pairs(module: nn.Module) -> bool:
-    rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
-    pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
-    return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
-
-
-def _turns_complex(module: nn.Module) -> bool:
-    """Whether neighbours turn as the parts of a complex number."""
-    return hasattr(sys.modules[type(module).__module__], "apply_rotary_emb")
-
-
-def _growth(config: Any) -> Growth | None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    rate = rope.get("llama_4_scaling_beta")
-    return Growth(float(rate), int(rope["original_max_position_embeddings"])) if rate else None
+def _parts(
+    reader: PartsReader, config: Any, index: int, fill: Callable[[], None]
+) -> tuple[Mixer | None, FeedForward | Experts | None]:
+    if not hasattr(reader.layer, _ALONE):
+        mixer = recurrence_of(reader) or attention_of(reader, config, index)
+        return mixer, experts_of(reader, config, fill) or feed_forward_of(reader, config)
+    kind = getattr(reader.layer, "block_type", None)
+    if kind == "linear_attention":
+        return state_space(reader, _ALONE), None
+    if kind == "full_attention":
+        return attention_of(reader, config, index, _ALONE), None
+    if kind == "moe" and (experts := experts_of(reader, config, fill)) is not None:
+        return None, experts
+    if kind == "mlp":
+        return None, feed_forward_of(reader, config, _ALONE)
+    raise NotCompilable(f"it has layers of kind {kind}")
 
 
 def _scale_of(reader: PartsReader) -> float:
@@ -345,6 +163,9 @@ def _beside(reader: PartsReader, fill: Callable[[], None]) -> ExpertsBeside | No
 
 def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
     """Before and after the mixer, before and after feed-forward."""
+    if hasattr(reader.layer, _ALONE):
+        before = reader.norm("norm")
+        return before, None, before, None
     before = reader.norm("input_layernorm", "ln_1", "operator_norm")
     before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm")
     after_ff = reader.norm("post_feedforward_layernorm", "post_mlp_layernorm")
@@ -353,37 +174,3 @@ def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, 
     if after is None and (before_ff is not None or after_ff is not None):
         return before, second, before_ff, after_ff  # norms on the way out, as Gemma and OLMo2
     return before, after, second if before_ff is None else before_ff, after_ff
-
-
-def _scale(module: nn.Module, width: int) -> float:
-    scale = getattr(module, "scaling", None)
-    return float(width**-0.5 if scale is None else scale)
-
-
-def _window(config: Any, index: int) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[index] not in ("full_attention", "sliding_attention"):
-        raise NotCompilable(f"its attention is {kinds[index]}")
-    if kinds is not None and kinds[index] == "full_attention":
-        return None
-    window = getattr(config, "sliding_window", None)
-    return int(window) if window else None
-
-
-def _table(module: nn.Module, config: Any, index: int) -> str | None:
-    """Which rotary table it turns its queries and keys by: the layer's kind where each has one."""
-    if getattr(config, "rope_parameters", None) is None:
-        return None
-    if not getattr(module, "use_rope", True) or not getattr(module, "is_local_attention", True):
-        return None
-    if getattr(config, "position_embedding_type", "rope") != "rope":
-        return None
-    if (
-        hasattr(module, "sliding_window_pattern")
-        and module.sliding_window
-        and not module.is_sliding
-    ):
-        return None  # of EXAONE 4 what sees everything knows no places
-    nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
-    kinds = getattr(config, "layer_types", None)
-    return str(kinds[index]) if nested and kinds is not None else ""

@@ -41,8 +41,8 @@ _KEPT_SESSIONS = 512
 class LayerSessions:
     """One layer's graphs, and the `tables` that its mixer takes: what turns queries and keys, and
     what else it has for itself. `alone` is the mixer of a session that has a single row in a pass,
-    `mixer` of any other. With experts `is_mixed`: behind the mixer a row has other bits beside
-    others."""
+    `mixer` of any other; those of a layer without one are None, as is its `front`. With experts
+    `is_mixed`: behind the mixer a row has other bits beside others."""
 
     front: Any
     mixer: Any
@@ -88,11 +88,14 @@ def layer_sessions(
     found = []
     for number, layer in enumerate(span.layers):
         of, mixer = (layer.parts, layer.products), layer.parts.mixer
-        models = front_model(*of, is_seen=number in sees), back_model(*of)
-        front, back = (compiled(model, threads, layer.folder) for model in models)
+        is_mixed = isinstance(layer.parts.feed_forward, Experts)
+        back = compiled(back_model(*of), threads, layer.folder)
+        if mixer is None:
+            found.append(LayerSessions(None, None, None, back, {}, 0, 0, is_mixed))
+            continue
+        front = compiled(front_model(*of, is_seen=number in sees), threads, layer.folder)
         tables = _tables(mixer, rotary)
         sessions = front, *sessions_of(mixer, tables), back
-        is_mixed = isinstance(layer.parts.feed_forward, Experts)
         shares = number if number in sees else sees[number]
         found.append(
             LayerSessions(*sessions, tables, mixer.projected, mixer.attended, is_mixed, shares)
@@ -100,7 +103,7 @@ def layer_sessions(
     return found
 
 
-def _seen_by(mixer: Mixer) -> int | None:
+def _seen_by(mixer: Mixer | None) -> int | None:
     return mixer.sees if isinstance(mixer, Attention) else None
 
 
@@ -151,9 +154,10 @@ class PassPlace:
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """One session's mixer in each layer, at its place in the buffers."""
+    """One session's mixer in each layer that has one, by the layer's number, at its place in the
+    buffers."""
 
-    bindings: tuple[Binding, ...]
+    bindings: Mapping[int, Binding]
     place: PassPlace
     room: int
     """Of its slot, which its keys are bound with."""
@@ -175,9 +179,9 @@ class Attending:
 
 @dataclass(frozen=True, slots=True)
 class BoundProducts:
-    """What is computed before the mixer, and what behind it, one after the other."""
+    """What is computed before the mixer, if there is one, and what behind it, one after the other."""
 
-    front: Binding
+    front: Binding | None
     back: tuple[Binding, ...]
 
 
@@ -258,7 +262,7 @@ class Workspace:
         projected, attended, gate = self._between(layer, 0, rows)
         # Which it does not take otherwise.
         shared = gate if layer.shares is None else self._shared[layer.shares][:, :rows]
-        front = Binding.of(
+        front = layer.front and Binding.of(
             layer.front,
             {"x": x, "shared": shared},
             {"projected": projected, "gate": gate, "shared": shared},
@@ -304,8 +308,10 @@ class Workspace:
         positions = torch.zeros(1, 1 if is_alone else place.given, dtype=torch.int64)
         inputs = {"queries": queries, "last": last, "total": total[0]} | row_shape(place.rows)
         inputs |= {"at": at, "end": end, "positions": positions}
-        bindings = []
+        bindings = {}
         for number, layer in enumerate(self.layers):
+            if layer.mixer is None:
+                continue
             projected, attended, _ = self._between(layer, place.start, place.rows)
             held, made = (
                 place.bank.tensors(number, place.slot, copy) for copy in (place.reads, place.writes)
@@ -313,6 +319,6 @@ class Workspace:
             given = {**inputs, **layer.tables, **held, "projected": projected}
             results = {"attended": attended, **{f"new_{name}": made[name] for name in made}}
             session = layer.alone if is_alone else layer.mixer
-            bindings.append(Binding.of(session, given, results))
+            bindings[number] = Binding.of(session, given, results)
         told = [each.numpy() for each in (last, total, at, end, positions)]
-        return Attending(tuple(bindings), place, place.room, *told)
+        return Attending(bindings, place, place.room, *told)

@@ -40,14 +40,17 @@ from mesh.shard.compiled.parts import Attention, ChannelDeltaNet, LayerParts, Mi
 def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     """The linear layers that each product of a layer is made of."""
     mixer, feed_forward = parts.mixer, parts.feed_forward
-    found: dict[str, tuple[nn.Module, ...]] = {QKV: mixer.projections, OUTPUT: (mixer.output,)}
-    if mixer.rates:
-        found[RATES] = mixer.rates
-    found |= _modules_within(mixer)
+    found: dict[str, tuple[nn.Module, ...]] = {}
+    if mixer is not None:
+        found = {QKV: mixer.projections, OUTPUT: (mixer.output,), **_modules_within(mixer)}
+        if mixer.rates:
+            found[RATES] = mixer.rates
     if (beside := parts.beside) is not None:
         found |= {BESIDE_UP: (beside.up,), BESIDE_DOWN: (beside.down,)}
     if (inputs := parts.inputs) is not None:
         found |= {INPUTS_GATE: (inputs.gate,), INPUTS_PROJECTION: (inputs.projection,)}
+    if feed_forward is None:
+        return found
     if not isinstance(feed_forward, Experts):
         return {**found, UP: feed_forward.up, DOWN: (feed_forward.down,)}
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
@@ -68,7 +71,7 @@ def _modules_within(mixer: Mixer) -> dict[str, tuple[nn.Module, ...]]:
     return {name: (module,) for name, module in each.items() if module is not None}
 
 
-def latent_rows(mixer: Mixer) -> list[tuple[LatentRows, nn.Module]]:
+def latent_rows(mixer: Mixer | None) -> list[tuple[LatentRows, nn.Module]]:
     """Those of a mixer, with the layer that they are of."""
     latent = mixer.latent if isinstance(mixer, Attention) else None
     both = () if latent is None else (latent.keys, latent.values)
@@ -133,12 +136,7 @@ def _replace(layer: nn.Module, linears: Mapping[int, nn.Module]) -> None:
 
 def without_modules(parts: LayerParts) -> LayerParts:
     """What a graph needs of it: the modules would keep the weights that were rounded."""
-    mixer = replace(parts.mixer, projections=(), rates=(), output=nn.Identity())
-    if isinstance(mixer, Attention) and mixer.latent is not None:
-        latent = replace(mixer.latent, queries=None, keys=None, values=None)
-        mixer = replace(mixer, latent=latent)
-    elif isinstance(mixer, ChannelDeltaNet):
-        mixer = replace(mixer, gates=None, forgetting=None)
+    mixer = None if parts.mixer is None else _bare_mixer(parts.mixer)
     if (inputs := parts.inputs) is not None:
         inputs = replace(inputs, gate=nn.Identity(), projection=nn.Identity())
     parts, part = replace(parts, mixer=mixer, inputs=inputs), parts.feed_forward
@@ -147,7 +145,17 @@ def without_modules(parts: LayerParts) -> LayerParts:
         gate = None if part.shared_gate is None else nn.Identity()
         part = replace(part, shared=shared, shared_gate=gate)
         return replace(parts, feed_forward=part)
-    return replace(parts, feed_forward=_bare(part))
+    return replace(parts, feed_forward=None if part is None else _bare(part))
+
+
+def _bare_mixer(mixer: Mixer) -> Mixer:
+    mixer = replace(mixer, projections=(), rates=(), output=nn.Identity())
+    if isinstance(mixer, Attention) and mixer.latent is not None:
+        latent = replace(mixer.latent, queries=None, keys=None, values=None)
+        return replace(mixer, latent=latent)
+    if isinstance(mixer, ChannelDeltaNet):
+        return replace(mixer, gates=None, forgetting=None)
+    return mixer
 
 
 def _bare(part: FeedForward) -> FeedForward:

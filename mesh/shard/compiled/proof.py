@@ -16,6 +16,7 @@ from mesh.models.families import Family
 from mesh.models.span import LoadedSpan
 from mesh.shard.compiled import (
     attention_graph,
+    attention_parts,
     builder,
     engine,
     experts,
@@ -60,9 +61,9 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 
 
 _CODE = (
-    attention_graph, builder, engine, experts, experts_graph, feed_forward, graph, latent,
-    latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences, slots,
-    state_slots,
+    attention_graph, attention_parts, builder, engine, experts, experts_graph, feed_forward, graph,
+    latent, latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences,
+    slots, state_slots,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

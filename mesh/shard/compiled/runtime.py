@@ -250,9 +250,10 @@ class CompiledRuntime:
 
 
 def _run_layer(products: BoundProducts, number: int, attending: Sequence[Attending]) -> None:
-    products.front.run()
-    for each in attending:
-        each.bindings[number].run()
+    if products.front is not None:
+        products.front.run()
+        for each in attending:
+            each.bindings[number].run()
     for part in products.back:
         part.run()
 
@@ -302,8 +303,10 @@ def _cache_shape(parts: Sequence[LayerParts], positions: int) -> CacheShape:
     return CacheShape(tuple(map(_cached, parts)), positions)
 
 
-def _cached(parts: LayerParts) -> Cached:
+def _cached(parts: LayerParts) -> Cached | None:
     mixer = parts.mixer
+    if mixer is None:
+        return None
     if not isinstance(mixer, Attention):
         return states_of(mixer)
     keys = KeyShape(mixer.kv_heads, mixer.width, has_values=mixer.latent is None)

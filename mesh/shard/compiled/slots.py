@@ -98,9 +98,9 @@ Cached = KeyShape | StateShapes | SeenKeys
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What each layer caches, and how many positions a session may have."""
+    """What each layer caches (None: nothing), and how many positions a session may have."""
 
-    layers: tuple[Cached, ...]
+    layers: tuple[Cached | None, ...]
     positions: int
 
     @cached_property

@@ -15,6 +15,7 @@ import torch
 from mesh.models.coded.gathering import EXPERT, parts_of
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.header import TensorEntry
+from mesh.models.late_experts import GATE_UP
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
 from mesh.shard.compiled.experts import ExpertMatrices, Experts
 from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
@@ -23,7 +24,7 @@ from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 if TYPE_CHECKING:
     from mesh.shard.compiled.parts import ExpertsBeside
 
-_UP, _DOWN = ("gate_proj", "up_proj"), ("down_proj",)
+_UP, _GATE_AND_UP, _DOWN = ("up_proj",), ("gate_proj", "up_proj"), ("down_proj",)
 
 
 def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
@@ -80,8 +81,8 @@ def _one_by_one(
         if match is None or not is_decoded(entry.dtype):
             return {}
         found[int(match["number"]), match["part"]] = entry
-    made = {}
-    for stack, kinds in ((part.up, _UP), (part.down, _DOWN)):
+    made, first = {}, _GATE_AND_UP if part.up.name == GATE_UP else _UP
+    for stack, kinds in ((part.up, first), (part.down, _DOWN)):
         count, rows, columns = stack.shape
         places = [(number, kind) for number in range(count) for kind in kinds]
         entries = tuple(found.pop(place) for place in places if place in found)

@@ -38,9 +38,10 @@ WINDOWED = ("gemma3/4x2x160x150", "gemma2/4x1x64x128")
 
 SINGULAR = (
     "gemma4_dense", "glm4", "ernie4_5", "exaone4", "ministral3", "glm4_moe_lite", "deepseek_v2",
-    "arcee",
+    "arcee", "nemotron_h_dense",
 )  # fmt: skip
-"""Families whose layers differ in width, or whose attention is one of their own."""
+"""Families whose layers differ in width, or are a mixer or feed-forward alone, or whose attention
+is one of their own."""
 
 COMPILED = (*dict.fromkeys((*FAMILIES, *EXPERTS, *SINGULAR)), *GROUPED, APART)
 COMPILED = tuple(family for family in COMPILED if family not in REFUSED)

@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 
 from mesh.models.gguf.decoding import decode
 from mesh.models.header import Difference, TensorEntry
+from mesh.models.late_experts import stacks_in
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.pages import Pages
@@ -95,6 +96,7 @@ _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     [
         ("llama", {}), ("gpt2", {}), ("phi3", {}), ("gemma4_dense", {}), ("qwen3_5", _OF_32),
         ("qwen3_next", _OF_32 | _MIXED), ("deepseek_v3", _LATENTS), ("granitemoehybrid_dense", {}),
+        ("nemotron_h_dense", {}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
@@ -132,7 +134,7 @@ def test_a_span_of_a_file_is_compiled(
     [
         ("qwen3_moe", "Q8_0", "int8"), ("qwen3_moe", "Q4_0", "int4"), ("qwen3_moe", "Q4_1", "int4"),
         ("glm4_moe", "Q8_0", "int8"), ("gemma4", "Q4_0", "int4"),
-        ("granitemoehybrid", "Q4_0", "int4"),
+        ("granitemoehybrid", "Q4_0", "int4"), ("nemotron_h", "Q4_0", "int4"),
     ],
 )  # fmt: skip
 def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
@@ -145,9 +147,10 @@ def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
     plain = load_span(manifest, every, dtype=torch.float32, device=CPU).module.layers[1]
     loaded = load_span(manifest, every, dtype=torch.float32, device=CPU, defer=True)
     found = quantised_span(loaded, quant, "0" * 64, None).loaded.module.layers[1]
-    within = {"gemma4": "", "granitemoehybrid": "block_sparse_moe"}.get(family, "mlp")
+    places = {"gemma4": "", "granitemoehybrid": "block_sparse_moe", "nemotron_h": "mixer"}
+    within = places.get(family, "mlp")
     plain, found = plain.get_submodule(within), found.get_submodule(within)
-    for stack in ("gate_up_proj", "down_proj"):
+    for stack in stacks_in(plain.experts):
         for expert, dense in enumerate(getattr(plain.experts, stack)):
             same = dense if is_exact(kind, quant) else quantise(dense, quant).dense()
             assert torch.equal(getattr(found.experts, stack)[expert], same)

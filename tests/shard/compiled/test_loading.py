@@ -13,7 +13,7 @@ import torch
 from mesh.errors import BadCheckpoint, ContextTooLong, UnsupportedFamily, WeightsMissing
 from mesh.models.families import family_of
 from mesh.models.header import TensorEntry
-from mesh.models.late_experts import STACKS
+from mesh.models.late_experts import stacks_in
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.partial_writer import PartialWriter
 from mesh.models.rounded import sweep_rounded
@@ -86,7 +86,7 @@ class Watched(dict[str, Mapping[str, TensorEntry]]):
         self._experts = [loaded.module.get_submodule(path) for path in loaded.late]
 
     def __getitem__(self, path: str) -> Mapping[str, TensorEntry]:
-        stacks = [getattr(each, name) for each in self._experts for name in STACKS]
+        stacks = [getattr(each, name) for each in self._experts for name in stacks_in(each)]
         assert all(stack.is_meta for stack in stacks if isinstance(stack, torch.Tensor))
         return super().__getitem__(path)
 
