@@ -251,6 +251,13 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "mamba_num_heads": 8, "mamba_head_dim": hidden // 4, "ssm_state_size": 16, "n_groups": 2,
         "chunk_size": 16, "head_dim": hidden // 8, "num_key_value_heads": 2,
     }  # fmt: skip
+    sparse = {
+        "layers_block_type": [
+            ("linear_attention", "moe", "full_attention", "mlp")[i % 4] for i in range(layers)
+        ],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
     pattern = ["linear_attention", "linear_attention", "full_attention"]
     kinds = {"layer_types": [pattern[i % 3] for i in range(layers)]}
     convs = {"layer_types": [("conv", "full_attention", "conv")[i % 3] for i in range(layers)]}
@@ -346,13 +353,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "mamba_d_ssm": 2 * hidden, "embedding_multiplier": 2.5, "lm_head_multiplier": 0.5,
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "key_multiplier": 0.8,
         },
-        "nemotron_h": nemotron | {
-            "layers_block_type": [
-                ("linear_attention", "moe", "full_attention", "mlp")[i % 4] for i in range(layers)
-            ],
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-        },
+        "nemotron_h": nemotron | sparse,
+        "nemotron_h_latent": nemotron | sparse | {"moe_latent_size": 32},
         "nemotron_h_dense": nemotron | {
             "layers_block_type": [
                 ("linear_attention", "mlp", "full_attention")[i % 3] for i in range(layers)
@@ -374,6 +376,7 @@ _MODEL_TYPES = {
     "gemma4_e": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "granitemoehybrid_dense": "granitemoehybrid", "nemotron_h_dense": "nemotron_h",
+    "nemotron_h_latent": "nemotron_h",
 }  # fmt: skip
 """Of families that are not called as their model type is."""
 

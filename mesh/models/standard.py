@@ -72,7 +72,6 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
         model_type in (STANDARD if experts_met(text) == 1 else mixtures)
         and str(activation) in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
-        and not text.get("moe_latent_size")
     )
 
 
@@ -116,8 +115,7 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
 
 def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether torch computes its layers in 4 bit instead."""
-    is_standard = has_standard_layers(config, model_type)
-    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH and is_standard
+    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
 
 
 def other_formats(quants: Iterable[str]) -> str:

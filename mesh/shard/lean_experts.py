@@ -23,11 +23,15 @@ def lean_mixture(part: Experts) -> Product:
     """What it makes of (rows, hidden)."""
     experts, chosen = part.up.owner, _chosen_by(part.router.module, part.router.block)
     shared = None if part.shared is None else lean_feed_forward(part.shared)
-    gate = None if part.shared_gate is None else lean_product((part.shared_gate,))
+    gate, narrowed, widened = (
+        None if each is None else lean_product((each,))
+        for each in (part.shared_gate, part.narrowing, part.widening)
+    )
 
     def mixed(x: torch.Tensor) -> torch.Tensor:
         weights, index = chosen(x)
-        y: torch.Tensor = experts(x, index, weights)
+        y: torch.Tensor = experts(x if narrowed is None else narrowed(x), index, weights)
+        y = y if widened is None else widened(y)
         if shared is None:
             return y
         others = shared(x)

@@ -48,7 +48,7 @@ LATENT = "made of latents"
 SINGULAR = {"minicpm3": LATENT, "apertus": "activation is xielu"}
 """Families whose layers are not standard, and what is said of them."""
 MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
-BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3", "nemotron_h")
+BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3", "nemotron_h", "nemotron_h_latent")
 ALSO = (
     "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", "nemotron_h_dense",
     *BY_TORCH,
@@ -161,14 +161,6 @@ def test_a_plan_knows_of_no_layers_as_standard_that_are_not(
     assert not has_standard_layers(manifest.config, manifest.model_type)
     assert not has_standard_layers({"hidden_act": ["silu"]}, "llama"), "whatever a config says"
     assert parts.ACTIVATION_NAMES.keys() == standard.ACTIVATIONS
-
-
-def test_experts_that_are_narrower_than_the_rows_run_by_their_modules(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "narrow", "nemotron_h", layers=4, moe_latent_size=32)
-    manifest = read_manifest(directory)
-    with pytest.raises(NotCompilable, match="fc1_latent_proj"):
-        require_lean(family_of(manifest), None)
-    assert not has_standard_layers(manifest.config, manifest.model_type)
 
 
 def test_some_layers_of_a_span_are_those_layers() -> None:

@@ -75,6 +75,10 @@ class Experts:
     shared_gate: nn.Module | None = None
     is_gated: bool = True
     """Else ``down(activated(u))``."""
+    narrowing: nn.Module | None = None
+    widening: nn.Module | None = None
+    """What rows go through before these experts, and what they give behind them, where that is of
+    another width than the layer's rows."""
 
 
 class ExpertMatrices(nn.Module):
@@ -209,7 +213,13 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
         router, up, down, up.shape[0], down.shape[2], slope, shift,
         None if limit is None else float(limit), _shared(reader, config, block),
         reader.find(f"{block}.shared_expert_gate"), is_gated,
+        *(_linear(reader, f"{block}.{name}") for name in ("fc1_latent_proj", "fc2_latent_proj")),
     )  # fmt: skip
+
+
+def _linear(reader: PartsReader, path: str) -> nn.Module | None:
+    found = reader.find(path)
+    return None if isinstance(found, nn.Identity) else found
 
 
 def _shared(reader: PartsReader, config: Any, block: str) -> FeedForward | None:

@@ -179,7 +179,7 @@ class Attending:
 
 @dataclass(frozen=True, slots=True)
 class BoundProducts:
-    """What is computed before the mixer, if there is one, and what behind it, one after the other."""
+    """What is computed before the mixer, where there is one, and what behind it in this order."""
 
     front: Binding | None
     back: tuple[Binding, ...]

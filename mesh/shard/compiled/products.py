@@ -20,6 +20,7 @@ from mesh.shard.compiled.builder import (
     INPUTS_PROJECTION,
     LATENT_KEYS,
     LATENT_VALUES,
+    NARROWING,
     OUTPUT,
     QKV,
     QUERIES,
@@ -28,6 +29,7 @@ from mesh.shard.compiled.builder import (
     SHARED_GATE,
     SHARED_UP,
     UP,
+    WIDENING,
     Product,
 )
 from mesh.shard.compiled.experts import ExpertMatrices, Experts, put_blocks
@@ -56,6 +58,8 @@ def product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
     found |= {UP: (feed_forward.up,), DOWN: (feed_forward.down,)}
     if (gate := feed_forward.shared_gate) is not None:
         found[SHARED_GATE] = (gate,)
+    sides = {NARROWING: feed_forward.narrowing, WIDENING: feed_forward.widening}
+    found |= {name: (module,) for name, module in sides.items() if module is not None}
     if (shared := feed_forward.shared) is not None:
         found |= {SHARED_UP: shared.up, SHARED_DOWN: (shared.down,)}
     return found
@@ -143,7 +147,7 @@ def without_modules(parts: LayerParts) -> LayerParts:
     if isinstance(part, Experts):
         shared = None if part.shared is None else _bare(part.shared)
         gate = None if part.shared_gate is None else nn.Identity()
-        part = replace(part, shared=shared, shared_gate=gate)
+        part = replace(part, shared=shared, shared_gate=gate, narrowing=None, widening=None)
         return replace(parts, feed_forward=part)
     return replace(parts, feed_forward=None if part is None else _bare(part))
 

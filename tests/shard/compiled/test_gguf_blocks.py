@@ -134,7 +134,7 @@ def test_a_span_of_a_file_is_compiled(
     [
         ("qwen3_moe", "Q8_0", "int8"), ("qwen3_moe", "Q4_0", "int4"), ("qwen3_moe", "Q4_1", "int4"),
         ("glm4_moe", "Q8_0", "int8"), ("gemma4", "Q4_0", "int4"),
-        ("granitemoehybrid", "Q4_0", "int4"), ("nemotron_h", "Q4_0", "int4"),
+        ("granitemoehybrid", "Q4_0", "int4"), ("nemotron_h_latent", "Q4_0", "int4"),
     ],
 )  # fmt: skip
 def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
@@ -147,7 +147,7 @@ def test_experts_in_blocks_that_fit_stay_exactly_what_they_are(
     plain = load_span(manifest, every, dtype=torch.float32, device=CPU).module.layers[1]
     loaded = load_span(manifest, every, dtype=torch.float32, device=CPU, defer=True)
     found = quantised_span(loaded, quant, "0" * 64, None).loaded.module.layers[1]
-    places = {"gemma4": "", "granitemoehybrid": "block_sparse_moe", "nemotron_h": "mixer"}
+    places = {"gemma4": "", "granitemoehybrid": "block_sparse_moe", "nemotron_h_latent": "mixer"}
     within = places.get(family, "mlp")
     plain, found = plain.get_submodule(within), found.get_submodule(within)
     for stack in stacks_in(plain.experts):
