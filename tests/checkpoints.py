@@ -360,6 +360,16 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
                 ("linear_attention", "mlp", "full_attention")[i % 3] for i in range(layers)
             ],
         },
+        "youtu": {
+            "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            # transformers empties the row of the padding as it loads it, and so this head's.
+            "tie_word_embeddings": False,
+        },
+        "gpt_neo": {
+            "window_size": 16,
+            "attention_types": [[[("global", "local")[i % 2] for i in range(layers)], 1]],
+        },
         "bamba": mamba | {"attn_layer_indices": attends},
         "kimi_linear": {
             "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_token": 2,

@@ -133,6 +133,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         ),
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
+        "gpt_neo": FamilyEntry(positions="wpe"),
         "granite": _MULTIPLIED,
         "granite_swa": _MULTIPLIED,
         "granitemoe": _MULTIPLIED,

@@ -52,8 +52,12 @@ _WIDTHS = {
     "linear_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
     "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
-    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "window_size": 8,
 }  # fmt: skip
+_SUMS = {
+    "head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
+}  # fmt: skip
+"""What some configs say a second time."""
 _HEADS = 4
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
 settled: dict[str, str] = {}
@@ -103,6 +107,11 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
             # A field that cannot be set follows from others that can.
             with contextlib.suppress(AttributeError):
                 setattr(twin, name, size)
+    for name, parts in _SUMS.items():
+        each = [said(part) for part in parts]
+        if None not in each and said(name) == sum(each):
+            with contextlib.suppress(AttributeError):
+                setattr(twin, name, sum(getattr(twin, part) for part in parts))
     if isinstance(config.eos_token_id, list):
         twin.eos_token_id = [0]
     ropes = getattr(twin, "rope_parameters", None) or {}

@@ -236,8 +236,9 @@ def _only(whole: Any, anatomy: Anatomy, layers: LayerRange, *, is_shared: bool) 
     base._modules = {**whole._modules, anatomy.layers: kept}  # noqa: SLF001
     base = copy.deepcopy(base) if is_shared else base
     for module in getattr(base, anatomy.layers).modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            module.layer_idx -= layers.start
+        for name in ("layer_idx", "layer_id"):
+            if isinstance(number := getattr(module, name, None), int):
+                setattr(module, name, number - layers.start)
     return base
 
 

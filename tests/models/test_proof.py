@@ -31,7 +31,8 @@ def _forget_verdicts() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["stablelm", "starcoder2", "olmoe", "olmo_hybrid", "gpt_bigcode"]
+    "family",
+    ["stablelm", "starcoder2", "olmoe", "olmo_hybrid", "gpt_bigcode", "gpt_neo", "youtu"],
 )
 def test_standard_layout_is_proved_and_then_exact(
     checkpoint: Checkpoint, tmp_path: Path, family: str
