@@ -30,6 +30,7 @@ from mesh.models.span import LoadedSpan, bare_of_ends
 from mesh.models.verdicts import hash_of, settled_once
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.runtime import Runtime, StepInput
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,10 @@ logger = logging.getLogger(__name__)
 POSITIONS = 64
 """Of a twin's sessions."""
 
-_TOLERANCE = 1e-4
+_TOLERANCE, _MOST = 1e-4, 2e-3
+_TIMES = 10
+"""As far from all rows at once as modules are that take the same stretches: models of many layers
+may make much of the last bits (Gemma 4). No further than `_MOST`, what was misread is."""
 _SCHEDULE = ((0, 13), (13, 20), (20, 26), (22, 23), (23, 24), (24, 25))
 """Stretches of rows, some of them again after a rollback."""
 settled: dict[str, str] = {}
@@ -78,27 +82,34 @@ def require_right(
 def _verdict(way: Way, twin: Any) -> str:
     """Why it is not right, or an empty string. Raises NotCompilable without either."""
     try:
-        difference = _difference(way, twin)
+        difference, tolerance = _difference(way.runtime_of, twin), _TOLERANCE
+        if tolerance < difference <= _MOST:
+            tolerance = max(tolerance, _TIMES * _difference(_by_modules, twin))
     except NotCompilable as error:
         return str(error)
     # Whatever foreign code raises here means the same, this time: it is not shown to be right.
     except Exception as error:
         text = f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
         raise NotCompilable(text) from error
-    reason = "" if difference <= _TOLERANCE else f"its {way.subject} differ by {difference:.2g}"
+    reason = "" if difference <= tolerance else f"its {way.subject} differ by {difference:.2g}"
     logger.info(
         "proof of %s layers model_type=%s verdict=%s", way.name, twin.model_type, reason or "right"
     )
     return reason
 
 
+def _by_modules(loaded: LoadedSpan) -> Runtime:
+    return TorchRuntime(loaded, device=torch.device("cpu"), dtype=torch.float32)
+
+
 @torch.inference_mode()
-def _difference(way: Way, twin: Any) -> float:
+def _difference(runtime_of: Callable[[LoadedSpan], Runtime], twin: Any) -> float:
     """The largest difference, relative to the largest value."""
     loaded = _random_span(twin)
-    hidden = torch.randn(1, _SCHEDULE[-1][1], RowForm.of(loaded.module).size)
+    seeded = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _SCHEDULE[-1][1], RowForm.of(loaded.module).size, generator=seeded)
     expected = loaded.module(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    runtime = way.runtime_of(loaded)
+    runtime = runtime_of(loaded)
     found = torch.empty_like(expected)
     cache, behind = runtime.new_cache(POSITIONS), runtime.new_cache(POSITIONS)
     runtime.forward([StepInput(behind, 0, hidden[:, :9])])

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
 
 from mesh.errors import BadRequest, UnsupportedFamily
-from mesh.models.families import family_of
+from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_span
 from mesh.models.row_form import RowForm
 from mesh.models.standard import has_other_layers
@@ -194,3 +195,11 @@ async def test_a_session_without_the_layers_whose_keys_it_sees_is_refused() -> N
             await asker.open(1, start=3, stop=4)
         await asker.open(2, start=2, stop=3)  # a lens goes no further
         await asker.open(3, start=0, stop=4)
+
+
+def test_of_tables_as_large_as_those_that_are_published_twins_have_a_small_one() -> None:
+    config = Gemma4TextConfig(num_hidden_layers=10, num_kv_shared_layers=4)
+    assert config.vocab_size_per_layer_input > 200_000
+    family = family_of_config(config)
+    require_lean(family, None)
+    require_compilable(family, None)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma4TextConfig
 
 from mesh.errors import BadSteering
 from mesh.models import standard
-from mesh.models.families import family_of
+from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.standard import has_other_layers, has_standard_layers
@@ -161,6 +162,11 @@ def test_a_plan_knows_of_no_layers_as_standard_that_are_not(
     assert not has_standard_layers(manifest.config, manifest.model_type)
     assert not has_standard_layers({"hidden_act": ["silu"]}, "llama"), "whatever a config says"
     assert parts.ACTIVATION_NAMES.keys() == standard.ACTIVATIONS
+
+
+def test_what_many_layers_make_of_the_last_bits_is_not_held_against_them() -> None:
+    layers = {"num_hidden_layers": 60, "num_kv_shared_layers": 0}  # as many as Gemma 4 31B has
+    require_lean(family_of_config(Gemma4TextConfig(hidden_size_per_layer_input=0, **layers)), None)
 
 
 def test_some_layers_of_a_span_are_those_layers() -> None:
