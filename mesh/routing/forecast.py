@@ -136,7 +136,7 @@ def _each(bench: Bench, layers: LayerRange) -> float:
 
 
 def _placed(model: ModelShape, bench: Bench, layers: LayerRange) -> Placed:
-    need, replaced = bench.need(layers), bench.replaces(layers)
+    need = bench.need(layers)
     return Placed(
         bench.machine.node_id,
         bench.machine.name,
@@ -149,7 +149,7 @@ def _placed(model: ModelShape, bench: Bench, layers: LayerRange) -> Placed:
         sum(bench.decode_ms[layers.start : layers.stop]),
         bench.hop_ms,
         bench.fetched(layers),
-        gap=replaced > 0 and need.total > bench.have_bytes - replaced,
+        gap=need.total > bench.have_bytes - bench.replaces(layers),
     )
 
 
@@ -162,7 +162,7 @@ def _step_ms(bench: Bench, layers: LayerRange, rows: float) -> float:
 
 def _together(parts: Parts, head: float, streams: int) -> float:
     """Tokens a second of all streams: in as many groups as there are hops, one behind the other."""
-    groups = max(1, min(streams, len(parts)))
+    groups = min(streams, len(parts))
     rows = streams / groups
     stages = [_step_ms(bench, layers, rows) for bench, layers in parts]
     round_ms = head * rows + sum(stages) + sum(bench.hop_ms for bench, _ in parts)
