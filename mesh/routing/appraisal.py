@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mesh.routing.fitting import UNKNOWN_DISK_BYTES, Bench, benches, ends_lack
 from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Demand, Machine, ModelShape, Quant
-from mesh.routing.seating import Seat, layers_within
+from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
 from mesh.units import memory_size
 
@@ -94,16 +94,8 @@ def too_little(
     found = [bench for machine in usable for bench in benches(model, machine, demand, quant)]
     for node, layers in demand.pins:
         own = [bench for bench in found if bench.machine.node_id == node]
-        lacks = [bench.need(layers).total - bench.have_bytes for bench in own]
-        if own and min(lacks) > 0:
-            name = own[0].machine.name
-            return Refusal(
-                "not_enough_memory",
-                f"{name} lacks {memory_size(min(lacks))} for layers {layers}.",
-                fix,
-                min(lacks),
-                name,
-            )
+        if own and (refusal := _no_room_for(own, layers, fix)) is not None:
+            return refusal
     if not found:
         return _unknown(model, usable, quant, fix)
     return _in_all(model, found, demand, fix)
@@ -130,16 +122,30 @@ def _unknown(model: ModelShape, usable: Sequence[Machine], quant: Quant, fix: st
     )
 
 
+def _no_room_for(own: Sequence[Bench], layers: LayerRange, fix: str) -> Refusal | None:
+    """What a machine lacks for the layers that it is given; None where they fit."""
+    name, there = own[0].machine.name, ""
+    lacks = min(bench.need(layers).total - bench.have_bytes for bench in own)
+    if lacks <= 0:
+        lacks = own[0].fetched(layers) - own[0].seat(layers).disk_bytes
+        there, fix = " on its disk", f"Free room there (`hearthnet rm`). {fix}"
+    if lacks <= 0:
+        return None
+    message = f"{name} lacks {memory_size(lacks)}{there} for layers {layers}."
+    return Refusal("not_enough_memory", message, fix, lacks, name)
+
+
 def _in_all(model: ModelShape, found: Sequence[Bench], demand: Demand, fix: str) -> Refusal:
     wanted = model.total_layers * demand.replicas
-    held = sum(layers_within(bench.seat(None)) for bench in found)
-    if held < wanted <= sum(layers_within(_on_any_disk(bench)) for bench in found):
-        missing = (wanted - held) * max(model.layer_bytes)
+    on_disk = sum(_layers_of(bench, demand.replicas) for bench in found)
+    held = sum(_layers_of(bench, demand.replicas, on_any_disk=True) for bench in found)
+    if on_disk < wanted <= held:
+        missing = (wanted - on_disk) * max(model.layer_bytes)
         return Refusal(
             "not_enough_memory",
-            f"the disks of the machines that may be used have room for {held} of {wanted} layers;"
-            f" {memory_size(missing)} are missing there.",
-            f"Free room on the disks (`hearthnet rm` there), or let another machine join. {fix}",
+            f"the disks of the machines that may be used have room for {on_disk} of {wanted}"
+            f" layers; {memory_size(missing)} are missing there.",
+            f"Free room on the disks (`hearthnet rm` there). {fix}",
             missing,
         )
     a_layer = max(sum(b.weight_bytes) / len(b.weight_bytes) + b.cache_bytes for b in found)
@@ -147,7 +153,7 @@ def _in_all(model: ModelShape, found: Sequence[Bench], demand: Demand, fix: str)
     missing = round(lacking * a_layer)
     if not held:  # then all that goes beside them is missing as well
         all_layers = LayerRange(0, model.total_layers)
-        missing = min(b.need(all_layers).total - b.have_bytes for b in found)
+        missing = max(missing, min(b.need(all_layers).total - b.have_bytes for b in found))
     copies = "" if demand.replicas == 1 else f" of {demand.replicas} copies"
     if held >= wanted:
         message = (
@@ -198,7 +204,7 @@ def _is_measured(machine: Machine) -> bool:
 
 
 def _no_room(model: ModelShape, machine: Machine, found: Sequence[Bench]) -> str:
-    if any(layers_within(_on_any_disk(bench)) for bench in found):
+    if any(_layers_of(bench, 1, on_any_disk=True) for bench in found):
         least, have = min(model.layer_bytes), machine.disk_bytes or 0
         return (
             f"no room on its disk: one layer is {memory_size(least)}, {memory_size(have)} are free"
@@ -208,9 +214,19 @@ def _no_room(model: ModelShape, machine: Machine, found: Sequence[Bench]) -> str
     return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
 
 
-def _on_any_disk(bench: Bench) -> Seat:
-    """What the memory alone has room for."""
-    return replace(bench.seat(None), disk_bytes=UNKNOWN_DISK_BYTES)
+def _layers_of(bench: Bench, copies: int, *, on_any_disk: bool = False) -> int:
+    """How many layers fit there, of as many copies as that."""
+    held = used_bytes = 0
+    for _ in range(copies):
+        seat = bench.seat(None, used_bytes)
+        if on_any_disk:
+            seat = replace(seat, disk_bytes=UNKNOWN_DISK_BYTES)
+        most = layers_within(seat)
+        if not most:
+            break
+        held += most
+        used_bytes += bench.need(LayerRange(0, most)).total
+    return held
 
 
 def _barred(machine: Machine, demand: Demand) -> str:

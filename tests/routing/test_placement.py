@@ -82,6 +82,16 @@ def test_disks_that_are_too_full_are_named() -> None:
     assert "the disks of the machines that may be used have room for 8 of 16" in refusal.message
     assert refusal.missing_bytes == 8 * (200 << 20)
     assert "hearthnet rm" in refusal.fix
+    # Of a machine with memory for several copies, and of one that is given its layers.
+    full = replace(machine("b", 30), disk_bytes=100 << 20)
+    refusal = lay_out(model(), [full], Demand(replicas=2, quant="none")).refusal
+    assert refusal is not None
+    assert "the disks of the machines that may be used have room for 0 of 32" in refusal.message
+    pins = ((NodeId("b"), LayerRange(0, 8)),)
+    refusal = lay_out(model(), [machine("a", 9), full], Demand(pins=pins, quant="none")).refusal
+    assert refusal is not None
+    assert refusal.message == "b lacks 1.5 GiB on its disk for layers 0-7."
+    assert (refusal.node, refusal.missing_bytes) == ("b", 1500 << 20)
 
 
 def test_a_slow_machine_gets_no_layers() -> None:
@@ -251,6 +261,8 @@ def test_what_is_loaded_makes_room_for_what_replaces_it() -> None:
     shard = lay_out(model(), [full], Demand(quant="none")).replicas[0].shards[0]
     assert str(shard.layers) == "0-15"
     assert shard.gap
+    for fits in (replace(full, devices=(cpu(9),)), replace(full, held=())):
+        assert not lay_out(model(), [fits], Demand()).replicas[0].shards[0].gap
 
 
 def test_who_asks_keeps_room_for_the_ends() -> None:
@@ -300,6 +312,15 @@ def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
     assert found.refusal.missing_bytes > 2 * GB
     assert "--quant int4" in found.refusal.fix
     assert all(row.layers_that_fit < 16 for row in found.machines)
+
+
+def test_all_copies_that_a_machine_has_room_for_are_counted_before_some_are_missing() -> None:
+    two, three = (Demand(replicas=copies, quant="none") for copies in (2, 3))
+    assert lay_out(model(), [machine("a", 9)], two).refusal is None
+    refusal = lay_out(model(), [machine("a", 9)], three).refusal
+    assert refusal is not None
+    assert "have room for 37 of 48 layers of 3 copies" in refusal.message
+    assert 11 * (200 << 20) < refusal.missing_bytes < 12 * (200 << 20)
 
 
 def test_machines_that_have_measured_nothing_yet_are_not_said_to_lack_memory() -> None:
