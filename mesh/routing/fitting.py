@@ -119,6 +119,15 @@ class Bench:
         """Bytes, as stored, that have to be brought here first."""
         return sum(self.fetch_bytes[layers.start : layers.stop])
 
+    def once_there(self, layers: LayerRange) -> Bench:
+        """The bench when its machine has fetched these layers."""
+        disk_bytes = self.machine.disk_bytes
+        if disk_bytes is not None:
+            disk_bytes = max(0, disk_bytes - self.fetched(layers))
+        lacking = (0 if i in layers else size for i, size in enumerate(self.fetch_bytes))
+        machine = replace(self.machine, disk_bytes=disk_bytes)
+        return replace(self, machine=machine, fetch_bytes=tuple(lacking))
+
     def replaces(self, layers: LayerRange) -> int:
         """Bytes of this model loaded on the device that make room for these layers."""
         return sum(

@@ -31,20 +31,23 @@ def fill(
 
 
 def beside(machines: Iterable[Machine], placed: Sequence[Placed]) -> list[Machine]:
-    """The machines with what these shards leave free."""
-    taken: dict[tuple[str, str], int] = {}
-    for shard in placed:
-        key = (shard.node_id, shard.device)
-        taken[key] = taken.get(key, 0) + shard.need.total
+    """The machines with what these shards leave free, in memory and on the disk."""
 
-    def left(machine: Machine, device: Device) -> Device:
-        size = taken.get((machine.node_id, device.name), 0)
-        return replace(device, free_bytes=max(0, device.free_bytes - size))
+    def left(machine: Machine) -> Machine:
+        own = [shard for shard in placed if shard.node_id == machine.node_id]
+        disk_bytes = machine.disk_bytes
+        if disk_bytes is not None:
+            disk_bytes = max(0, disk_bytes - sum(shard.fetch_bytes for shard in own))
+        held = (*machine.held, *(HeldLayers(shard.layers) for shard in own))
+        devices = tuple(_less(device, own) for device in machine.devices)
+        return replace(machine, devices=devices, held=held, disk_bytes=disk_bytes)
 
-    return [
-        replace(each, devices=tuple(left(each, device) for device in each.devices))
-        for each in machines
-    ]
+    return [left(each) for each in machines]
+
+
+def _less(device: Device, own: Sequence[Placed]) -> Device:
+    taken = sum(shard.need.total for shard in own if shard.device == device.name)
+    return replace(device, free_bytes=max(0, device.free_bytes - taken))
 
 
 def _on_disk(held: Iterable[HeldLayers], gap: LayerRange) -> Iterable[HeldLayers]:

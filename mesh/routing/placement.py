@@ -202,6 +202,8 @@ def _replicas(
             return None
         for bench, layers in parts:
             used[bench.key] = used.get(bench.key, 0) + bench.need(layers).total
+            node = bench.machine.node_id
+            found = [b.once_there(layers) if b.machine.node_id == node else b for b in found]
         beside.update({bench.machine.node_id for bench, _ in parts})
         laid.append(parts)
     return tuple(laid)

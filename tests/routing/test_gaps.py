@@ -49,6 +49,23 @@ def test_the_next_gap_has_what_the_first_left() -> None:
     first = fill(MODEL, machines, GAP, DEMAND)
     assert first is not None
     assert fill(MODEL, beside(machines, first), LayerRange(0, 4), DEMAND) is None
+    # On its disk as well, where those of the first need no room again.
+    machines = [machine("a", 9, disk_bytes=6 * (200 << 20))]
+    first = fill(MODEL, machines, GAP, DEMAND)
+    assert first is not None
+    left = beside(machines, first)
+    assert fill(MODEL, left, LayerRange(0, 4), DEMAND) is None
+    assert filled(*left) == [("a", "4-7", 0)]
+    assert fill(MODEL, left, LayerRange(2, 8), DEMAND) is not None
+
+
+def test_layers_of_a_gap_that_see_keys_of_each_other_lie_on_one_machine() -> None:
+    model, two = replace(MODEL, joined=5), [machine("a", 1.4), machine("b", 1.4)]
+    split = fill(model, two, LayerRange(2, 8), DEMAND)
+    assert split is not None
+    assert str(split[-1].layers) in {"3-7", "4-7", "5-7"}
+    assert fill(replace(MODEL, joined=1), two, LayerRange(1, 8), DEMAND) is None
+    assert fill(model, two, LayerRange(0, 5), DEMAND) is not None
 
 
 def test_the_ends_are_counted_with_the_model_s_own_first_and_last_layer_only() -> None:

@@ -75,6 +75,21 @@ def test_a_full_disk_takes_what_it_holds_and_no_more() -> None:
     assert places(found) == [("a", "0-3"), ("b", "4-15")]
 
 
+def test_copies_that_share_a_machine_share_its_disk() -> None:
+    def fetched(*machines: Machine) -> Counter[str]:
+        found = lay_out(model(), machines, Demand(replicas=2, quant="none"))
+        assert found.refusal is None
+        sizes: Counter[str] = Counter()
+        for shard in (shard for replica in found.replicas for shard in replica.shards):
+            sizes[shard.node] += shard.fetch_bytes // (200 << 20)
+        return sizes
+
+    # What one of them fetches, the next one finds there.
+    assert fetched(replace(machine("a", 9), disk_bytes=16 * (200 << 20))) == {"a": 16}
+    small = [replace(machine(*each), disk_bytes=5 * (200 << 20)) for each in (("a", 1.5), ("b", 8))]
+    assert fetched(*small, machine("c", 8, 10))["b"] <= 5
+
+
 def test_disks_that_are_too_full_are_named() -> None:
     machines = [replace(machine(name, 9), disk_bytes=900 << 20) for name in "ab"]
     refusal = lay_out(model(), machines, Demand(asker=ASKER, quant="none")).refusal
@@ -516,12 +531,14 @@ def test_many_machines_are_never_filled_beyond_their_memory(
         model(20, 150), machines, Demand(replicas=replicas, quant="none", max_shards=most)
     )
     taken: dict[str, int] = {}
+    fetched: Counter[str] = Counter()
     disks = {each.node_id: disk_of(each) for each in machines}
     for replica in found.replicas:
         assert len(replica.shards) <= most
         assert sum(len(shard.layers) for shard in replica.shards) == 20
         for shard in replica.shards:
             taken[shard.node_id] = taken.get(shard.node_id, 0) + shard.need.total
-            assert shard.fetch_bytes <= disks[shard.node_id]
+            fetched[shard.node_id] += shard.fetch_bytes
+    assert all(size <= disks[node] for node, size in fetched.items())
     assert all(taken.get(m.node_id, 0) <= m.devices[0].free_bytes for m in machines)
     assert bool(found.replicas) == (found.refusal is None)
