@@ -289,6 +289,41 @@ async def test_one_step_s_error_is_its_own_and_leaves_its_cache_as_it_was() -> N
         assert good.answered == [0, 1]
         assert isinstance(bad.results[1], DeviceFailed)
         assert bad.sequence.cache.length == 4
+        # Also where rows of it were computed already.
+        bad.sequence.settings = ShardSettings(prefill_rows=64)
+        rows = torch.zeros(1, 100, 2)
+        rows[:, -1] = POISON
+        step = Step(1, 2, 4, to_wire(rows, WireDtype.FP32))
+        scheduler.submit(bad.sequence, step, bad.replies.append)
+        await settled(lambda: len(bad.results) == 3)
+        assert isinstance(bad.results[2], DeviceFailed)
+        assert runtime.visits[-2:] == [[(4, 64)], [(68, 36)]]
+        assert bad.sequence.cache.length == 4
+
+
+class CannotSay:
+    """Ends that have nothing to say of what was computed."""
+
+    takes_ids = False
+
+    def given(self, step: Step, hidden: torch.Tensor) -> None:
+        raise BadRequest("no row is due", fix="Ask for one.")
+
+
+async def test_ends_that_cannot_say_a_step_s_rows_leave_others_of_its_batch_theirs() -> None:
+    async with scheduling() as scheduler:
+        runtime = Adds(batch_rows=100)
+        good, bad = Stream(scheduler, runtime), Stream(scheduler, runtime)
+        bad.sequence.ends = cast("Any", CannotSay())
+        good.send(0, 0, 2, fill=3.0)
+        bad.send(0, 0, 2)
+        await settled(lambda: bool(good.results and bad.results))
+        assert runtime.visits[0] == [(0, 2), (0, 2)]
+        assert isinstance(bad.results[0], BadRequest)
+        assert bad.sequence.cache.length == 0
+        (result,) = good.replies
+        assert isinstance(result, Result)
+        assert torch.equal(to_torch(result.tensor), torch.full((1, 2, 2), 4.0))
 
 
 async def test_a_long_step_that_is_begun_again_for_another_s_error_has_its_rows_once() -> None:
