@@ -33,6 +33,12 @@ class Gap:
     layers: LayerRange
     kept: int
 
+    def shared_with(self, lying: Iterable[tuple[int, Span]]) -> set[NodeId]:
+        """Who has some of these layers for another replica, as `lying` says with the numbers of
+        replicas: two copies on one machine are lost together."""
+        others = (span for number, span in lying if number != self.replica)
+        return {span.node for span in others if span.layers.overlaps(self.layers)}
+
 
 @dataclass(frozen=True, slots=True)
 class Laid:

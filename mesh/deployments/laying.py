@@ -18,7 +18,7 @@ from mesh.models.standard import other_formats
 from mesh.routing.appraisal import Appraisal
 from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
-from mesh.routing.gaps import beside, fill
+from mesh.routing.gaps import beside, fill, layout_of
 from mesh.routing.machines import ITEMSIZE, Demand, HeldLayers, Machine, ModelShape
 from mesh.routing.placement import NO_SUCH_FORMAT, Layout, lay_out, not_apart
 from mesh.routing.seating import layers_within
@@ -81,33 +81,30 @@ def lay(
     who asks, in which format and with how long caches."""
     ready = [_ready(model, each, demand, said) for each in machines]
     kept = [] if before is None else before.replicas[: wish.replicas]
+    lying = [(replica.number, span) for replica in kept for span in replica.spans]
     for pin in wish.pins if kept else ():
         if pin not in kept[0].spans:
+            lying.append((kept[0].number, pin))
             only = replace(demand, only=frozenset({pin.node}), max_shards=1)
             ready = beside(ready, fill(model, ready, pin.layers, only) or ())
     filled: dict[Gap, tuple[Span, ...]] = {}
     refusal: NotEnoughMemory | None = None
     for gap in open_gaps:
-        # Two shards of the same layers on one machine are lost together.
-        same = {
-            span.node
-            for replica in kept
-            for span in replica.spans
-            if replica.number != gap.replica and span.layers.overlaps(gap.layers)
-        }
+        same = gap.shared_with(lying)
         most = max(1, demand.max_shards - gap.kept)
         asked = replace(demand, max_shards=most)
         shards = fill(model, ready, gap.layers, replace(asked, without=_known(same, ready)))
         shards = shards or fill(model, ready, gap.layers, asked)
         if shards is None:
-            found = lay_out(model.part(gap.layers), ready, asked)
+            found = layout_of(model, ready, gap.layers, asked)
             refusal = refusal or _refusal(found, f"layers {gap.layers} of {wish.model_id}")
             continue
         ready = beside(ready, shards)
         filled[gap] = _spans(shards)
+        lying += [(gap.replica, span) for span in filled[gap]]
     if (lacking := wish.replicas - len(kept)) < 1:
         return Laid((), filled, refusal)
-    holding = {span.node for replica in kept for span in replica.spans}
+    holding = {span.node for _, span in lying}
     pins = () if kept else tuple((pin.node, pin.layers) for pin in wish.pins)
     asked = replace(demand, replicas=lacking, pins=pins, without=_known(holding, ready))
     found = lay_out(model, ready, asked)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from mesh.capacity import Device
 from mesh.routing.forecast import Placed
 from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
-from mesh.routing.placement import lay_out
+from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange
 
 
@@ -21,13 +21,20 @@ def fill(
 ) -> tuple[Placed, ...] | None:
     """The shards that take the layers of `gap`, in their order and in the model's own numbers; None
     where no machines of the demand have room for them. Its replicas and pins are not looked at."""
-    beside = [replace(each, held=tuple(_on_disk(each.held, gap))) for each in machines]
-    found = lay_out(model.part(gap), beside, replace(demand, replicas=1, pins=()))
+    found = layout_of(model, machines, gap, demand)
     if found.refusal is not None:
         return None
     return tuple(
         replace(shard, layers=_moved(shard.layers, gap.start)) for shard in found.replicas[0].shards
     )
+
+
+def layout_of(
+    model: ModelShape, machines: Sequence[Machine], gap: LayerRange, demand: Demand
+) -> Layout:
+    """As `fill`, with the layers numbered from the first of the gap, or with what is lacking."""
+    there = [replace(each, held=tuple(_on_disk(each.held, gap))) for each in machines]
+    return lay_out(model.part(gap), there, replace(demand, replicas=1, pins=()))
 
 
 def beside(machines: Iterable[Machine], placed: Sequence[Placed]) -> list[Machine]:

@@ -69,6 +69,42 @@ def test_a_refused_span_is_made_smaller_and_the_rest_goes_elsewhere() -> None:
     assert STUDY not in new.nodes
 
 
+def test_copies_of_layers_lie_apart_however_they_come_to_lie_there() -> None:
+    """Gaps that are filled count as what is kept does, though one machine were the fastest."""
+    first, second = WISH.whole.parts(2)
+    house = [machine(node, 3000) for node in NODES]
+    fast = (Speed("fp32", 100.0, 500.0),)
+    house[1] = replace(house[1], devices=(replace(house[1].devices[0], speeds=fast),))
+    replicas = tuple(
+        Replica(number, (Span(ATTIC, first), Span(NodeId("lost"), second))) for number in range(2)
+    )
+    wish = replace(WISH, replicas=2)
+    for there in (replicas, replicas[:1]):
+        before = Plan(WISH.deployment, "ab" * 32, 0, there, 2, asked=True)
+        laid = lay(MODEL, house, wish, before, gaps(wish, before, NODES), ALONE)
+        new = [*laid.gaps.values(), *laid.replicas]
+        assert new[0] == (Span(KITCHEN, second),)
+        assert len(new) == 2
+        assert KITCHEN not in {span.node for span in new[1]}
+    # As does what is pinned there, which it has not yet.
+    before = Plan(WISH.deployment, "ab" * 32, 0, replicas[:1], 2, asked=True)
+    pinned = replace(wish, pins=(Span(KITCHEN, second),))
+    laid = lay(MODEL, house, pinned, before, gaps(pinned, before, NODES), ALONE)
+    assert not laid.gaps
+    assert laid.replicas == ((Span(STUDY, WISH.whole),),)
+
+
+def test_a_gap_without_room_on_disks_is_refused_whatever_else_lies_there() -> None:
+    first, second = WISH.whole.parts(2)
+    full = replace(machine(KITCHEN, 3000), held=(HeldLayers(first),), disk_bytes=39 * MB)
+    spans = (Span(KITCHEN, first), Span(NodeId("lost"), second))
+    before = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    open_gaps = gaps(WISH, before, [KITCHEN])
+    refusal = lay(MODEL, [full], WISH, before, open_gaps, replace(ALONE, asker=None)).refusal
+    assert refusal is not None
+    assert "have room for 0 of 6 layers; 240 MiB are missing there" in refusal.message
+
+
 def test_refusals_are_respected_for_a_while() -> None:
     refusals, span = Refusals(), Span(STUDY, LayerRange(0, 4))
     refusals.put("one", [span], 0.0)
