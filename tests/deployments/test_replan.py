@@ -187,6 +187,7 @@ def test_a_second_copy_moves_to_a_machine_of_its_own() -> None:
     assert (second.number, second.spans[0].node) == (1, THERE)
     assert (plan.epoch, plan.next_replica, plan.asked) == (8, 2, False)
     assert plan.why == "attic held two copies, and there are others now"
+    assert house.told == [{"kind": "deployment_planned", "deployment": GOOD, "reason": plan.why}]
 
 
 def test_without_room_elsewhere_copies_stay_and_that_is_asked_less_and_less_often() -> None:
@@ -251,6 +252,16 @@ def test_a_machine_that_stays_away_is_planned_around_and_not_one_that_comes_back
     assert plan is not None
     assert (plan.nodes, plan.asked, plan.epoch) == ({HERE}, False, 1)
     assert plan.why.startswith(f"{THERE} has been away for 2")
+
+
+def test_what_rests_waits_for_no_room() -> None:
+    house = Planned()
+    house.has_room = False
+    known = house.log[GOOD]
+    house.log[GOOD] = replace(known, wish=replace(known.wish, resting=True))
+    assert watched(house, 100.0) == [[]]
+    house.log[GOOD] = known
+    assert watched(house, 100.0) == [[GOOD]]
 
 
 def test_a_node_that_starts_gives_those_who_are_away_as_long_as_any() -> None:
