@@ -89,7 +89,7 @@ async def test_one_that_stands_still_is_out_of_order_first_and_then_replaced(
     os.kill(first, signal.SIGSTOP)
     await process.sees(lambda: not process.is_up)
     assert process.states == [ProcessState.SILENT]
-    assert "said nothing for 2 s" in str(process.standing.trouble)
+    assert "said nothing for 2 s; it is replaced in 2 s" in str(process.standing.trouble)
     assert not process.endings, "it may come back"
     await process.sees(lambda: bool(process.endings))
     (ending,) = process.endings
@@ -97,6 +97,7 @@ async def test_one_that_stands_still_is_out_of_order_first_and_then_replaced(
     assert not ending.was_killed, "not by anybody else"
     assert process.state is ProcessState.ENDED
     assert "stopped answering" in str(process.standing.trouble)
+    assert "it starts again in 0.1 s" in str(process.standing.trouble)
     assert await process.up() != first
 
 
