@@ -111,10 +111,8 @@ def make_plan(
     usable = [machine for machine in usable if not machine.is_paused]
     kept = [(_kept(replica, pins, here), pins) for replica, pins in _replicas(wish, before)]
     next_replica = 0 if before is None else before.next_replica
-    load: Counter[NodeId] = Counter()
-    for replica, _ in kept:
-        load.update({span.node: len(span.layers) for span in replica.spans})
-    replicas = [_filled(replica, pins, wish, usable, load, laid, left) for replica, pins in kept]
+    lying = [(replica.number, span) for replica, _ in kept for span in replica.spans]
+    replicas = [_filled(replica, pins, wish, usable, lying, laid, left) for replica, pins in kept]
     new = iter(laid.replicas)
     while len(replicas) < wish.replicas:
         spans = next(new, None) or choose_placement(wish, usable, replicas, left)
@@ -261,34 +259,39 @@ def _filled(
     pins: Sequence[Span],
     wish: Wish,
     machines: Sequence[AvailableNode],
-    load: Counter[NodeId],
+    lying: list[tuple[int, Span]],
     laid: Laid,
     rooms: Rooms,
 ) -> Replica:
-    """The replica with what it lacks where that was laid, or else at the machines that hold
-    least and have room."""
+    """The replica with what it lacks where that was laid, or else at machines that have room: those
+    first that hold none of it for another one, and least of all. `lying` has each span with the
+    number of its replica, and gets those that are new."""
     spans = _standing(replica, pins)
-    rooms.take(spans[len(replica.spans) :])
-    kept = len(spans)
+    kept, pinned = len(spans), spans[len(replica.spans) :]
+    rooms.take(pinned)
+    lying += [(replica.number, span) for span in pinned]
     for layers in wish.whole.lacking(span.layers for span in spans):
-        found = laid.gaps.get(Gap(replica.number, layers, kept))
+        gap = Gap(replica.number, layers, kept)
+        found = laid.gaps.get(gap)
         if found is None:
-            found = _least_loaded(wish, layers, machines, load, rooms)
+            same = gap.shared_with(lying)
+            load: Counter[NodeId] = Counter()
+            for _, span in lying:
+                load[span.node] += len(span.layers)
+            ranked = sorted(
+                machines, key=lambda m: (m.node in same, load[m.node], -(m.free_mb or 0), m.node)
+            )
+            found = _on_first(wish, layers, ranked, rooms)
             rooms.take(found)
         spans += found
-        load.update({span.node: len(span.layers) for span in found})
+        lying += [(replica.number, span) for span in found]
     return Replica(replica.number, tuple(sorted(spans, key=lambda span: span.layers)))
 
 
-def _least_loaded(
-    wish: Wish,
-    layers: LayerRange,
-    machines: Sequence[AvailableNode],
-    load: Counter[NodeId],
-    rooms: Rooms,
+def _on_first(
+    wish: Wish, layers: LayerRange, ranked: Sequence[AvailableNode], rooms: Rooms
 ) -> tuple[Span, ...]:
-    """A gap on the machine that holds least of those with room for all of it, or on several."""
-    ranked = sorted(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
+    """A gap on the first machine that has room for all of it, or on several."""
     for machine in ranked:
         alone = (Span(machine.node, layers),)
         if rooms.hold(alone):

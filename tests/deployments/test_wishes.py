@@ -198,6 +198,20 @@ def test_a_machine_that_is_gone_is_replaced_and_nothing_else_moves() -> None:
     assert set(kept) < set(after.replicas[0].spans)
 
 
+def test_what_a_lost_machine_had_goes_where_no_other_copy_of_it_lies() -> None:
+    two = replace(WISH, replicas=2)
+    after = make_plan(two, named(1), MACHINES[:2], planned(two, 1), asked=False)
+    for layer in range(6):
+        spans = [span for replica in after.replicas for span in replica.spans]
+        assert sorted(span.node for span in spans if layer in span.layers) == [A, B]
+    # As what is pinned lies, though it does so by nobody's plan yet.
+    halves = tuple(Replica(n, (Span(A, LayerRange(0, 3)), Span(C, WISH.whole))) for n in (0, 1))
+    before = Plan(WISH.deployment, named(1), 0, halves, 2, asked=True)
+    pinned = replace(two, pins=(Span(B, LayerRange(3, 6)),))
+    first, second = make_plan(pinned, named(1), MACHINES[:2], before, asked=False).replicas
+    assert (first.spans[1].node, second.spans[1].node) == (B, A)
+
+
 def test_pins_and_nodes_are_kept() -> None:
     pinned = replace(WISH, pins=(Span(C, LayerRange(0, 2)),), nodes=(A, C))
     plan = planned(pinned, 1)
