@@ -10,7 +10,7 @@ import pytest
 
 from mesh.capacity import Device, Speed
 from mesh.deployments.laid import AvailableNode, Laid
-from mesh.deployments.laying import RoomAdjustments, lay, rooms
+from mesh.deployments.laying import RoomAdjustments, lay, rooms, with_more
 from mesh.deployments.placement import gaps, make_plan, without
 from mesh.deployments.refusals import MAX_REFUSALS, RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
@@ -177,6 +177,22 @@ def test_a_gap_goes_to_several_where_nobody_has_room_for_all_of_it() -> None:
             WISH, "ab" * 32, house, before, asked=False,
             laid=Laid(rooms={ATTIC: 1, KITCHEN: 4, STUDY: 2}),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "free"),
+    [
+        (0, (100, 500)), (50, (150, 500)), (950, (1000, 550)), (2000, (1000, 600)),
+        # What is spoken for is all on one device, the first that has it.
+        (-50, (50, 500)), (-300, (100, 200)), (-500, (100, 0)), (-550, (0, 50)), (-700, (0, 0)),
+    ],
+)  # fmt: skip
+def test_what_gets_free_or_is_spoken_for_is_counted_on_the_devices_in_turn(
+    more: int, free: tuple[int, int]
+) -> None:
+    devices = (Device("cuda:0", 100, 1000), Device("cuda:1", 500, 600))
+    found = with_more(Machine(ATTIC, ATTIC, devices), more)
+    assert tuple(each.free_bytes for each in found.devices) == free
 
 
 @pytest.mark.parametrize("is_measured", [True, False])

@@ -126,6 +126,10 @@ async def test_a_quick_step_of_a_single_stream_is_answered_before_submit_returns
         assert torch.equal(to_torch(result.tensor), torch.full((1, 1, 2), 4.0))
         assert result.compute_us >= 0
         assert result.queue_us >= 0
+        for position in (2, 2 + 2 * SHORT_ROWS):
+            stream.send(position, position, 2 * SHORT_ROWS)
+            assert position not in stream.answered, "a long one takes a thread, however quick"
+            await settled(lambda at=position: at in stream.answered)  # type: ignore[misc]
 
 
 async def test_a_slow_step_takes_the_thread() -> None:
@@ -435,3 +439,13 @@ async def test_a_row_waits_a_little_for_others_to_share_a_pass_with() -> None:
         alone.send(0, 0, 1)
         await settled(lambda: bool(alone.results))
         assert len(runtime.visits) == 2, "not for ever"
+
+
+async def test_several_rows_of_a_step_wait_for_no_others() -> None:
+    async with scheduling(1) as scheduler:
+        _, (drafts,) = await slow_streams(scheduler, 1)
+        drafts.send(0, 0, 2)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert scheduler.busy_s > 0.0, "it is being computed"
+        await settled(lambda: bool(drafts.results))
