@@ -198,13 +198,21 @@ def test_a_machine_that_is_gone_is_replaced_and_nothing_else_moves() -> None:
     assert set(kept) < set(after.replicas[0].spans)
 
 
-def test_what_a_lost_machine_had_goes_where_no_other_copy_of_it_lies() -> None:
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_what_a_lost_machine_had_goes_where_no_other_copy_of_it_lies(count: int) -> None:
+    machines = [AvailableNode(NodeId(name), name) for name in "abcdef"[:count]]
+    wish = replace(WISH, replicas=count - 1)
+    before = make_plan(wish, named(1), machines, None, asked=True)
+    for lost in machines:
+        left = [each for each in machines if each != lost]
+        plan = make_plan(wish, named(1), left, before, asked=False)
+        for layer in range(6):
+            spans = [span for span in plan.spans if layer in span.layers]
+            assert {span.node for span in spans} == {each.node for each in left}
+
+
+def test_what_a_lost_machine_had_goes_where_its_layers_are_not_pinned() -> None:
     two = replace(WISH, replicas=2)
-    after = make_plan(two, named(1), MACHINES[:2], planned(two, 1), asked=False)
-    for layer in range(6):
-        spans = [span for replica in after.replicas for span in replica.spans]
-        assert sorted(span.node for span in spans if layer in span.layers) == [A, B]
-    # As what is pinned lies, though it does so by nobody's plan yet.
     halves = tuple(Replica(n, (Span(A, LayerRange(0, 3)), Span(C, WISH.whole))) for n in (0, 1))
     before = Plan(WISH.deployment, named(1), 0, halves, 2, asked=True)
     pinned = replace(two, pins=(Span(B, LayerRange(3, 6)),))
