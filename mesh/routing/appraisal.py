@@ -5,6 +5,7 @@ Decides nothing; looks at what was decided.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,7 +54,7 @@ def appraise(
     rows = []
     for machine in machines:
         found = benches(model, machine, demand, quant)
-        fit = sum(layers_within(bench.seat(None)) for bench in found)
+        fit = _layers_on_disks(found, 1)
         is_used = machine.node_id in used
         why = "" if is_used else _why(model, machine, demand, quant, laid)
         rows.append(
@@ -137,7 +138,7 @@ def _no_room_for(own: Sequence[Bench], layers: LayerRange, fix: str) -> Refusal 
 
 def _in_all(model: ModelShape, found: Sequence[Bench], demand: Demand, fix: str) -> Refusal:
     wanted = model.total_layers * demand.replicas
-    on_disk = sum(_layers_of(bench, demand.replicas) for bench in found)
+    on_disk = _layers_on_disks(found, demand.replicas)
     held = sum(_layers_of(bench, demand.replicas, on_any_disk=True) for bench in found)
     if on_disk < wanted <= held:
         missing = (wanted - on_disk) * max(model.layer_bytes)
@@ -212,6 +213,19 @@ def _no_room(model: ModelShape, machine: Machine, found: Sequence[Bench]) -> str
     least = min(bench.need(LayerRange(0, 1)).total for bench in found)
     have = max(0, *(bench.have_bytes for bench in found))
     return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
+
+
+def _layers_on_disks(found: Iterable[Bench], copies: int) -> int:
+    """How many layers fit, of as many copies as that, where the devices of a machine share its
+    disk; copies of the same layers are there once."""
+    by_node: defaultdict[NodeId, list[Bench]] = defaultdict(list)
+    for bench in found:
+        by_node[bench.machine.node_id].append(bench)
+    held = 0
+    for own in by_node.values():
+        on_disk = layers_within(replace(own[0].seat(None), room_bytes=UNKNOWN_DISK_BYTES))
+        held += min(copies * on_disk, sum(_layers_of(bench, copies) for bench in own))
+    return held
 
 
 def _layers_of(bench: Bench, copies: int, *, on_any_disk: bool = False) -> int:

@@ -8,7 +8,7 @@ on one machine when that is fastest. Says nothing about how it comes to be so.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -241,11 +241,37 @@ def _replica(
     if frugal:
         seats = [replace(each, hop_ms=1e6 + each.hop_ms + each.room_bytes / 1e6) for each in seats]
     seated = seat(seats, model.total_layers, demand.max_shards, model.joined)
+    while seated is not None and (shared := _on_one_disk(seats, seated, by_key)) is not None:
+        seats = shared
+        seated = seat(seats, model.total_layers, demand.max_shards, model.joined)
     if seated is None:
         return None
     if not frugal and any(bench.machine.held for bench in found):
         seated = _stay(model, seats, by_key, seated, demand.max_shards)
     return tuple((by_key[each.key], layers) for each, layers in seated.parts)
+
+
+def _on_one_disk(
+    seats: Sequence[Seat], seated: Seating, by_key: Mapping[tuple[str, str], Bench]
+) -> list[Seat] | None:
+    """Each device of a machine with its part of the disk, where together they fetch more than that
+    takes: the ones that fetch most what they do, as far as it goes. None where all fits."""
+    fetched: defaultdict[str, dict[tuple[str, str], int]] = defaultdict(dict)
+    for each, layers in seated.parts:
+        fetched[each.key[0]][each.key] = by_key[each.key].fetched(layers)
+    for node, own in fetched.items():
+        left = by_key[next(iter(own))].machine.disk_bytes
+        if left is None or sum(own.values()) <= left:
+            continue
+        shares: dict[tuple[str, str], int] = {}
+        for key, size in sorted(own.items(), key=lambda item: (-item[1], item[0])):
+            shares[key] = min(size, left)
+            left -= shares[key]
+        return [
+            replace(each, disk_bytes=shares.get(each.key, 0)) if each.key[0] == node else each
+            for each in seats
+        ]
+    return None
 
 
 def _stay(

@@ -135,6 +135,17 @@ def test_several_devices_of_a_node_are_several_places() -> None:
     )
     found = lay_out(model(), [Machine(NodeId("g"), "g", gpus)], Demand(quant="none"))
     assert {shard.device for shard in found.replicas[0].shards} == {"cuda:0", "cuda:1"}
+    # With one disk, whose room goes to whichever takes most.
+    full = Machine(NodeId("g"), "g", gpus, disk_bytes=12 * (200 << 20))
+    found = lay_out(model(), [full, machine("z", 9)], Demand(quant="none"))
+    assert sorted(len(shard.layers) for shard in found.replicas[0].shards) == [3, 4, 9]
+    assert [shard.fetch_bytes for shard in found.replicas[0].shards if shard.node == "z"] == [
+        4 * (200 << 20)
+    ]
+    refused = lay_out(model(), [full], Demand(quant="none"))
+    assert refused.machines[0].layers_that_fit == 12
+    assert refused.refusal is not None
+    assert "have room for 12 of 16 layers" in refused.refusal.message
 
 
 def test_replicas_on_one_node_lie_on_a_device_each_whatever_fits_on_the_first() -> None:
