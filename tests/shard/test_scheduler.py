@@ -281,7 +281,9 @@ async def test_what_is_withdrawn_is_not_computed_and_what_is_computed_ends_after
 
 
 async def test_one_step_s_error_is_its_own_and_leaves_its_cache_as_it_was() -> None:
+    lost: list[DeviceLost] = []
     async with scheduling() as scheduler:
+        scheduler.on_lost = lost.append
         runtime = Adds()
         good, bad = Stream(scheduler, runtime), Stream(scheduler, runtime)
         for stream in (good, bad):
@@ -292,6 +294,8 @@ async def test_one_step_s_error_is_its_own_and_leaves_its_cache_as_it_was() -> N
         await settled(lambda: len(good.results) == len(bad.results) == 2)
         assert good.answered == [0, 1]
         assert isinstance(bad.results[1], DeviceFailed)
+        assert "could not compute this step (RuntimeError)" in bad.results[1].message
+        assert not lost, "the device itself is well"
         assert bad.sequence.cache.length == 4
         # Also where rows of it were computed already.
         bad.sequence.settings = ShardSettings(prefill_rows=64)
@@ -375,6 +379,8 @@ async def test_jobs_take_turns_with_steps() -> None:
         runtime = Adds()
         stream = Stream(scheduler, runtime, prefill_rows=10)
         order: list[str] = []
+        lost: list[DeviceLost] = []
+        scheduler.on_lost = lost.append
         runtime.gate.clear()
         stream.send(0, 0, 30)
         await asyncio.sleep(0)
@@ -384,6 +390,28 @@ async def test_jobs_take_turns_with_steps() -> None:
         runtime.gate.set()
         await settled(lambda: bool(stream.results) and len(order) == 2)
         assert order == ["a1", "b2"], "one piece of the prefill between them"
+        assert not lost
+
+
+async def test_a_long_step_is_at_rest_between_its_pieces_and_can_be_withdrawn_there() -> None:
+    async with scheduling() as scheduler:
+        runtime = Adds()
+        stream, rest = Stream(scheduler, runtime, prefill_rows=10), threading.Event()
+        runtime.gate.clear()
+        stream.send(0, 0, 30)
+        await asyncio.sleep(0)  # its first piece is on the thread
+        (task,) = stream.sequence.waiting
+        assert task.is_running
+        scheduler.visit(lambda: rest.wait(10), lambda done: None)
+        runtime.gate.set()
+        await settled(lambda: not task.is_running)
+        assert scheduler.withdraw(stream.sequence) == [task]
+        other = Stream(scheduler, runtime)
+        other.send(0, 0, 20)
+        rest.set()
+        await settled(lambda: bool(other.results))
+        assert runtime.visits == [[(0, 10)], [(0, 20)]]
+        assert not stream.results
 
 
 async def test_busy_says_for_how_long_the_thread_has_been_at_one_thing() -> None:
