@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -114,10 +115,15 @@ def test_another_format_needs_room_in_the_place_of_what_is_there() -> None:
 
 
 def away(
-    before: list[tuple[str, str]], after: list[tuple[str, str]], free_mb: int, *anew: str
+    before: list[tuple[str, str]],
+    after: list[tuple[str, str]],
+    free_mb: int | None,
+    *anew: str,
+    resting: Sequence[Standing] = (),
 ) -> list[Absence]:
     """What is away when one replica of ten MiB a layer moves so, over machines with so much free;
-    these layers are loaded `anew`."""
+    these layers are loaded `anew`. Beside it another is up, 20 MiB on the attic, `resting` or not.
+    """
     asked = wish("f", 40)
     plans = []
     for rows in (before, after):
@@ -128,7 +134,8 @@ def away(
         frozenset(span for span in plans[1].spans if str(span.layers) in anew),
     )  # fmt: skip
     machines = [AvailableNode(NodeId(name), name, free_mb) for name in ("a", "b")]
-    return absences(change, (), (), machines, need)
+    going = [each.deployment.id for each in resting]
+    return absences(change, [up("b", 20), *resting], going, machines, need)
 
 
 def test_what_is_away_before_the_new_is_there_is_known_beforehand() -> None:
@@ -140,6 +147,16 @@ def test_what_is_away_before_the_new_is_there_is_known_beforehand() -> None:
     assert away(alone, [("b", "0-3")], 40) == []
     assert away(alone, shared, 20) == []
     assert away(alone, shared, 19) == [Absence("a", whole, half)]
+    # Who rests for it makes room as well, and nobody knows where it is not known what is free.
+    assert away(shared, alone, 20, resting=[up("c", 20)]) == []
+    assert away(shared, alone, 19, resting=[up("c", 20)]) == [Absence("a", half, whole)]
+    assert away(shared, alone, None) == []
+    # Of several that are loaded each takes its room.
+    first, others = LayerRange(0, 1), LayerRange(1, 4)
+    parted = [("a", str(first)), ("a", str(others))]
+    assert away(alone, parted, 40) == []
+    assert away(alone, parted, 39) == [Absence("a", whole, others)]
+    assert away(alone, parted, 9) == [Absence("a", whole, first)]
     # What stands elsewhere meanwhile is not away.
     twice = [("a", "0-1"), ("b", "0-3")]
     assert away(twice, [("a", "2-3"), ("b", "0-3")], 0) == []
