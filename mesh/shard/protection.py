@@ -37,7 +37,7 @@ class Protection:
     """How much of a module's weights is read-only; `reason` says it to people.
 
     Keep it as long as the module: packed weights are freed by whoever allocated them, who writes to
-    what it frees, so they become writable again when this goes.
+    what it frees, so they become writable again when this goes, or the process ends.
     """
 
     def __init__(
@@ -65,8 +65,7 @@ class Protection:
         areas = [area for area in (*_ranges(known), *inner) if set_writable(*area, writable=False)]
         self.total_bytes, self.protected_bytes = _sizes(owned, areas)
         self.total_bytes += _hidden_bytes(module)
-        self._end = weakref.finalize(self, _unprotect, inner, packed)
-        self._end.atexit = False
+        weakref.finalize(self, _unprotect, inner, packed)
 
     @property
     def reason(self) -> str:
