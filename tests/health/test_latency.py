@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from mesh.clock import SystemClock
 from mesh.pipeline.watch.latency import FLOOR_S, SAMPLES, HopLatency
 from mesh.pipeline.watch.oversight import MAX_PACES, Oversight
@@ -55,6 +57,19 @@ def test_one_slow_step_is_forgiven_many_in_a_row_are_not() -> None:
     latency.answered(1, 0.9)
     assert latency.is_slow(1)
     assert latency.limit_s(1) == FLOOR_S, "the slow steps did not become the usual ones"
+
+
+@pytest.mark.parametrize(("larger_at", "is_slow"), [(19.9, True), (20.5, False)])
+def test_only_a_larger_step_that_was_computed_meanwhile_excuses_slow_ones(
+    larger_at: float, is_slow: bool
+) -> None:
+    """They were waited for from 20 s on, it from 18 s on."""
+    latency = trained(0.01)
+    answers = [(20.9, 1, 0.9), (21.9, 1, 0.9), (22.9, 1, 0.9), (24.0, 1, 0.9)]
+    for at, rows, took_s in sorted([*answers, (larger_at, 128, larger_at - 18.0)]):
+        latency.answered_at = at
+        latency.answered(rows, took_s)
+    assert latency.is_slow(1) == is_slow
 
 
 def test_a_hop_given_up_for_nothing_gets_twice_the_time() -> None:
