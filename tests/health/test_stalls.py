@@ -222,6 +222,14 @@ def test_a_slow_hop_that_nobody_could_replace_is_kept(pace: Pace) -> None:
     assert case.tokens() == expected_tokens(PROMPT, COUNT)
 
 
+def test_a_silent_hop_that_nobody_could_replace_is_given_the_ceiling_and_asked_again() -> None:
+    case = ask_with(lambda number: None if number == BAD_FROM else STEP_S, spare=False)
+    ((noticed_at, _),) = case.noticed()
+    bad_at = STEP_S * 2 * BAD_FROM
+    assert CEILING_S <= noticed_at - bad_at < CEILING_S + 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
 def test_a_model_that_takes_seconds_per_step_is_left_alone() -> None:
     case = ask_with(lambda number: 4.0 + (number % 5) * 0.5)
     assert case.noticed() == []
