@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mesh.pipeline.watch.sanity import CAP, FACTOR, Envelope, rows_as_floats
+from mesh.pipeline.watch.sanity import CAP, FACTOR, Envelope, impossible, rows_as_floats
 from mesh.pipeline.wire_dtype import WireVerdict, read_verdict, write_verdict
+from mesh.shard.ends import strongest
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.messages import WireTensor
@@ -65,12 +66,22 @@ def test_forgotten_bounds_are_forgotten_on_disk_too(tmp_path: Path) -> None:
     envelope.forget()
     assert not envelope.is_known
     assert envelope.is_dirty
+    assert envelope.check(4, wire(rows(1, 1e13)), "attic") == "", "nor is there a cap"
     envelope.write(tmp_path, "weights")
     found = Envelope.read(tmp_path, "weights")
     assert not found.is_known
     with found.recording():
         assert found.check(4, wire(rows(1, 7.0)), "attic") == ""
     assert found.check(4, wire(rows(1, 7e9)), "attic"), "the cap went with the bounds"
+
+
+@pytest.mark.parametrize(("token", "is_possible"), [(-1, False), (7, True), (8, False)])
+def test_candidates_are_tokens_of_the_vocabulary(token: int, is_possible: bool) -> None:
+    said = strongest(torch.arange(8.0, 0.0, -1.0)[None], 3).copy()
+    assert impossible(said, 8) == ""
+    said["ids"][0, 2] = token
+    fault = "" if is_possible else "candidates that are not different tokens of 8"
+    assert impossible(said, 8) == fault
 
 
 def test_several_nodes_may_write_the_same_bounds_at_once(tmp_path: Path) -> None:
