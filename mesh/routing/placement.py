@@ -284,7 +284,9 @@ def _stay(
     """Nearly as fast, with less to fetch."""
     budget_ms = STAY_SHARE * fastest.cost_ms
     charged = [staying(each, by_key[each.key].machine, budget_ms) for each in seats]
-    return seat(charged, model.total_layers, most, model.joined) or fastest
+    found = seat(charged, model.total_layers, most, model.joined)
+    fits = found is not None and _on_one_disk(seats, found, by_key) is None
+    return found if found is not None and fits else fastest
 
 
 def _seats(

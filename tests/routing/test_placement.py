@@ -148,6 +148,29 @@ def test_several_devices_of_a_node_are_several_places() -> None:
     assert "have room for 12 of 16 layers" in refused.refusal.message
 
 
+def test_devices_share_a_disk_also_where_layers_stay_that_lie_there() -> None:
+    drawn = (
+        ("a", ((1536, 100), (3072, 400)), 3.0, 2, None),
+        ("b", ((6144, 400), (819, 50), (3072, 100)), 0.2, 4, LayerRange(7, 9)),
+        ("c", ((6144, 400), (6144, 100)), 3.0, 4, LayerRange(2, 6)),
+    )
+    machines = []
+    for name, devices, rtt_ms, disk, held in drawn:
+        cards = tuple(
+            Device(f"cuda:{number}", mb << 20, 8 * GB, (Speed("bf16", gb_s, 9000.0),))
+            for number, (mb, gb_s) in enumerate(devices)
+        )
+        there = () if held is None else (HeldLayers(held),)
+        machines.append(
+            Machine(NodeId(name), name, cards, rtt_ms, held=there, disk_bytes=disk * (200 << 20))
+        )
+    (replica,) = lay_out(model(), machines, Demand(quant="none")).replicas
+    fetched: Counter[str] = Counter()
+    for shard in replica.shards:
+        fetched[shard.node] += shard.fetch_bytes
+    assert all(fetched[each.name] <= disk_of(each) for each in machines)
+
+
 def test_replicas_on_one_node_lie_on_a_device_each_whatever_fits_on_the_first() -> None:
     speeds = (Speed("bf16", 300.0, 9000.0),)
     gpus = tuple(Device(f"cuda:{i}", 40 * GB, 40 * GB, speeds) for i in range(3))
