@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import math
 import ssl
@@ -77,7 +78,9 @@ class Client:
         self._daemon = daemon
         parsed = _parsed(self.url)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        checked = trusting_nobody() if certificate is None else pinned(certificate)
+        checked, transport = trusting_nobody(), None
+        if certificate is not None:
+            transport = _ToItself(certificate, daemon)
         try:
             if certificate is None and parsed.scheme == "https":
                 checked = httpx.create_ssl_context()
@@ -88,6 +91,7 @@ class Client:
                 timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
                 trust_env=certificate is None and not is_loopback(parsed.host),
                 verify=checked,
+                transport=transport,
             )
         except OSError as error:  # of TLS as well
             raise BadValue(
@@ -372,7 +376,7 @@ class Client:
             raise await self._lost(error) from error
 
     async def _lost(self, error: httpx.TransportError) -> MeshError:
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):  # httpx tells it in words only
+        if _is_untrusted(error):
             return UntrustedPeer(
                 f"The certificate that {self.url} shows is not trusted here: {error}.",
                 fix="Copy the one that `hearthnet status` names there, compare its fingerprint, and"
@@ -437,6 +441,37 @@ def pinned(certificate: str) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | ssl.VerifyFlags(_NO_CHECK_TIME)
     context.load_verify_locations(cadata=certificate)
     return context
+
+
+class _ToItself(httpx.AsyncHTTPTransport):
+    """To the daemon with this certificate, or with what it was renewed by while that runs."""
+
+    def __init__(self, certificate: str, daemon: DaemonRecord | None) -> None:
+        self._context = pinned(certificate)
+        self._daemon = daemon
+        super().__init__(verify=self._context)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except httpx.ConnectError as error:
+            # Nothing was sent yet: this is about whom to send it to.
+            if not _is_untrusted(error) or not await asyncio.to_thread(self._knows_renewed):
+                raise
+        return await super().handle_async_request(request)
+
+    def _knows_renewed(self) -> bool:
+        renewed = None if self._daemon is None else self._daemon.renewed()
+        if renewed is None:
+            return False
+        with contextlib.suppress(ssl.SSLError):
+            self._context.load_verify_locations(cadata=renewed)
+            return True
+        return False
+
+
+def _is_untrusted(error: httpx.TransportError) -> bool:
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)  # httpx tells it in words only
 
 
 def trusting_nobody() -> ssl.SSLContext:

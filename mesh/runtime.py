@@ -85,9 +85,25 @@ class DaemonRecord:
         except psutil.NoSuchProcess:
             return False
 
+    def renewed(self) -> str | None:
+        """What its API's certificate is by now, as far as its file tells. Blocks."""
+        try:
+            return first_certificate(Path(self.certificate_file).read_text("ascii"))
+        except (OSError, ValueError):
+            return None
+
     def write(self, file: Path) -> None:
         """Put the record in place in one step, readable by its owner only. Raises OSError."""
         write_private(file, json.dumps(asdict(self), indent=1).encode())
+
+
+def first_certificate(chain: str) -> str:
+    """A server's own certificate: in PEM, those that vouch for it may follow. Raises ValueError."""
+    end = "-----END CERTIFICATE-----"
+    _, mark, rest = chain.partition("-----BEGIN CERTIFICATE-----")
+    if not mark or end not in rest:
+        raise ValueError("there is no certificate in it")
+    return mark + rest.partition(end)[0] + end
 
 
 def read_daemon(file: Path) -> DaemonRecord | None:

@@ -38,13 +38,13 @@ class TlsListener:
     def __init__(
         self,
         listener: socket.socket,
-        context: ssl.SSLContext,
+        context: Callable[[], ssl.SSLContext],
         make_protocol: Callable[[], asyncio.Protocol],
         opening_limit_s: float,
         max_opening: int,
     ) -> None:
-        """Of connections whose handshake is under way there are `max_opening` at most, for
-        `opening_limit_s` each."""
+        """Each connection is opened with what `context` is by then. Of connections whose handshake
+        is under way there are `max_opening` at most, for `opening_limit_s` each."""
         self._listener = listener
         self._context = context
         self._make_protocol = make_protocol
@@ -94,7 +94,7 @@ class TlsListener:
                 await self._loop.connect_accepted_socket(
                     self._make_protocol,
                     theirs,
-                    ssl=self._context,
+                    ssl=self._context(),
                     ssl_handshake_timeout=self._limit_s,
                     ssl_shutdown_timeout=self._limit_s,
                 )

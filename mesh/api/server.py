@@ -9,6 +9,7 @@ import ipaddress
 import math
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -72,13 +73,17 @@ class _Server(uvicorn.Server):
         if self.tls is not None:
             speaking_tls = TlsListener(
                 self._listener,
-                self.tls.context,
+                self._context,
                 self._connection,
                 self._settings.head_timeout_s,
                 self._settings.max_opening,
             )
             self.servers.append(speaking_tls)  # type: ignore[arg-type]
         self.ready.set()
+
+    def _context(self) -> ssl.SSLContext:
+        assert self.tls is not None  # noqa: S101 - asked of what speaks TLS
+        return self.tls.context
 
     def _connection(self) -> asyncio.Protocol:
         """As uvicorn makes one for its own listeners."""
@@ -116,6 +121,10 @@ class ApiServer:
     def tls(self) -> ApiTls | None:
         """What it speaks TLS with, if it does."""
         return self._server.tls
+
+    def renew(self, tls: ApiTls) -> None:
+        """Speak TLS with this from the next connection on; those that are open stay."""
+        self._server.tls = tls
 
     def reached(self, address: str) -> dict[str, Any]:
         """The fields of a `mesh.runtime.DaemonRecord` that say where it answers, and to whom."""

@@ -18,6 +18,7 @@ from mesh.config import Config
 from mesh.errors import BadValue
 from mesh.identity.api_certificate import expiry, fingerprint, keep_certificate
 from mesh.paths import StatePaths
+from mesh.runtime import first_certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def api_tls(config: Config, addresses: Iterable[str]) -> ApiTls | None:
     setting, KeyUnreadable.
     """
     if config.api_tls_cert is not None:
-        return _given(config.api_tls_cert, config.api_tls_key or config.api_tls_cert)
+        return given_tls(config.api_tls_cert, config.api_tls_key or config.api_tls_cert)
     if config.api_is_loopback:
         return None
     paths = StatePaths(config.state_dir)
@@ -57,12 +58,13 @@ def api_tls(config: Config, addresses: Iterable[str]) -> ApiTls | None:
     return _loaded(pem, paths.api_certificate, paths.api_certificate_key)
 
 
-def _given(certificate: Path, key: Path) -> ApiTls:
+def given_tls(certificate: Path, key: Path) -> ApiTls:
+    """What is served with this certificate and this key. Blocks. Raises BadValue."""
     pem = _text(certificate, "api_tls_cert")
     _text(key, "api_tls_key")
     try:
         return _loaded(pem, certificate, key)
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:  # of TLS as well
         raise BadValue(
             f"{certificate} and {key} cannot be served with: {error}.",
             fix="Name a certificate in PEM, its chain behind it, and the unencrypted key that"
@@ -87,17 +89,8 @@ def _loaded(pem: str, certificate: Path, key: Path) -> ApiTls:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     context.load_cert_chain(certificate, key, password=_no_password)
-    own = ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(_first(pem)))
+    own = ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(first_certificate(pem)))
     return ApiTls(context, own, certificate, fingerprint(own), expiry(own))
-
-
-def _first(pem: str) -> str:
-    """The server's own certificate; those that vouch for it may follow."""
-    end = "-----END CERTIFICATE-----"
-    _, mark, rest = pem.partition("-----BEGIN CERTIFICATE-----")
-    if not mark or end not in rest:
-        raise ValueError("there is no certificate in it")
-    return mark + rest.partition(end)[0] + end
 
 
 def _no_password() -> NoReturn:

@@ -17,6 +17,7 @@ from mesh.api.app import create_app
 from mesh.api.keys import end_jobs
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
+from mesh.api.renewal import follow_renewals
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings, Services
 from mesh.api.tls import api_tls
@@ -224,7 +225,10 @@ class Node:
             self._answering(), Overview(parts), settings, Control(network), keys, queue, services
         )
         tls = await asyncio.to_thread(api_tls, config, self._addresses)
-        self._api = await serve_api(app, config.api_host, config.api_port, tls)
+        api = self._api = await serve_api(app, config.api_host, config.api_port, tls)
+        if (named := config.api_tls_cert) is not None:
+            renewals = follow_renewals(api, named, config.api_tls_key or named, self._events)
+            self._tasks.append(spawn(renewals, "follow the API's certificate"))
 
     def _answering(self) -> Askers:
         return Askers(

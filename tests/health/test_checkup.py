@@ -163,7 +163,7 @@ def test_a_certificate_that_expires_is_told_of_in_time(days: int, told: str) -> 
     tls = {"sha256": "AB", "certificate": "own.pem", "expires": expires}
     told_of = said(of_daemon(node={**NODE, "api_tls": tls}), Grade.WRONG)
     assert told in told_of
-    assert ("`hearthnet restart`" in told_of) == bool(told)
+    assert ("Renew it" in told_of) == bool(told)
 
 
 def test_what_a_daemon_says_of_itself_is_passed_on_with_a_fix() -> None:

@@ -71,7 +71,7 @@ def _certificate(tls: Mapping[str, Any] | None, now: datetime) -> Iterator[Findi
         yield wrong(
             "certificate",
             f"The API's certificate {tls['certificate']} {does} on {expires:%Y-%m-%d}.",
-            "Renew it, then `hearthnet restart`: it is read at the start.",
+            "Renew it: what replaces its file is taken up within a minute or two.",
         )
 
 
