@@ -64,11 +64,12 @@ class MeshError(Exception):
 
 
 class InternalError(MeshError, code="internal"):
-    """A bug, or a child process that died; details are in the log."""
+    """A bug; details are in the log."""
 
 
-class ProcessLost(InternalError):
-    """A child process ended, or was not there, before it answered what it was asked."""
+class ProcessLost(InternalError, code="process_lost", http_status=503, retryable=True):
+    """A child process ended, or was not there, before it answered what it was asked; another
+    takes its place."""
 
 
 class RemoteError(MeshError):

@@ -23,6 +23,7 @@ from mesh.errors import (
     NoRoute,
     NotEnoughMemory,
     PipelineStalled,
+    ProcessLost,
 )
 from mesh.pipeline.entrance import Entrance
 from mesh.types import (
@@ -283,6 +284,10 @@ class ScriptedGenerations:
 
     async def _unfinished(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         yield TokenDelta("one", (1,))
+
+    async def _killed(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise ProcessLost("the asker of killed: killed by SIGKILL.", fix="It is started anew.")
+        yield
 
     async def _busy(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         raise Busy("4 generations run already.", fix="Try again in a moment.")

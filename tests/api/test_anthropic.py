@@ -142,6 +142,7 @@ async def test_errors_before_the_first_token_have_their_status_and_kind(
         ("nobody", 404, "not_found_error"),
         ("busy", 429, "rate_limit_error"),
         ("no-route", 503, "overloaded_error"),
+        ("killed", 503, "overloaded_error"),
         ("unfinished", 500, "api_error"),
     ):
         for streams in {False, status < 500}:

@@ -424,6 +424,7 @@ async def test_a_body_that_breaks_behind_its_answer_just_ends_the_connection(
         ("too-long", 400, "context_length_exceeded", None),
         ("no-route", 503, "shard_unavailable", "5"),
         ("busy", 429, "busy", "1"),
+        ("killed", 503, "process_lost", "5"),
         ("bug", 500, "internal", None),
     ],
 )
