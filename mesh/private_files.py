@@ -13,11 +13,15 @@ import shlex
 import stat
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mesh.errors import KeyUnreadable
 
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_SQLITE_CANTOPEN = 14
+_SQLITE_FILES = 4
+"""The database, its write-ahead log, the index of that, and their directory."""
 _DRAFT = re.compile(r"\.[0-9a-f]{8}")
 
 
@@ -87,14 +91,34 @@ def flush(descriptor: int) -> None:
         os.fdatasync(descriptor)
 
 
-def mending(error: OSError, otherwise: str) -> str:
-    """What helps against an error of these functions: the disk's own, or else what the caller says,
-    which is about the file."""
+def mending(error: Exception, otherwise: str) -> str:
+    """What helps against an error of a file, SQLite's as well: that of its disk or of this process,
+    or else what the caller says, which is about the file."""
+    if _lacks_descriptors(error):
+        return (
+            "This process has as many files and connections open as it may: start it with a higher"
+            " limit (`ulimit -n`, a service's LimitNOFILE), or with fewer who are connected."
+        )
+    if not isinstance(error, OSError):
+        return otherwise
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free some room on that disk; the file is as it was."
     if error.errno == errno.EROFS:
         return "That file system takes no writes: mount it for writing; the file is as it was."
     return otherwise
+
+
+def _lacks_descriptors(error: Exception) -> bool:
+    if getattr(error, "sqlite_errorcode", None) != _SQLITE_CANTOPEN:
+        return isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
+    # SQLite does not tell why it could not open one of its files.
+    with ExitStack() as opened:
+        for _ in range(_SQLITE_FILES):
+            try:
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+            except OSError as why:
+                return why.errno in _NO_DESCRIPTORS
+    return False
 
 
 def remove_stale_drafts(directory: Path) -> None:

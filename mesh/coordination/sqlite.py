@@ -20,6 +20,7 @@ from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_t
 from mesh.coordination.store import RecordStore
 from mesh.errors import BadRecord, StoreUnavailable
 from mesh.events.opening import is_damage, put_aside
+from mesh.private_files import mending
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,9 @@ class SqliteStore(RecordStore):
         except (sqlite3.Error, OSError, ValueError) as error:
             raise StoreUnavailable(
                 f"{self._file} cannot be used: {error}.",
-                fix="Free space on the disk, make the state directory writable, or delete the file"
-                " if it is damaged: nodes publish again what they hold.",
+                fix=mending(
+                    error,
+                    "Free space on the disk, make the state directory writable, or delete the file"
+                    " if it is damaged: nodes publish again what they hold.",
+                ),
             ) from error

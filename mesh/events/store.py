@@ -25,6 +25,7 @@ from mesh.events.docket import Signed
 from mesh.events.opening import Contents
 from mesh.events.rules import Rules
 from mesh.events.types import Event, Order, Place, decode
+from mesh.private_files import mending
 from mesh.types import NodeId
 
 MAX_PAGE_EVENTS = 512
@@ -281,8 +282,11 @@ def translate(error: sqlite3.Error | OSError) -> EventLogError:
         )
     return LogFull(
         f"The event log cannot be written: {error}.",
-        fix="Free space on the disk, or make the state directory writable; nothing is lost, and"
-        " writing goes on as soon as the disk takes it.",
+        fix=mending(
+            error,
+            "Free space on the disk, or make the state directory writable; nothing is lost, and"
+            " writing goes on as soon as the disk takes it.",
+        ),
     )
 
 

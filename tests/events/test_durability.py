@@ -26,6 +26,7 @@ from mesh.identity import decisions
 from mesh.identity.decisions import LevelChanged
 from mesh.identity.roster import TrustLevel
 from mesh.types import NodeId
+from tests.descriptors import none_left
 from tests.events.support import (
     HEARTH,
     Author,
@@ -182,6 +183,16 @@ async def test_a_damaged_row_costs_that_row_only(tmp_path: Path, column: str) ->
     assert node.kinds() == []
     assert meaning(node.log.state) == meaning(reference(events))
     await node.log.close()
+
+
+async def test_a_process_without_descriptors_is_told_from_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "events.db"
+    await (await open_node(path)).log.close()
+    for left in range(3):  # the file cannot be touched, or SQLite cannot open all of its own
+        with none_left(but=left), pytest.raises(LogFull) as caught:
+            await open_node(path)
+        assert "ulimit -n" in caught.value.fix, caught.value
+    await (await open_node(path)).log.close()
 
 
 async def test_what_was_saved_stays_saved_when_the_disk_takes_no_more(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from mesh.errors import BadRequest, BodyTooLarge, StorageFull
+from mesh.errors import BadRequest, BodyTooLarge
 from mesh.interventions.jobs.queue.service import JobQueue
-from mesh.interventions.jobs.queue.spool import Incoming
+from mesh.interventions.jobs.queue.spool import Incoming, unstored
 from mesh.types import Principal
 
 _MAX_DATA_BYTES = 64 << 10
@@ -51,7 +51,7 @@ async def receive(
     try:
         incoming = await asyncio.to_thread(queue.spool.receive)
     except OSError as error:
-        raise _unwritable(error) from error
+        raise unstored("The payload could not be stored", error) from error
     queue.uploads[incoming] = owner
     try:
         upload = _Upload(incoming, most, partial(queue.require_share, owner))
@@ -61,7 +61,7 @@ async def receive(
         queue.spool.release(incoming.size_bytes)
         await asyncio.to_thread(incoming.discard)
         if isinstance(error, OSError):
-            raise _unwritable(error) from error
+            raise unstored("The payload could not be stored", error) from error
         raise
     return envelope, incoming
 
@@ -186,10 +186,4 @@ def _envelope(data: bytes) -> UploadDescription:
 def _malformed(why: str) -> BadRequest:
     return BadRequest(
         f"The request is not as nnsight 0.8 sends it: {why}.", fix="Use an nnsight 0.8 client."
-    )
-
-
-def _unwritable(error: OSError) -> StorageFull:
-    return StorageFull(
-        f"The payload could not be stored: {error}.", fix="Free space on the node's disk."
     )

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from mesh.errors import StorageFull
 from mesh.interventions.jobs.queue.records import JobRecords
-from mesh.interventions.jobs.queue.spool import Spool
+from mesh.interventions.jobs.queue.spool import Spool, unstored
 from mesh.interventions.jobs.queue.types import Job, Status
 from mesh.types import Principal, shown_id
 from mesh.units import data_size
@@ -85,9 +85,7 @@ class KeptResults:
         try:
             await self._drop(replace(gone, status=Status.ERROR, description=_GAVE_WAY))
         except OSError as error:
-            raise StorageFull(
-                f"No room could be made for a job: {error}.", fix="Free space on the node's disk."
-            ) from error
+            raise unstored("No room could be made for a job", error) from error
 
     async def _over_its_share(self, owner: Principal, size_bytes: int) -> Job | None:
         """The oldest result of whoever has most, where that is more than falls to each."""

@@ -19,6 +19,7 @@ from mesh import codec
 from mesh.errors import SchemaTooNew, StorageFull
 from mesh.events.opening import is_damage, put_aside
 from mesh.interventions.jobs.queue.types import Job, Status, Submission
+from mesh.private_files import mending
 from mesh.types import ModelId, Principal
 
 logger = logging.getLogger(__name__)
@@ -219,5 +220,5 @@ def _map(text: str) -> dict[str, Any]:
 def _unusable(error: sqlite3.Error | OSError | ValueError) -> StorageFull:
     return StorageFull(
         f"The table of jobs cannot be used: {error}.",
-        fix="Free space on the disk, or make the state directory writable.",
+        fix=mending(error, "Free space on the disk, or make the state directory writable."),
     )

@@ -21,7 +21,7 @@ from mesh.interventions.jobs.queue.keeping import KeptResults
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.records import JobRecords
-from mesh.interventions.jobs.queue.spool import Incoming, Spool
+from mesh.interventions.jobs.queue.spool import Incoming, Spool, unstored
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
 from mesh.interventions.jobs.queue.working import RunLoop, Work
 from mesh.interventions.jobs.types import JobRunner
@@ -287,9 +287,7 @@ class JobQueue:
                 await asyncio.to_thread(self.spool.remove, self.spool.payload(job.job_id))
                 raise
         except OSError as error:
-            raise StorageFull(
-                f"The job could not be stored: {error}.", fix="Free space on the node's disk."
-            ) from error
+            raise unstored("The job could not be stored", error) from error
 
     def _ticket(self, job: Job, feed: Feed | None) -> JobTicket:
         update = Update(job.job_id, Status.RECEIVED, "")

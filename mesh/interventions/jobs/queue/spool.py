@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from mesh.errors import BodyTooLarge, StorageFull
 from mesh.interventions.jobs.files import part_of
-from mesh.private_files import sync
+from mesh.private_files import mending, sync
 from mesh.units import data_size
 
 
@@ -171,3 +171,8 @@ class Incoming:
         """Remove what has come. Blocks. Raises OSError."""
         self._file.close()
         self._path.unlink(missing_ok=True)
+
+
+def unstored(what: str, error: OSError) -> StorageFull:
+    """What is told where a file of these could not be written; `what` begins the sentence."""
+    return StorageFull(f"{what}: {error}.", fix=mending(error, "Free space on the node's disk."))
