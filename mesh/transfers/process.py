@@ -234,8 +234,15 @@ class FetcherProcess(Worker):
         if fetches.is_fetching(directory):
             raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
         kept = self._shelf.at(directory)
-        await asyncio.to_thread(remove_partial, directory)
+        # First: who fetches it again while the files go is neither told that it is here, nor has
+        # what comes taken off the shelf at the end.
         self._shelf.remove(directory)
+        try:
+            await asyncio.to_thread(remove_partial, directory)
+        except (MeshError, OSError):
+            if kept is not None and self._shelf.at(directory) is None:
+                self._shelf.put(kept)
+            raise
         if kept is not None and not self._shelf.of(kept.manifest.weights_sha256):
             await self._forget_rounded(kept.manifest.weights_sha256)
         return directory

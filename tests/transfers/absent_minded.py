@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from mesh.models.partial import RECORD
 from mesh.transfers import process
 from mesh.transfers.shelf import Holding, Shelf
 
-HOLD_UP, LOOKING = "hold-up", "looking"
-"""The file, and the one that is there once a look was held up."""
+HOLD_UP, LOOKING, OFF = "hold-up", "looking", "off"
+"""The file, the one that is there once a look was held up, and the one that is there once something
+was off the shelf before its files were gone."""
 
 
 class SlowShelf(Shelf):
@@ -26,6 +28,12 @@ class SlowShelf(Shelf):
             (self._beside / LOOKING).touch()
             time.sleep(0.01)
         return held
+
+    def remove(self, place: Path) -> None:
+        """See `Shelf`."""
+        super().remove(place)
+        if (place / RECORD).exists():
+            (place.parent / OFF).touch()
 
 
 def main() -> None:
