@@ -178,6 +178,11 @@ class StatePaths:
         return self.root / "lock"
 
     @property
+    def start_lock(self) -> Path:
+        """Locked by the one command that starts a daemon there (see `mesh.runtime`)."""
+        return self.root / "start.lock"
+
+    @property
     def runtime_file(self) -> Path:
         """Written while a daemon runs: where it listens (see `mesh.runtime`)."""
         return self.root / "daemon.json"

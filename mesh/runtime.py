@@ -140,7 +140,23 @@ def sole_use(paths: StatePaths) -> Iterator[None]:
 
     Raises AlreadyRunning when another process has it. Ends with the process, however that ends.
     """
-    descriptor = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    with _locked(paths.lock, paths):
+        yield
+
+
+@contextmanager
+def sole_start(paths: StatePaths) -> Iterator[None]:
+    """To start a daemon there for this command alone: of two, each would show what the other's
+    logs. Raises AlreadyRunning, also when one runs."""
+    with _locked(paths.start_lock, paths):
+        with sole_use(paths):
+            pass
+        yield
+
+
+@contextmanager
+def _locked(file: Path, paths: StatePaths) -> Iterator[None]:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
             _lock(descriptor)

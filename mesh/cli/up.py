@@ -111,6 +111,8 @@ def found_first_hearth(config: Config, paths: StatePaths) -> None:
     from mesh.runtime import sole_use
 
     with sole_use(paths):
+        if paths.hearth.exists():  # by another `up` just now
+            return
         require_startable(config)
         key = load_or_create(paths.identity_key)
         founding = asyncio.run(
@@ -135,11 +137,11 @@ def leave_running(arguments: Sequence[str], paths: StatePaths, **start: Any) -> 
     Raises AlreadyRunning, and Exit when it ends instead.
     """
     from mesh.cli.detached import start_detached
-    from mesh.runtime import sole_use
+    from mesh.runtime import sole_start
 
-    with sole_use(paths):
-        pass  # or what the one that runs logs meanwhile would be shown as said by this one
-    announce(start_detached(arguments, paths, **start))
+    with sole_start(paths):
+        record = start_detached(arguments, paths, **start)
+    announce(record)
 
 
 def announce(record: DaemonRecord) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from mesh.cli.ports import require_free
 from mesh.cli.starting import require_device, require_there
-from mesh.cli.up import found_first_hearth, prepare
+from mesh.cli.up import found_first_hearth, leave_running, prepare
 from mesh.config import Config
 from mesh.errors import AlreadyRunning, BadValue, MeshError, ModelNotFound, PortInUse
 from mesh.identity.api_keys import ApiKeys
 from mesh.paths import StatePaths
-from mesh.runtime import sole_use
+from mesh.runtime import sole_start, sole_use
 
 
 @pytest.fixture
@@ -105,6 +105,39 @@ def test_where_a_node_runs_already_that_is_what_is_said(tmp_path: Path, taken: i
     paths = StatePaths(wanted.state_dir).create()
     with sole_use(paths), pytest.raises(AlreadyRunning):
         prepare(wanted, paths)
+
+
+def test_a_hearth_is_founded_once_whoever_comes_between(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = config(tmp_path)
+
+    class Overtaken(StatePaths):
+        """Of one who has seen no hearth when another founds it."""
+
+        has_looked = False
+
+        @property
+        def hearth(self) -> Path:
+            if Overtaken.has_looked:
+                return super().hearth
+            Overtaken.has_looked = True
+            prepare(wanted, StatePaths(self.root))
+            return self.root / "was not there"
+
+    prepare(wanted, Overtaken(StatePaths(wanted.state_dir).create().root))
+    assert "".join(capsys.readouterr()).count("recovery code") == 1
+
+
+def test_one_command_at_a_time_starts_a_daemon(tmp_path: Path) -> None:
+    paths = StatePaths(tmp_path / "state").create()
+    with sole_start(paths):
+        with sole_use(paths):
+            pass  # as the daemon that it starts
+        with pytest.raises(AlreadyRunning, match="just starting"):
+            leave_running(["--no-such-option"], paths)
+    with sole_use(paths), pytest.raises(AlreadyRunning), sole_start(paths):
+        pass
 
 
 def test_a_device_that_cannot_be_there_is_refused(tmp_path: Path) -> None:
