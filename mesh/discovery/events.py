@@ -42,11 +42,13 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something a person should know. Nothing has stopped."""
+    """Something a person should know. Nothing has stopped. Where it ends by itself it is so `until`
+    that time, in ISO 8601."""
 
     code: str
     message: str
     fix: str
+    until: str | None = None
     type: str = "warning"
 
 

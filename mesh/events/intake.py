@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from mesh.accounts.ledger import Resource, of_peer
-from mesh.clock import Clock
+from mesh.clock import Clock, claimed
 from mesh.errors import BadEvent, LogRefused
 from mesh.events.chains import Chains
 from mesh.events.docket import Docket, Signed
@@ -73,12 +73,14 @@ class IntakeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Something people should know: a stable kind, whom it is about, a sentence, what to do."""
+    """Something people should know: a stable kind, whom it is about, a sentence, what to do, and
+    by when on this machine's clock that is no longer so, where it ends by itself (ISO 8601)."""
 
     kind: str
     node: NodeId | None
     message: str
     fix: str
+    until: str | None = None
 
 
 class Intake:
@@ -97,7 +99,8 @@ class Intake:
         self.orphans: dict[NodeId, dict[Place, Signed]] = {}
         self.adopted: list[tuple[NodeId, Place]] = []
         self._proofs: list[Proof] = []
-        self._warned: set[NodeId] = set()
+        self._warned: dict[NodeId, int] = {}
+        """By whose clock is ahead: until when, in Unix milliseconds."""
         self._full: set[NodeId] = set()
 
     def mutes(self, source: NodeId) -> bool:
@@ -260,14 +263,19 @@ class Intake:
             self.blame(source)
 
     def _check_clock(self, event: Event) -> None:
-        ahead_s = event.wall_ms / 1000 - self.clock.now().timestamp()
-        if ahead_s < SKEW_S or event.author in self._warned or len(self._warned) >= _MAX_WARNED:
+        now_s, warned = self.clock.now().timestamp(), self._warned
+        ahead_s, known_ms = event.wall_ms / 1000 - now_s, warned.get(event.author)
+        if ahead_s < SKEW_S or (known_ms is None and len(warned) >= _MAX_WARNED):
             return
-        self._warned.add(event.author)
+        if known_ms is not None and known_ms / 1000 > now_s:
+            return
+        warned[event.author] = event.wall_ms
         self.on_report(
             Report(
                 "clock_skew", event.author,
                 f"The clock of {event.author} is {lasting(ahead_s)} ahead of this one.",
                 "Nothing depends on it but the times that are shown. Set the clock that is wrong.",
+                # It may have been this machine's, which has been set since.
+                until=claimed(event.wall_ms).isoformat(),
             )
         )  # fmt: skip

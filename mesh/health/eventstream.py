@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from itertools import islice
 from typing import Any
 
@@ -43,8 +44,15 @@ class EventFeed:
             reader.set()
 
     def latest(self, count: int, kind: str) -> list[dict[str, Any]]:
-        """The newest `count` events of a kind among those that are kept, oldest first."""
-        found = (event for event in reversed(self._events) if event["type"] == kind)
+        """The newest `count` events of a kind among those that are kept, oldest first. What was so
+        ``until`` a time that has come is none of them."""
+        now = self.clock.now()
+        found = (
+            event
+            for event in reversed(self._events)
+            if event["type"] == kind
+            and ((until := event.get("until")) is None or datetime.fromisoformat(until) > now)
+        )
         return list(islice(found, count))[::-1]
 
     async def batches(

@@ -25,7 +25,7 @@ def warned(report: Report, roster: Roster | None) -> Warned:
     message = report.message
     if known is not None:
         message = message.replace(known.node_id, known.name)
-    return Warned(report.kind, message, report.fix)
+    return Warned(report.kind, message, report.fix, report.until)
 
 
 def not_in(hearth: str) -> Warned:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
+from msgspec import structs
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
@@ -16,6 +17,7 @@ from mesh.events.types import MODEL_PUBLISHED, Event, decode, seal
 from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 from tests.events.support import (
+    FOUNDED_MS,
     HEARTH,
     Author,
     FakeClock,
@@ -370,3 +372,23 @@ def test_a_clock_a_day_off_changes_nothing_but_a_warning(days: int) -> None:
     assert all("times that are shown" in report.fix for report in skewed.reports)
     facts_only = [event for event in events if isinstance(event, Event)]
     assert {decode(e.body, e.signature).hearth_id for e in facts_only} == {HEARTH}
+    # Once the clock is set right that is over.
+    now = right.clock.now()
+    untils = [datetime.fromisoformat(report.until or "") for report in skewed.reports]
+    assert all(skewed.clock.now() < until <= now for until in untils)
+
+
+def test_a_clock_that_stays_ahead_is_told_again_once_what_was_told_is_over() -> None:
+    _, (author,), records = household(1)
+    replica, told = MemoryReplica(), []
+    replica.take(records)
+    for hours_ahead, passes_h in ((1, 0), (2, 2), (3, 0)):
+        draft = author.draft(MODEL_PUBLISHED, {"model_id": "m"})
+        wall_ms = FOUNDED_MS + hours_ahead * 3_600_000
+        event = seal(structs.replace(draft, wall_ms=wall_ms), author.key.sign)
+        author.ids.append(event.id)
+        author.lamport = event.lamport
+        replica.take([event])
+        told.append(len(replica.reports))
+        replica.clock.wall += timedelta(hours=passes_h)
+    assert told == [1, 1, 2]

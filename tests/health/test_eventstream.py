@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from mesh.clock import SystemClock
+from mesh.clock import SteadyClock, SystemClock
 from mesh.health.eventstream import EventFeed
 
 
@@ -64,3 +65,13 @@ async def test_an_empty_batch_comes_when_all_is_quiet() -> None:
     async with aclosing(stream.batches(None, pace_s=0.0, idle_s=0.01)) as batches:
         async with asyncio.timeout(5):
             assert [await anext(batches) for _ in range(3)] == [[], [], []]
+
+
+async def test_what_is_over_by_itself_is_not_among_the_latest() -> None:
+    now = datetime(2030, 1, 1, tzinfo=UTC)
+    stream = EventFeed(SteadyClock(now))
+    stream.emit("warning", code="clock_skew", until=(now - timedelta(hours=1)).isoformat())
+    stream.emit("warning", code="clock_skew", until=(now + timedelta(hours=1)).isoformat())
+    stream.emit("warning", code="revoked", until=None)
+    stream.emit("warning", code="coordination")
+    assert [event["id"] for event in stream.latest(9, "warning")] == [2, 3, 4]

@@ -149,8 +149,11 @@ async def test_a_report_names_its_member(tmp_path: Path) -> None:
     hearth = await Hearth.open(key, record, tmp_path, CLOCK, unexpected)
     roster = hearth.roster
     await hearth.close()
-    report = Report("clock_skew", key.node_id, f"The clock of {key.node_id} is ahead.", "Set it.")
-    assert warned(report, roster) == Warned("clock_skew", "The clock of attic is ahead.", "Set it.")
+    until = "2030-01-01T00:00:00+00:00"
+    said = f"The clock of {key.node_id} is ahead."
+    report = Report("clock_skew", key.node_id, said, "Set it.", until)
+    shown = Warned("clock_skew", "The clock of attic is ahead.", "Set it.", until)
+    assert warned(report, roster) == shown
     assert warned(report, None).message == report.message
 
 
