@@ -66,7 +66,8 @@ class RecoverBody(Strict):
 class RevokeTokenBody(Strict):
     """The body of `POST /mesh/v1/hearth/revoke_token`."""
 
-    token_id: str = Field(min_length=1, max_length=256)
+    token_id: str = Field(pattern=r"^[A-Za-z0-9_-]{22}$")
+    """As a session's list has it. What is signed is kept for good: a slip is refused before."""
 
 
 def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:

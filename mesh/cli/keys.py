@@ -139,7 +139,8 @@ def _parse(quotas: list[str]) -> dict[str, int]:
     limits: dict[str, int] = {}
     for text in quotas:
         what, _, number = text.partition("=")
-        if what not in _QUOTAS or not number.isdecimal() or not 0 < int(number) <= MAX_QUOTA:
+        is_number = number.isdecimal() and len(number) <= len(str(MAX_QUOTA))
+        if what not in _QUOTAS or not is_number or not 0 < int(number) <= MAX_QUOTA:
             raise BadValue(
                 f"{text!r} is no quota.",
                 fix="For example --quota requests=60 --quota tokens=100000.",

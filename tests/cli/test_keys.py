@@ -83,7 +83,15 @@ async def test_keys_are_made_and_revoked_without_a_daemon(hearthnet: Run, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--scope", "root"), ("--quota", "60"), ("--quota", "requests=0"), ("--name", "")]
+    "wrong",
+    [
+        ("--scope", "root"),
+        ("--quota", "60"),
+        ("--quota", "requests=0"),
+        ("--quota", f"requests={'9' * 5000}"),
+        ("--name", ""),
+    ],
+    ids=lambda wrong: wrong[1][:10],
 )
 async def test_unusable_wishes_are_refused(
     wrong: tuple[str, str], hearthnet: Run, tmp_path: Path

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 import pytest
+from pydantic import ValidationError
 
+from mesh.api.hearth import RevokeTokenBody
 from mesh.clock import SystemClock
 from mesh.errors import UntrustedPeer
 from mesh.events.intake import Report
@@ -20,6 +24,7 @@ from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.hearth.revocations import Revocations
+from mesh.identity.tokens import issue
 from tests.discovery.network import new_key
 from tests.events.support import Author, MemoryReplica, household
 
@@ -104,6 +109,17 @@ def test_a_chain_that_begins_again_has_revoked_nothing() -> None:
     replica.take([event])
     revocations.note(LogChange((event,), (), replica.state))
     assert revocations.tokens == set()
+
+
+def test_what_cannot_be_the_name_of_a_token_is_refused_before_it_is_signed() -> None:
+    key = new_key()
+    ids = {"holder": key.node_id, "audience": key.node_id, "subject": "s"}
+    text = issue(key, CLOCK, scope=frozenset({"tensors"}), **ids).split(".")[1]
+    name = json.loads(base64.urlsafe_b64decode(text + "==="))["jti"]
+    assert RevokeTokenBody(token_id=name).token_id == name
+    for slip in (name[:-1], f"{name}\n", f" {name}", "x" * 200, "ä" * 22):
+        with pytest.raises(ValidationError):
+            RevokeTokenBody(token_id=slip)
 
 
 async def test_who_may_use_no_shards_is_told_that_it_revokes_none(tmp_path: Path) -> None:
