@@ -29,7 +29,7 @@ from starlette.types import Scope as Connection
 from mesh.accounts import allowances
 from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.api.connection import NEIGHBOUR
-from mesh.api.faults import error_response
+from mesh.api.faults import error_response, form_for
 from mesh.api.neighbours import Neighbour
 from mesh.api.page import PATHS as PAGE_PATHS
 from mesh.api.services import ApiSettings
@@ -287,7 +287,7 @@ class _Scoped:
 
 async def _refuse(error: MeshError, scope: Connection, receive: Receive, send: Send) -> None:
     if scope["type"] == "http":
-        await error_response(error, scope["path"])(scope, receive, send)
+        await error_response(error, form_for(scope))(scope, receive, send)
     else:  # before it is accepted, which the client sees as 403
         await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 

@@ -1,18 +1,19 @@
 """Errors as HTTP responses: the only place that translates them.
 
 They have OpenAI's shape; below `/api/` that of Ollama and below `/v1/messages` that of Anthropic,
-whose clients read no other."""
+whose clients read no other, also where both ask at one path."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ExceptionHandler
+from starlette.types import ExceptionHandler, Scope
 
 from mesh.errors import Busy, ContextTooLong, InternalError, MeshError, MethodNotAllowed, NotFound
 
@@ -21,6 +22,10 @@ OLLAMA = "/api/"
 """How the paths of Ollama's API begin."""
 ANTHROPIC = "/v1/messages"
 """How those of Anthropic's do."""
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header of its clients, with the version of the API that they speak."""
+_OF_BOTH = "/v1/models"
+"""What they ask of a path that OpenAI's clients know as well."""
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -92,6 +97,14 @@ def error_response(error: MeshError, path: str = "") -> Response:
     return JSONResponse(error_body(error, path), status_code=error.http_status, headers=headers)
 
 
+def form_for(scope: Scope) -> str:
+    """The `path` by which the form of an error is chosen that ends this request."""
+    path: str = scope["path"]
+    if path.startswith(_OF_BOTH) and ANTHROPIC_VERSION in Headers(scope=scope):
+        return ANTHROPIC
+    return path
+
+
 def unforeseen() -> MeshError:
     """What a client is told of an exception that nobody translated; the log has the rest."""
     return InternalError(
@@ -102,7 +115,7 @@ def unforeseen() -> MeshError:
 def on_mesh_error(request: Request, error: Exception) -> Response:
     """Handler for MeshError."""
     known = error if isinstance(error, MeshError) else unforeseen()
-    return error_response(known, request.url.path)
+    return error_response(known, form_for(request.scope))
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
@@ -114,7 +127,7 @@ def on_http_exception(request: Request, error: Exception) -> Response:
             f"{path} does not take {request.method}.",
             fix=f"Use {headers.get('Allow', 'another')}.",
         )
-        response = error_response(refusal, path)
+        response = error_response(refusal, form_for(request.scope))
         response.headers.update(headers)
         return response
     begun = OLLAMA if f"{path}/".startswith(OLLAMA) else _V1
@@ -143,7 +156,7 @@ def on_client_gone(_request: Request, _error: Exception) -> Response:
 
 def on_exception(request: Request, _error: Exception) -> Response:
     """Handler for everything else; Starlette raises it again and uvicorn logs it."""
-    response = error_response(unforeseen(), request.url.path)
+    response = error_response(unforeseen(), form_for(request.scope))
     response.headers["X-Request-Id"] = request.state.request_id  # it answers around all middleware
     return response
 

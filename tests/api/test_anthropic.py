@@ -403,9 +403,26 @@ async def test_models_are_listed_in_the_form_that_the_client_reads(
         assert (await client.models.retrieve("echo")).id == "echo"
         # as Ollama's list has it, by which messages are answered too
         assert (await client.models.retrieve("echo:latest")).id == "echo"
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(anthropic.NotFoundError) as unknown:
             await client.models.retrieve("nope")
+        assert kind_of(unknown.value) == "not_found_error"
     assert (await http.get("/v1/models")).json()["object"] == "list"
+    assert "fix" in (await http.get("/v1/models/nope")).json()["error"], "as OpenAI's have it"
+
+
+def kind_of(refused: anthropic.APIStatusError) -> str:
+    """The type in the body of an error that has Anthropic's form."""
+    body: Any = refused.body
+    assert body["type"] == "error"
+    kind: str = body["error"]["type"]
+    return kind
+
+
+async def test_a_wrong_key_for_the_list_is_refused_in_the_form_that_the_client_reads() -> None:
+    async with serving(with_key("hn_owner")) as served, client_of(served.url, "wrong") as client:
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await client.models.list()
+        assert kind_of(refused.value) == "authentication_error"
 
 
 async def test_a_key_comes_in_anthropics_header_and_pays() -> None:

@@ -15,12 +15,12 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mesh.api.auth import caller_of
+from mesh.api.faults import ANTHROPIC_VERSION
 from mesh.api.openai.models import listed
 from mesh.api.services import DeploymentControl, MeshView
 from mesh.errors import nobody_asks
 from mesh.types import ModelId
 
-_VERSION_HEADER = "anthropic-version"
 _UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 """What Anthropic says of a model whose release it does not know."""
 
@@ -30,7 +30,7 @@ class _ForItsClients(Route):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """As a route does; nothing for a request without their header."""
-        if scope["type"] != "http" or _VERSION_HEADER not in Headers(scope=scope):
+        if scope["type"] != "http" or ANTHROPIC_VERSION not in Headers(scope=scope):
             return Match.NONE, {}
         return super().matches(scope)
 
