@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ _TELL_EVERY_S = 1.0
 """What is verified is flushed, and told to others, so often."""
 _MAX_PIECES = 8
 """Pieces in memory, on their way in or to the disk."""
+_IN_VAIN = 2
+"""Nobody waits for a source that has failed so often and given nothing since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ class Fetch:
         self._asked: dict[str, _Asked] = {}
         self._error: MeshError | None = None
         self._given_up: dict[str, str] = {}
+        self._failed: Counter[str] = Counter()
+        """How often a source has failed since it last gave something."""
         self._changed = asyncio.Event()
         self._room = asyncio.Semaphore(_MAX_PIECES)
         self._keeping: set[asyncio.Task[None]] = set()
@@ -120,7 +125,7 @@ class Fetch:
     @property
     def stopped_by(self) -> str:
         """Why nothing comes, of everybody that gives nothing now; '' while somebody is asked."""
-        if any(asked.tasks for asked in self._asked.values()):
+        if any(asked.tasks for asked in self._hoped):
             return ""
         return " ".join(f"{name}: {why}" for name, why in self._given_up.items())
 
@@ -139,7 +144,8 @@ class Fetch:
         is_spared: bool = False,
     ) -> None:
         """A source that has these tensors; `on_error` hears once why it is not used any more."""
-        self._given_up.pop(source.name, None)
+        if self._failed[name] < _IN_VAIN:
+            self._given_up.pop(source.name, None)
         self._asked[name] = _Asked(source, on_error)
         self._plan.join(name, holds, is_spared=is_spared)
         self._dispatch()
@@ -189,18 +195,38 @@ class Fetch:
                 await asyncio.to_thread(self._writer.commit)
                 self._put_on_shelf()
                 told_at = loop.time()
-            unheld = plan.unheld()
-            if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
+            if self._is_helped():
                 helped_at = loop.time()
             elif loop.time() - helped_at > patience_s:
-                raise TransferFailed(
-                    f"No node that is up has {len(unheld)} of the tensors that are missing,"
-                    f" {unheld[0]} among them. {self.stopped_by}".rstrip(),
-                    fix="Start the node that has them, or pull the model from the hub. What was"
-                    " fetched is kept.",
-                )
+                raise self._unhelped()
 
     # Private
+
+    def _is_helped(self) -> bool:
+        """Whether what is missing may come from those who can be asked now."""
+        hoped = self._hoped
+        is_asked = any(asked.tasks for asked in hoped)
+        return is_asked or (len(hoped) > 0 and len(self._plan.unheld()) == 0)
+
+    @property
+    def _hoped(self) -> list[_Asked]:
+        return [asked for name, asked in self._asked.items() if self._failed[name] < _IN_VAIN]
+
+    def _unhelped(self) -> TransferFailed:
+        unheld = self._plan.unheld()
+        if len(unheld) > 0:
+            said = (
+                f"No node that is up has {len(unheld)} of the tensors that are missing,"
+                f" {unheld[0]} among them."
+            )
+        else:
+            names = ", ".join(sorted(asked.source.name for asked in self._asked.values()))
+            said = f"Who has the tensors that are missing gives nothing of them: {names}."
+        return TransferFailed(
+            f"{said} {self.stopped_by}".rstrip(),
+            fix="Start the node that has them, or pull the model from the hub. What was"
+            " fetched is kept.",
+        )
 
     def _put_on_shelf(self, *, is_over: bool = False) -> None:
         """Also what was damaged while somebody wrote here, once that `is_over`: what could not be
@@ -243,11 +269,13 @@ class Fetch:
         except MeshError as error:
             if self._asked.get(name) is asked:
                 self._asked.pop(name)
+                self._failed[name] += 1
                 self._leave_plan(name)
                 asked.source.close()
                 asked.on_error(error)
             return None
         is_news = self._plan.arrived(name, piece, loop.time() - began)
+        del self._failed[name]
         self.meter.arrived(name, asked.source.name, piece.size, loop.time())
         if not is_news:
             self._dispatch()

@@ -6,12 +6,15 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from mesh.discovery.weights import HeldWeights
+from mesh.errors import PipelineStalled, TransferFailed
 from mesh.models.manifest import read_manifest
-from mesh.transfers.asking import WeightsLink
+from mesh.transfers.asking import Parts, WeightsLink
 from mesh.transfers.commands import Ensure, PeerHolding
 from mesh.transfers.fetches import Fetches, FetchSettings
-from mesh.transfers.fetching import WantedLayers, fetching
+from mesh.transfers.fetching import Fetch, WantedLayers, fetching
 from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import PeerSources
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
@@ -86,6 +89,42 @@ async def test_a_peer_whose_links_are_of_use_until_they_break_is_asked_again_at_
     """Over days a link breaks often; only one that gives nothing is to be waited for longer."""
     async with asyncio.timeout(10):
         assert (await fetched_from(tmp_path, breaking=5)).dialled == 6
+
+
+async def test_who_alone_has_it_and_drips_is_given_up_and_named(tmp_path: Path) -> None:
+    whole = await asyncio.to_thread(
+        lambda: read_manifest(make_checkpoint(tmp_path / "toy", "llama", layers=2, vocab=300))
+    )
+    copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
+    failed = asyncio.Event()
+
+    class Drip:
+        name = "attic"
+
+        async def read(self, tensor: str, start: int, stop: int) -> Parts:
+            await asyncio.sleep(0.01)
+            raise PipelineStalled("It came slower than 16 KiB/s.", fix="Ask another.")
+
+        def close(self) -> None:
+            failed.set()
+
+    async def come_back(fetch: Fetch) -> None:
+        while True:
+            failed.clear()
+            fetch.join(
+                "n1", Drip(), frozenset(whole.tensors),
+                lambda error: fetch.note("attic", error.message),
+            )  # fmt: skip
+            await failed.wait()
+
+    async with fetching(copy, WantedLayers(None), Shelf(), Pace()) as fetch, asyncio.timeout(10):
+        coming = asyncio.create_task(come_back(fetch))
+        try:
+            with pytest.raises(TransferFailed, match=r"attic: It came slower than 16 KiB/s\."):
+                await fetch.run(patience_s=0.1)
+        finally:
+            coming.cancel()
+            await asyncio.wait([coming])
 
 
 @dataclass
