@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -163,11 +164,18 @@ async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(
     await again.child.stop(TIMEOUT_S)
 
 
-async def started(script: str) -> asyncio.subprocess.Process:
-    """A daemon that runs this script; what it prints can be read."""
-    return await asyncio.create_subprocess_exec(
+@asynccontextmanager
+async def started(script: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A daemon that runs this script; what it prints can be read. At the end it is gone."""
+    daemon = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdout=subprocess.PIPE
     )
+    try:
+        yield daemon
+    finally:
+        if daemon.returncode is None:
+            daemon.kill()
+        await daemon.communicate()
 
 
 async def test_a_start_that_finds_no_descriptor_leaves_the_others_alone() -> None:
@@ -207,8 +215,7 @@ async def test_a_start_that_finds_no_descriptor_leaves_the_others_alone() -> Non
         "    os._exit(0)\n"
         "asyncio.run(main())\n"
     )
-    daemon = await started(script)
-    async with asyncio.timeout(TIMEOUT_S):
+    async with started(script) as daemon, asyncio.timeout(TIMEOUT_S):
         output, _ = await daemon.communicate()
     assert output.decode().split() == ["refused", "runs", "None"]
 
@@ -226,15 +233,15 @@ async def test_all_end_with_the_daemon_however_it_ends() -> None:
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    daemon = await started(script)
-    assert daemon.stdout is not None
-    async with asyncio.timeout(TIMEOUT_S):
-        left = [psutil.Process(int(pid)) for pid in (await daemon.stdout.readline()).split()]
-    assert len(left) == 2
-    left[-1].suspend()
-    daemon.kill()
-    await daemon.wait()
+    async with started(script) as daemon:
+        assert daemon.stdout is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            left = [psutil.Process(int(pid)) for pid in (await daemon.stdout.readline()).split()]
+        assert len(left) == 2
+        left[-1].suspend()
     _, alive = await asyncio.to_thread(psutil.wait_procs, left, TIMEOUT_S)
+    for each in alive:
+        each.kill()
     assert not alive
 
 
