@@ -19,6 +19,7 @@ from mesh.health.eventstream import EventFeed
 logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0
+_REFUSED = "certificate_refused"
 
 _State = tuple[tuple[int, int, int] | None, ...]
 
@@ -40,12 +41,13 @@ async def follow_renewals(
         if seen != before or seen == tried:
             continue
         tried = seen
+        events.over(_REFUSED)
         try:
             tls = await asyncio.to_thread(given_tls, certificate, key)
         except BadValue as error:
             message = f"The API's certificate stays what it was: {error.message}"
             logger.warning("%s", message)
-            events.emit("warning", code="certificate_refused", message=message, fix=error.fix)
+            events.emit("warning", code=_REFUSED, message=message, fix=error.fix)
             continue
         if api.tls is None or tls.sha256 != api.tls.sha256:
             logger.info("API certificate %s taken up: it is valid until %s", tls.file, tls.expires)

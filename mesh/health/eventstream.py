@@ -38,6 +38,13 @@ class EventFeed:
         self._events.append(event)
         self.stir()
 
+    def over(self, code: str) -> None:
+        """What was warned of by this code is so no longer; see `latest`."""
+        now = self.clock.now().isoformat()
+        for event in self._events:
+            if event["type"] == "warning" and event["code"] == code:
+                event["until"] = now
+
     def stir(self) -> None:
         """Something else has changed, which readers of `batches` may want to look at."""
         for reader in self._readers:
