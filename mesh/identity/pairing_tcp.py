@@ -1,8 +1,9 @@
 """Pairing over TCP: a listener that exists while an invitation is open, and the joiner's call.
 
 Each frame is behind a two-byte length. Nothing here lasts: exchanges have a deadline, callers are
-counted and slowed down, the listener goes when the window shuts. Knows nothing of what a new member
-may do or where the address came from.
+counted and slowed down, the listener goes when the window shuts. Who calls most makes room for
+others: a stranger who keeps everybody out needs as many addresses as there is room. Knows nothing
+of what a new member may do or where the address came from.
 """
 
 from __future__ import annotations
@@ -40,18 +41,27 @@ _Error = TypeVar("_Error", bound=MeshError)
 class PairingLimits:
     """The limits of a pairing listener: seconds of one call, and calls at once.
 
-    `starts` exchanges are begun in any `starts_within_s`: each costs some 15 ms of computing.
+    `starts` exchanges are begun in any `starts_within_s`, `starts_per_host` of them by one caller:
+    each costs some 15 ms of computing.
     """
 
     frame_s: float = 5.0
     exchange_s: float = 20.0
     callers: int = 8
     callers_per_host: int = 4
-    starts: int = 10
+    starts: int = 20
+    starts_per_host: int = 5
     starts_within_s: float = 10.0
 
 
 DEFAULT_LIMITS = PairingLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    host: str
+    transport: asyncio.WriteTransport
+
 
 Admit = Callable[[JoinRequest], Awaitable[Welcome]]
 """Makes the proven joiner a member. A MeshError refuses it; the invitation is used up anyway."""
@@ -69,9 +79,8 @@ class PairingListener:
         self._admit = admit
         self._limits = limits
         self._server: asyncio.Server | None = None
-        self._callers: Counter[str] = Counter()
-        self._exchanges: set[asyncio.Task[None]] = set()
-        self._starts: deque[float] = deque()
+        self._exchanges: dict[asyncio.Task[None], _Caller] = {}
+        self._starts: deque[tuple[float, str]] = deque()
         self._shut = asyncio.Event()
         self._answers_at: Callable[[str], bool] = lambda address: True
         self._winner: asyncio.Task[None] | None = None
@@ -118,30 +127,39 @@ class PairingListener:
 
     def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = str(writer.get_extra_info("peername", ("",))[0])
-        limits = self._limits
-        crowded = len(self._exchanges) >= limits.callers
-        crowded = crowded or not self._answers_at(writer.get_extra_info("sockname")[0])
-        if crowded or self._callers[host] >= limits.callers_per_host or self._window.ending:
+        callers = [caller.host for caller in self._exchanges.values()]
+        is_one_more = callers.count(host) >= self._limits.callers_per_host
+        is_elsewhere = not self._answers_at(writer.get_extra_info("sockname")[0])
+        if is_one_more or is_elsewhere or self._window.ending:
             writer.transport.abort()
             return
-        self._callers[host] += 1
-        task = asyncio.create_task(self._serve(reader, writer), name=f"pairing with {host}")
-        self._exchanges.add(task)
-        task.add_done_callback(lambda done: self._left(done, host))
+        if len(callers) >= self._limits.callers:
+            self._make_room()
+        caller = _Caller(host, writer.transport)
+        task = asyncio.create_task(self._serve(reader, writer, host), name=f"pairing with {host}")
+        self._exchanges[task] = caller
+        task.add_done_callback(self._left)
 
-    def _left(self, task: asyncio.Task[None], host: str) -> None:
-        self._exchanges.discard(task)
-        self._callers[host] -= 1
-        if not self._callers[host]:
-            del self._callers[host]
+    def _make_room(self) -> None:
+        """Give up the oldest of the address that has most, whoever has proved itself aside."""
+        hosts = Counter(caller.host for caller in self._exchanges.values())
+        unproven = [task for task in self._exchanges if task is not self._winner]
+        oldest = max(unproven, key=lambda task: hosts[self._exchanges[task].host])
+        self._exchanges.pop(oldest).transport.abort()
+        oldest.cancel()
+
+    def _left(self, task: asyncio.Task[None]) -> None:
+        self._exchanges.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error  # a bug: let the loop's exception handler have it
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str
+    ) -> None:
         frames = _Frames(reader, writer, self._limits.frame_s)
         try:
             async with asyncio.timeout(self._limits.exchange_s):
-                await self._exchange(frames)
+                await self._exchange(frames, host)
         except TimeoutError:
             frames.send_last(refusal(self._failed(_timed_out())))
         except PairingRejected as error:
@@ -161,10 +179,10 @@ class PairingListener:
             self.refused = error
         return error
 
-    async def _exchange(self, frames: _Frames) -> None:
+    async def _exchange(self, frames: _Frames, host: str) -> None:
         inviter = Inviter(self._key, self._window)
         start = await frames.receive()
-        self._slow_down()
+        self._slow_down(host)
         await frames.send(inviter.greet(start))
         request = inviter.examine(await frames.receive())
         self._winner = asyncio.current_task()
@@ -174,13 +192,14 @@ class PairingListener:
         await frames.send(inviter.welcome(welcome))
         inviter.finish(await frames.receive())
 
-    def _slow_down(self) -> None:
-        now = asyncio.get_running_loop().time()
-        while self._starts and now - self._starts[0] > self._limits.starts_within_s:
+    def _slow_down(self, host: str) -> None:
+        now, limits = asyncio.get_running_loop().time(), self._limits
+        while self._starts and now - self._starts[0][0] > limits.starts_within_s:
             self._starts.popleft()
-        if len(self._starts) >= self._limits.starts:
+        of_host = sum(caller == host for _, caller in self._starts)
+        if len(self._starts) >= limits.starts or of_host >= limits.starts_per_host:
             raise PairingRejected("Too many callers.", fix="Wait.", param="busy")
-        self._starts.append(now)
+        self._starts.append((now, host))
 
 
 async def listen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -509,6 +510,26 @@ async def test_one_host_cannot_take_all_places() -> None:
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await asyncio.wait_for(places[2][0].readexactly(1), 5)
         for _, writer in places:
+            writer.close()
+
+
+async def call(opened: Open, host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", opened.listener.port, local_addr=(host, 0))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="127.0.0.1 is its only loopback address")
+async def test_those_who_take_all_places_and_all_starts_make_room_for_another() -> None:
+    async with open_window(PairingLimits(callers=4, callers_per_host=2)) as opened:
+        silent = [await call(opened, host) for host in ("127.0.0.2", "127.0.0.3") for _ in "ab"]
+        start = Joiner(Party("x").key, "x", parse_ticket("amber-river-42")).start()
+        for _ in range(12):
+            reader, writer = await call(opened, "127.0.0.4")
+            writer.write(struct.pack(">H", len(start)) + start)
+            await asyncio.wait_for(reader.readexactly(2), 5)
+            writer.close()
+        guest = Party("guest")
+        assert (await opened.join(guest, opened.invitation.code)).welcome.hearth_id == HEARTH
+        for _, writer in silent:
             writer.close()
 
 
