@@ -186,7 +186,8 @@ class Config(BaseModel):
     def _peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             host, _, port = text.rpartition(":")
-            if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+            is_number = port.isdecimal() and len(port) < 6
+            if not host or not is_number or not 1 <= int(port) <= 65535:
                 raise ValueError(f"{text!r} is not HOST:PORT")
         return value
 

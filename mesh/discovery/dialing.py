@@ -182,7 +182,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[IPV6]:PORT``; raises BadValue with the parameter ``peer``."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    is_number = port.isdecimal() and len(port) < 6
+    if not host or not is_number or not 0 < int(port) < 65536:
         raise BadValue(
             f"{text!r} is not HOST:PORT.", fix="For example 192.168.1.5:7700.", param="peer"
         )
