@@ -1,4 +1,4 @@
-"""How much memory this process can still take before something is killed for it.
+"""How much memory this process can still take before something is killed or held up for it.
 
 The machine's own word, and the limit of every control group that the process is in, from its own up
 to the root (cgroup v1 and v2; containers and service managers set them). Reads small files of the
@@ -103,13 +103,15 @@ def _mounts(process: Path) -> Iterator[tuple[str, Path, int]]:
 
 def _of_group(directory: Path, version: int) -> Headroom | None:
     """What a group leaves; None when it sets no limit, or is none of memory."""
-    names = ("memory.max", "memory.current") if version == 2 else (
-        "memory.limit_in_bytes", "memory.usage_in_bytes",
+    # Above memory.high nothing is killed, but all that the group does is made to wait.
+    limits, usage = (("memory.max", "memory.high"), "memory.current") if version == 2 else (
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes",
     )  # fmt: skip
-    limit = _number(directory / names[0])
-    if limit is None or limit >= _UNLIMITED:
+    told = (_number(directory / name) for name in limits)
+    limit = min((each for each in told if each is not None), default=_UNLIMITED)
+    if limit >= _UNLIMITED:
         return None
-    used = _number(directory / names[1])
+    used = _number(directory / usage)
     if used is None:
         return None
     stat = _numbers(directory / "memory.stat")

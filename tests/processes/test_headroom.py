@@ -67,6 +67,16 @@ def test_no_more_than_the_smallest_group_holds_is_there_in_all(machine: Machine)
     assert (found.free_mb, found.total_mb) == (10, 200)
 
 
+def test_where_a_group_is_slowed_before_its_limit_that_counts(machine: Machine) -> None:
+    machine.mounted("cgroup2", path="/app")
+    machine.group("app", max="max", high=200 * MB, current=150 * MB, stat="")
+    assert (ram(machine.process).free_mb, ram(machine.process).total_mb) == (50, 200)
+    machine.group("app", max=300 * MB, high="max")
+    assert ram(machine.process).free_mb == 150
+    machine.group("app", max="max")
+    assert ram(machine.process).bound == "memory of this machine"
+
+
 def test_version_one_is_read_as_well(machine: Machine) -> None:
     machine.mounted("cgroup", path="/box", options="rw,memory")
     unlimited = 9223372036854771712
