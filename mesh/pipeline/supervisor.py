@@ -110,6 +110,7 @@ class AskerSupervisor(Supervisor):
         self.error: MeshError | None = None
         self._owner = owner
         self._attempts = Attempts()
+        self._free_mb = 0  # of main memory, when the latest was to start
         self._streams: dict[str, Stream] = {}
         self._waiting = 0
         """How many wait for it to be ready."""
@@ -213,7 +214,7 @@ class AskerSupervisor(Supervisor):
         self.error = error
         self.ready()
         if error.retryable:
-            self._attempts.failed(self.model_id, error, loop_time())
+            self._attempts.failed(self.model_id, error, loop_time(), self._free_mb)
             super().on_failed(error)  # another one gives it another try, in time
         self._owner.asker_changed()
 
@@ -239,7 +240,8 @@ class AskerSupervisor(Supervisor):
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
         """Why no asker is to be started while so much main memory is free."""
-        return self._attempts.why_not(self.model_id, loop_time(), free_mb)
+        self._free_mb = free_mb
+        return self._attempts.why_not(self.model_id, loop_time(), free_mb, free_mb)
 
     # What the process says
 

@@ -1,6 +1,7 @@
 """What could not be loaded, and when that is tried again.
 
-A reason that may pass is given time, twice as much after each failure. A load that cost the process
+A reason that may pass is given time, twice as much after each failure; where memory was short, no
+longer than until clearly more of it is free. A load that cost the process
 its life is not repeated before more memory is free than there was then, by all that it needs; after
 a few lives not at all; nor are weights that keep changing in memory. An operator's word (`forget`)
 takes everything back. Decides, and loads nothing; time and memory are told to it.
@@ -23,6 +24,8 @@ from mesh.errors import (
 from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
+ROOMIER_MB = 64
+"""By so much more has to be free for a load that found too little to be tried before its time."""
 MAX_LIVES = 3
 """So many processes may die of one load."""
 MAX_RELOADS = 2
@@ -42,6 +45,9 @@ class _Failure:
     lives: int = 0
     enough_mb: int = 0
     """Main memory that has to be free before it is tried again."""
+    sooner_at: float = inf
+    sooner_mb: float = inf
+    """From then on it is tried before its time once so much is free where it is to be."""
 
 
 class Attempts:
@@ -53,13 +59,17 @@ class Attempts:
         self._failures: dict[str, _Failure] = {}
         self._corrupted: Counter[str] = Counter()
 
-    def failed(self, name: str, error: MeshError, now: float) -> None:
-        """It failed, and said why."""
+    def failed(self, name: str, error: MeshError, now: float, room_mb: int | None = None) -> None:
+        """It failed, and said why; `room_mb` were free where it was to be."""
         known = self._failures.get(name)
         count = 1 if known is None else known.count + 1
         wait_s = backoff_s(count, self._first_wait_s, LONGEST_WAIT_S)
         lives, enough_mb = (known.lives, known.enough_mb) if known is not None else (0, 0)
-        self._failures[name] = _Failure(error, now + wait_s, count, lives, enough_mb)
+        failure = _Failure(error, now + wait_s, count, lives, enough_mb)
+        if room_mb is not None and isinstance(error, NotEnoughMemory):
+            failure.sooner_at = now + self._first_wait_s
+            failure.sooner_mb = room_mb + ROOMIER_MB
+        self._failures[name] = failure
 
     def died(self, loading: LoadNeed, ending: ChildEnding, now: float) -> MeshError:
         """The process ended while it loaded this. The error that says so."""
@@ -96,12 +106,15 @@ class Attempts:
         """This is to be loaded otherwise: how it failed before says nothing of that."""
         self._failures.pop(name, None)
 
-    def why_not(self, name: str, now: float, free_mb: int) -> MeshError | None:
-        """Why it is not to be tried now; None when it may be."""
+    def why_not(self, name: str, now: float, free_mb: int, room_mb: int = 0) -> MeshError | None:
+        """Why it is not to be tried now, with so much of main memory free and so much where it is
+        to be; None when it may be."""
         failure = self._failures.get(name)
         if failure is None:
             return None
-        waits = now < failure.again_at or free_mb < failure.enough_mb
+        is_roomier = now >= failure.sooner_at and room_mb >= failure.sooner_mb
+        is_early = now < failure.again_at and not is_roomier
+        waits = is_early or free_mb < failure.enough_mb
         if waits or failure.lives >= MAX_LIVES or not failure.error.retryable:
             return failure.error
         return None

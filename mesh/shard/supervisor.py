@@ -278,7 +278,8 @@ class ShardSupervisor(Supervisor):
         elif isinstance(error, MeshError):
             name = request.shard_id
             # What this node tried for itself, asked otherwise, keeps nobody's wish waiting.
-            self._attempts.failed(name if name in self.wanted else _alone(name), error, loop_time())
+            tried = name if name in self.wanted else _alone(name)
+            self._attempts.failed(tried, error, loop_time(), self._free_mb[1])
             self._did_not_load(name, error)
 
     def _loaded(self, answer: Loaded) -> None:
@@ -326,10 +327,15 @@ class ShardSupervisor(Supervisor):
 
     def _why_not(self, name: ShardId) -> MeshError | None:
         """Why a shard is not to be loaded now, after what happened when it was."""
-        free_mb = 0 if self.health.memory is None else self.health.memory.ram_mb
         names = [name] if name in self.wanted else [name, _alone(name)]
-        found = (self._attempts.why_not(each, loop_time(), free_mb) for each in names)
+        found = (self._attempts.why_not(each, loop_time(), *self._free_mb) for each in names)
         return next(filter(None, found), None)
+
+    @property
+    def _free_mb(self) -> tuple[int, int]:
+        """Of main memory, and of the device's: as they were when the process looked last."""
+        memory = self.health.memory
+        return (0, 0) if memory is None else (memory.ram_mb, memory.free_mb)
 
     def _load_missing(self) -> None:
         """Ask for every wanted shard that is not here and may be tried."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.errors import BadCheckpoint, DeviceFailed, MeshError, NotEnoughMemory
-from mesh.processes.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_LIVES, Attempts
+from mesh.processes.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_LIVES, ROOMIER_MB, Attempts
 from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
 PLENTY = 1 << 20
@@ -38,6 +38,20 @@ def test_what_may_pass_is_given_twice_the_time_after_each_failure() -> None:
     attempts.succeeded("m")
     attempts.failed("m", PASSING, now)
     assert first_free(attempts, "m", now, PLENTY) == FIRST_WAIT_S
+
+
+def test_a_load_that_found_too_little_memory_waits_no_longer_than_until_there_is_more() -> None:
+    attempts, short, now = Attempts(), NotEnoughMemory("It is full.", fix="Wait."), 0.0
+    for _ in range(6):
+        attempts.failed("m", short, now, 400)
+        assert attempts.why_not("m", now + FIRST_WAIT_S - 1, PLENTY, 4000) is short, "not at once"
+        now += FIRST_WAIT_S
+        assert attempts.why_not("m", now, PLENTY, 400 + ROOMIER_MB) is None
+    assert attempts.why_not("m", now, PLENTY, 399 + ROOMIER_MB) is short
+    attempts.failed("m", short, now, 4000)
+    assert attempts.why_not("m", now + FIRST_WAIT_S, PLENTY, 4000) is short, "that was not enough"
+    attempts.failed("m", PASSING, now, 400)
+    assert attempts.why_not("m", now + FIRST_WAIT_S, PLENTY, 4000) is PASSING, "nor the reason"
 
 
 def test_what_will_not_pass_waits_for_somebody_to_say_so() -> None:

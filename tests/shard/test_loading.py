@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mesh.errors import DeviceFailed, NotEnoughMemory, ShardCorrupt
+from mesh.errors import DeviceFailed, MeshError, NotEnoughMemory, ShardCorrupt
 from mesh.processes.attempts import Attempts
 from mesh.processes.headroom import ram
 from mesh.shard.footprint import position_bytes
@@ -125,6 +125,33 @@ async def test_what_failed_for_this_node_alone_is_loaded_at_once_where_it_is_to_
                 await host.ensure(request)
         served = await host.serve(little)
         assert host.serving == [served]
+
+
+class ToldRoom(Attempts):
+    """Takes note of the room that it is told of: at failures, and when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_failures: list[int | None] = []
+        self.now_mb = 0
+
+    def failed(self, name: str, error: MeshError, now: float, room_mb: int | None = None) -> None:
+        self.at_failures.append(room_mb)
+        super().failed(name, error, now, room_mb)
+
+    def why_not(self, name: str, now: float, free_mb: int, room_mb: int = 0) -> MeshError | None:
+        self.now_mb = room_mb
+        return super().why_not(name, now, free_mb, room_mb)
+
+
+async def test_how_much_room_there_is_decides_when_what_found_too_little_is_tried() -> None:
+    total_mb, attempts = psutil.virtual_memory().total >> 20, ToldRoom()
+    async with hosted(shard(caches_mb=2 * total_mb), attempts=attempts) as (host, sees):
+        (at_failure,) = attempts.at_failures
+        assert at_failure is not None
+        assert 0 <= at_failure <= total_mb
+        await sees(lambda: host.health.memory is not None)
+        await sees(lambda: 0 < attempts.now_mb <= total_mb)
 
 
 @pytest.fixture
