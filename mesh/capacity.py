@@ -16,6 +16,8 @@ from mesh.codec import Int63, Text, finite
 
 MAX_DEVICES = 16
 MAX_SPEEDS = 8
+MEASURING_MB = 320
+"""So much main memory has to be free for a machine to be measured."""
 
 Rate = Annotated[float, Meta(gt=0, le=1e9), finite]
 Milliseconds = Annotated[float, Meta(ge=0, le=1e9), finite]

@@ -1,11 +1,11 @@
 """What this node's own device holds and how fast it is: measured on this machine, kept, corrected.
 
-A process at the lowest priority measures, once nothing loads here; its result is kept for all nodes
-of this user on this machine, until processor, device or torch is another, or hearthnet. What was
-measured beside others who computed is measured again when nobody does, and so is what serving
-contradicts; each try that is in vain is followed by a longer wait. What is free is looked at all
-the time, told when it has moved, and told alone while nothing is measured. Part of the composition
-root.
+A process measures (`mesh.node.measured`), once nothing loads here and there is memory for it; its
+result is kept for all nodes of this user on this machine, until processor, device or torch is
+another, or hearthnet. What was measured beside others who computed is measured again when nobody
+does, and so is what serving contradicts; each try that is in vain is followed by a longer wait.
+What is free is looked at all the time, told when it has moved, and told alone while nothing is
+measured. Part of the composition root.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from msgspec import structs
 
 import mesh
 from mesh import codec
-from mesh.capacity import Capacity, Device, Measurement, device_name
+from mesh.capacity import MEASURING_MB, Capacity, Device, Measurement, device_name
 from mesh.discovery.advertisement import Advertisement
-from mesh.errors import Busy, DeviceFailed, MeshError
+from mesh.errors import Busy, MeshError
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.partial_writer import lock_directory
+from mesh.node.measured import LIMIT_S, QUIET_SHARE, is_quiet, measured
 from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.cards import card_files
-from mesh.processes.child import Child
-from mesh.processes.exchange import Exchange
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import CappedMemory
-from mesh.processes.messages import Alive, LastWords
-from mesh.processes.processor import OthersLoad, cpu_flags, cpu_model
+from mesh.processes.processor import cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
@@ -48,14 +46,8 @@ logger = logging.getLogger(__name__)
 VERSION = 3
 """Counts up when something else is measured."""
 
-QUIET_SHARE = 0.15
-"""Of the processors' time others may take so much while a machine is measured."""
-
-_MODULE = "mesh.pipeline.measuring"
-_LIMIT_S = 120.0
 _STOP_S = 5.0
 _CARD_EVERY_S = 600.0
-_SECOND_LOOK_S = 1.0
 _QUIET_TRIES = 2
 """So often the first measurement waits for a quiet moment; something has to be known."""
 _NEWS = 0.1
@@ -105,36 +97,6 @@ class OwnHooks:
     cap: Callable[[str, int], CappedMemory | None] = lambda device, total_mb: None
     kv_tokens: int | None = None
     main_share: float = 1.0
-
-
-async def measured(order: Measure) -> Measurement:
-    """What a process of its own finds. Raises MeshError, TimeoutError."""
-    exchange = Exchange(
-        {Alive: lambda _: None, LastWords: lambda words: exchange.end(words.error)},
-        lambda message: child.channel.send(message),  # noqa: PLW0108 - it is started below
-    )
-    gone = DeviceFailed("The measuring process ended early.", fix="See the log.")
-    child = await Child.start(
-        _MODULE,
-        name="measuring",
-        on_message=exchange.read,
-        on_closed=lambda: exchange.end(gone),
-    )
-    try:
-        async with asyncio.timeout(_LIMIT_S):
-            return await exchange.ask(order)
-    finally:
-        await child.stop(_STOP_S)
-
-
-async def is_quiet() -> bool:
-    """Whether others leave the processors alone now; no, where that cannot be read."""
-    try:
-        load = await asyncio.to_thread(OthersLoad)
-        await asyncio.sleep(_SECOND_LOOK_S)
-        return await asyncio.to_thread(load.share) <= QUIET_SHARE
-    except OSError:  # no descriptors
-        return False
 
 
 class OwnCapacity:
@@ -288,6 +250,7 @@ class OwnCapacity:
         while True:
             if self._measured is None:
                 await asyncio.sleep(next(waits, self._pace.first_s[-1]))
+                await self._until_it_fits()
                 tries += 1
                 if tries > _QUIET_TRIES or await self._is_quiet():
                     await self._try(path, machine)
@@ -295,10 +258,24 @@ class OwnCapacity:
             await asyncio.sleep(self._pace.again_s)
             if not self._is_doubtful or loop.time() < not_before or not self._hooks.is_idle():
                 continue
-            if await self._is_quiet():
+            if self._fits and await self._is_quiet():
                 await self._try(path, machine)
                 pause_s = min(self._pace.longest_s, 2 * pause_s)
                 not_before = loop.time() + pause_s
+
+    async def _until_it_fits(self) -> None:
+        """Wait for the memory that measuring takes: it would push out what serves, or be killed."""
+        if (main := self._main) is not None and not self._fits:
+            logger.warning(
+                "how fast this machine is will be measured once %d MiB are free: %d are of %d (%s)",
+                MEASURING_MB, main.free_mb, main.total_mb, main.bound,
+            )  # fmt: skip
+        while not self._fits:  # noqa: ASYNC110 - what is free is looked at, and tells nobody
+            await asyncio.sleep(self._pace.look_s)
+
+    @property
+    def _fits(self) -> bool:
+        return self._main is not None and self._main.free_mb >= MEASURING_MB
 
     @property
     def _is_doubtful(self) -> bool:
@@ -324,7 +301,7 @@ class OwnCapacity:
         except Busy:  # another node measures right now
             return
         except (MeshError, TimeoutError, OSError) as error:
-            why = str(error) or f"it took longer than {_LIMIT_S:.0f} s"
+            why = str(error) or f"it took longer than {LIMIT_S:.0f} s"
             logger.warning("how fast this machine is was not measured: %s", why)
             return
         logger.info("measured; others took %.0f %% of the processors", 100 * found.others_share)

@@ -1,13 +1,16 @@
 """The process that measures how fast this machine is: ``python -m mesh.pipeline.measuring``.
 
 Started by the daemon when it has to be known (`mesh.node.own_capacity`), which keeps it; ends when
-it is told to, after one answer. At the lowest priority: nothing waits for it.
+it is told to, after one answer. At the lowest priority: nothing waits for it. Should memory run out
+meanwhile, it is the one to go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from pathlib import Path
 
 from mesh.capacity import Device, Measurement
 from mesh.errors import MeshError
@@ -29,6 +32,7 @@ from mesh.shard.threads import kept_threads
 from mesh.types import ModelId
 
 _LOWEST = 19
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 
 class MeasuringProcess(Worker):
@@ -74,6 +78,8 @@ def _memory(requested: str) -> Device:
 def main() -> None:
     """Be the process."""
     os.nice(_LOWEST)
+    with contextlib.suppress(OSError):  # Linux alone has it
+        _OOM_SCORE.write_text("1000")
     asyncio.run(MeasuringProcess().run())
 
 

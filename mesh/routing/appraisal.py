@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from mesh.capacity import MEASURING_MB
 from mesh.routing.fitting import UNKNOWN_DISK_BYTES, Bench, benches, ends_lack
 from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Demand, Machine, ModelShape, Quant
@@ -114,7 +115,8 @@ def _unknown(model: ModelShape, usable: Sequence[Machine], quant: Quant, fix: st
         return Refusal(
             "not_enough_memory",
             "no machine that may be used has measured itself yet.",
-            "They do so within a few minutes of their start; ask again then.",
+            "They do so within a few minutes of their start, once they have"
+            f" {MEASURING_MB} MiB of memory free; ask again then.",
         )
     return Refusal(
         "not_enough_memory",

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from mesh.capacity import Device, Speed
+from mesh.capacity import MEASURING_MB, Device, Speed
 from mesh.errors import MeshError
 from mesh.models.builtin import checkpoint_dir
 from mesh.processes.headroom import ram
@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 _SIDE = 4096
 _ROWS = 128
 _ROUNDS = 5
-_BYTES = 192 << 20
-"""Of weights that are read in a round: more than caches hold."""
+_MB = (32, 192)
+"""Of weights that are read in a round: more than caches hold, and fewer where memory is short, as
+caches are smaller there, too."""
 _LAYERS = LayerRange(0, 4)
 _STEPS = 16
 _PAUSE_S = 0.008
@@ -49,16 +50,23 @@ def measure(device: torch.device, threads: int, dtype: str = "auto") -> Device:
     shards which are asked for in `dtype` have."""
     torch.set_num_threads(threads)
     memory = headroom(device, ram())
-    speeds = []
+    size, speeds = round_bytes(memory.free_mb), []
     with torch.inference_mode():
-        for one in _speeds(device, threads, dtype):
+        for one in _speeds(device, threads, dtype, size):
             try:
                 speeds.append(one())
             except (MeshError, RuntimeError) as error:  # a kernel that this machine has not
                 logger.warning("a format is not measured: %s", error)
         visit_ms = _visit_ms(device)
-    size = memory.free_mb << 20, memory.total_mb << 20
-    return Device(str(device), *size, tuple(speeds), visit_ms)
+    sizes = memory.free_mb << 20, memory.total_mb << 20
+    return Device(str(device), *sizes, tuple(speeds), visit_ms)
+
+
+def round_bytes(free_mb: int) -> int:
+    """Of weights to read in a round where so much is free: there are more than three copies of
+    them while a format is prepared."""
+    least, most = _MB
+    return min(most, max(least, (free_mb - MEASURING_MB // 2) // 4)) << 20
 
 
 def float_formats(device: torch.device, dtype: str) -> tuple[str, ...]:
@@ -71,22 +79,24 @@ def float_formats(device: torch.device, dtype: str) -> tuple[str, ...]:
     return ("fp32", *sorted(cpu_fast_dtypes()), *halved)
 
 
-def _speeds(device: torch.device, threads: int, dtype: str) -> Iterator[Callable[[], Speed]]:
+def _speeds(
+    device: torch.device, threads: int, dtype: str, size: int
+) -> Iterator[Callable[[], Speed]]:
     for name in float_formats(device, dtype):
-        yield lambda name=name: _plain(device, name)  # type: ignore[misc]
+        yield lambda name=name: _plain(device, name, size)  # type: ignore[misc]
     if device.type == "cpu":
         for quant in BITS:
-            yield lambda quant=quant: _quantised(quant, threads)  # type: ignore[misc]
+            yield lambda quant=quant: _quantised(quant, threads, size)  # type: ignore[misc]
     elif int4.why_not(device) is None:
-        yield lambda: _in_4_bit(device)
+        yield lambda: _in_4_bit(device, size)
 
 
-def _plain(device: torch.device, name: str) -> Speed:
+def _plain(device: torch.device, name: str, size: int) -> Speed:
     # Not zeros: memory that nobody has written to is one page, again and again.
     halved, wide = name == HALVED_FORMAT, _SIDE // 2
     kept, computed = (torch.float16, torch.float32) if halved else (DTYPES[name],) * 2
     weights = _SIDE * wide
-    count = math.ceil(_BYTES / (weights * kept.itemsize))
+    count = math.ceil(size / (weights * kept.itemsize))
     layers = nn.ModuleList(_linear(wide, device, kept) for _ in range(count))
     choose_kernels(layers, computed, device, halved=halved)  # as a shard would
     row, rows = (torch.ones(n, wide, dtype=computed, device=device) for n in (1, _ROWS))
@@ -112,9 +122,9 @@ def _work(
     return (size, decode), (2 * len(rows) * rows.shape[1] * _SIDE, prefill)
 
 
-def _in_4_bit(device: torch.device) -> Speed:
+def _in_4_bit(device: torch.device, size: int) -> Speed:
     matrix = _matrix(BITS["int4"])
-    count = math.ceil(_BYTES / matrix.nbytes)
+    count = math.ceil(size / matrix.nbytes)
     layers = nn.ModuleList(int4.Int4Linear(matrix, None, device) for _ in range(count))
     row, rows = (torch.ones(n, _SIDE, dtype=torch.bfloat16, device=device) for n in (1, _ROWS))
     work = _work(layers, row, rows, count * matrix.nbytes)
@@ -128,7 +138,7 @@ def _linear(columns: int, device: torch.device, dtype: torch.dtype) -> nn.Linear
     return layer
 
 
-def _quantised(quant: Quant, threads: int) -> Speed:
+def _quantised(quant: Quant, threads: int, size: int) -> Speed:
     # Not before it is needed: onnxruntime takes its time to import, and memory.
     from mesh.shard.compiled.builder import Product
     from mesh.shard.compiled.engine import Binding, compiled
@@ -137,7 +147,7 @@ def _quantised(quant: Quant, threads: int) -> Speed:
     matrix = _matrix(BITS[quant])
     model = product_model(Product(matrix, None), _SIDE, _SIDE)
     # Each session has a copy of its own, so that no cache holds them all.
-    count = math.ceil(_BYTES / matrix.nbytes)
+    count = math.ceil(size / matrix.nbytes)
     sessions = [compiled(model, threads) for _ in range(count)]
 
     def bound(session: object, rows: int) -> Binding:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,17 +14,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mesh import codec
-from mesh.capacity import Device, Measurement, Speed
+from mesh.capacity import MEASURING_MB, Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
+from mesh.errors import NotEnoughMemory
 from mesh.models.partial_writer import lock_directory
+from mesh.node.measured import measured
 from mesh.node.own_capacity import KeptMeasurement, MeasuringTimes, OwnCapacity, OwnHooks
 from mesh.node.served_speed import ServedSpeed
 from mesh.processes.headroom import Headroom
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
+from mesh.shard.speed import round_bytes
 from mesh.types import HALVED_FORMAT, NodeId, ShardMemory
 from tests.cgroups import limited_group
 from tests.descriptors import none_left
@@ -128,8 +133,11 @@ class Machine:
         self.made = 0
         self._shares = list(shares)
         self.told: list[float] = []
+        self.main = Headroom(4000, 8000, "memory of this machine")
         hooks = OwnHooks(lambda: None, lambda: self.is_idle, self._shards, self._tell)
-        self.own = OwnCapacity(order, directory, hooks, QUICK, self._measure, self._quiet)
+        self.own = OwnCapacity(
+            order, directory, hooks, QUICK, self._measure, self._quiet, lambda: self.main
+        )
 
     def _tell(self) -> None:
         if self.gb_s and self.told[-1:] != [self.gb_s]:  # what is free may move as well
@@ -265,6 +273,48 @@ async def test_what_is_free_on_a_card_is_looked_at_and_not_as_it_was_when_it_was
         assert capacity is not None
         (device,) = capacity.devices
         assert (device.free_bytes, device.total_bytes) == (70 << 20, 80 << 20)
+
+
+async def test_a_machine_is_not_measured_before_there_is_memory_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = Machine(tmp_path, 0.6, 0.05)
+    enough, machine.main = machine.main, Headroom(MEASURING_MB - 1, 800, "the limit of a group")
+    async with looking(machine):
+        await machine.until(lambda: machine.own.now() is not None)
+        await asyncio.sleep(0.3)
+        assert machine.made == 0
+        assert caplog.text.count("319 are of 800 (the limit of a group)") == 1
+        machine.main = enough
+        await machine.until(lambda: machine.gb_s == 10.0)
+        await machine.until(lambda: machine.gb_s == 20.0)  # others took 60 % the first time
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says whom it would kill first")
+async def test_should_memory_run_out_it_is_the_measuring_process_that_goes() -> None:
+    measuring = asyncio.ensure_future(measured(CPU))
+    score: Path | None = None
+    try:
+        async with asyncio.timeout(TOLD_S):
+            while score is None or await asyncio.to_thread(score.read_text) != "1000\n":
+                await asyncio.sleep(0.01)
+                for child in psutil.Process().children(recursive=True):
+                    if "mesh.pipeline.measuring" in child.cmdline():
+                        score = Path(f"/proc/{child.pid}/oom_score_adj")
+        os.kill(int(score.parent.name), signal.SIGKILL)
+        with pytest.raises(NotEnoughMemory, match="most likely for memory"):
+            await measuring
+    finally:
+        measuring.cancel()
+
+
+def test_where_memory_is_short_measuring_takes_less_of_it() -> None:
+    for free_mb in (0, MEASURING_MB, 500, 800, 100_000):
+        mb = round_bytes(free_mb) >> 20
+        assert 32 <= mb <= 192
+        if free_mb >= MEASURING_MB:  # what was measured to be taken at most
+            assert 3.4 * mb + 100 < free_mb
+    assert round_bytes(1000) == 192 << 20
 
 
 @pytest.fixture
