@@ -79,7 +79,10 @@ class ChildEnding:
             return "it could not be started"
         if self.status < 0:
             with contextlib.suppress(ValueError):
-                return f"it was ended by {signal.Signals(-self.status).name}"
+                why = ", most likely by the kernel for lack of memory"
+                by_kernel = self.was_killed and self.of_memory
+                name = signal.Signals(-self.status).name
+                return f"it was ended by {name}{why if by_kernel else ''}"
         return f"it ended with status {self.status}"
 
 

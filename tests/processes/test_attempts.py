@@ -78,6 +78,8 @@ def test_the_kernels_word_is_taken_where_there_is_one() -> None:
     by_kernel = ChildEnding(-signal.SIGKILL, loading=LOAD, of_memory=True)
     assert "by the kernel" in Attempts().died(LOAD, by_kernel, 0.0).message
     assert "most likely" in Attempts().died(LOAD, KILLED, 0.0).message
+    assert "for lack of memory" in str(by_kernel)
+    assert "memory" not in str(KILLED)
 
 
 @pytest.mark.parametrize(
