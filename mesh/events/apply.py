@@ -72,6 +72,12 @@ def begin_again(state: State, author: NodeId) -> State:
     return replace(state, frozen=frozen, authors=authors, stale=state.stale - {author})
 
 
+def unfrozen(state: State, author: NodeId) -> State:
+    """The state as if its author had not forked its chain; leaves the author `stale`."""
+    state = begin_again(state, author)
+    return replace(state, stale=state.stale | {author})
+
+
 def refold(state: State, author: NodeId, chain: Iterable[Event]) -> State:
     """The state with a stale author's whole chain folded under its present standing."""
     if author not in state.stale:

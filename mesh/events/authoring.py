@@ -15,6 +15,7 @@ from mesh.events import decision as decisions
 from mesh.events.decision import DecisionDraft, DecisionId, SignedDecision
 from mesh.events.intake import Intake, Report
 from mesh.events.rules import Membership
+from mesh.events.state import State
 from mesh.events.types import GENESIS, Draft, Event, EventId, Payload, Place, Sign, seal
 from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
@@ -42,24 +43,26 @@ class Author:
     `restarts` says that whatever it signs next begins a new one."""
 
     def __init__(self, settings: LogSettings, intake: Intake, sign: Sign) -> None:
+        self.node_id = settings.own
         self.head: Place = (0, 0)
         self.restarts = False
         self._settings = settings
         self._intake = intake
         self._sign = sign
 
-    def extend(self, event_type: str, payload: Payload) -> Event:
-        """Take in this node's next event. Raises LogRefused, BadEvent."""
+    def extend(self, event_type: str, payload: Payload, said: State) -> Event:
+        """Take in this node's next event; `said` is the state with all that it has said, should it
+        have to say that again. Raises LogRefused, BadEvent."""
         own, chains = self._settings.own, self._intake.chains
         generation, seq, prev = chains.next_link(own)
         is_sound = (generation, seq) > self.head and own not in chains.state.frozen
         if is_sound and not self.restarts and not chains.is_full_for(own):
             return self._offer(generation, seq, prev, (event_type, payload))
         # Whoever holds more of the old chain than is here would see a fork in its next event.
-        news = chains.state.restated(own)
+        news = said.restated(own)
         generation, seq, prev = max(generation, self.head[0]) + 1, 1, GENESIS
-        for said in news:
-            event = self._offer(generation, seq, prev, said)
+        for fact in news:
+            event = self._offer(generation, seq, prev, fact)
             seq, prev = seq + 1, event.id
         return self._offer(generation, seq, prev, (event_type, payload))
 

@@ -183,7 +183,9 @@ class Intake:
                     "facts_forked", first.author,
                     f"{first.author} has signed two different facts with number {first.seq}: its"
                     " log was restored from a backup, or its key copied.",
-                    "It says again by itself what it serves. If it was not restored, revoke it.",
+                    "It says again by itself what it serves and what its own log has of other"
+                    " facts; deploy again what `hearthnet status` misses. If it was not restored,"
+                    " revoke it.",
                 )
             )  # fmt: skip
 

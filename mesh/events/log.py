@@ -261,7 +261,7 @@ class EventLog:
     async def _append(self, event_type: str, payload: Payload) -> Event:
         self._begin()
         try:
-            event = self._author.extend(event_type, payload)
+            event = self._author.extend(event_type, payload, await self._said())
             await self._commit(event)
         except BaseException:
             self._rollback()
@@ -358,16 +358,26 @@ class EventLog:
             with suppress(EventLogError):  # the events are safe; the next start folds them again
                 await self._snapshot()
 
+    async def _said(self) -> State:
+        """The state with all that this node has said by its own log: where it forked its chain,
+        what it said after that counts for nobody before it is said again."""
+        own, state = self._author.node_id, self.chains.state
+        if own not in state.frozen:
+            return state
+        return await self._folded(applying.unfrozen(state, own), own)
+
     async def _refold(self) -> None:
         for author in self.chains.state.stale:
-            state, seq = self.chains.state, 0
-            where, last = (author, self.chains.generation(author)), self.chains.stored(author)
-            while chain := await self._store.chain((*where, seq + 1, last)):
-                state = (
-                    applying.apply(state, chain) if seq else applying.refold(state, author, chain)
-                )
-                seq = chain[-1].seq
-            self.chains.state = state
+            self.chains.state = await self._folded(self.chains.state, author)
+
+    async def _folded(self, state: State, author: NodeId) -> State:
+        """With the whole chain of a stale author."""
+        seq = 0
+        where, last = (author, self.chains.generation(author)), self.chains.stored(author)
+        while chain := await self._store.chain((*where, seq + 1, last)):
+            state = applying.apply(state, chain) if seq else applying.refold(state, author, chain)
+            seq = chain[-1].seq
+        return state
 
     async def _snapshot(self) -> None:
         if not self._since_snapshot:

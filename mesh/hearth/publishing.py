@@ -18,6 +18,7 @@ from mesh.clock import set_within
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import Offering
 from mesh.errors import BadEvent, Busy, EventLogError
+from mesh.events.log import LogChange
 from mesh.events.state import Fact
 from mesh.events.types import MODEL_PUBLISHED, NODE_NAMED, SHARD_ADVERTISED
 from mesh.hearth.hearth import Hearth
@@ -55,6 +56,7 @@ class Publisher:
         self._serving = serving
         self._name: str | None = name
         """What others may still have to be told that this node is called."""
+        self._begins_again = True
         self._settle_s = settle_s
         self._retry_s = retry_s
         self._due = asyncio.Event()
@@ -62,21 +64,28 @@ class Publisher:
 
     def start(self) -> None:
         """Begin to keep the record."""
+        self._hearth.log.on_change.append(self._log_changed)
         self._task = spawn(self._keep(), "publish shards")
 
     async def stop(self) -> None:
         """Stop; the record stays as it is."""
+        self._hearth.log.on_change.remove(self._log_changed)
         await end([self._task])
 
     def look(self) -> None:
         """What is served, or who may serve, may have changed."""
         self._due.set()
 
+    def _log_changed(self, change: LogChange) -> None:
+        if self._begins_again and self._hearth.key.node_id in change.state.frozen:
+            self.look()
+
     async def _keep(self) -> None:
         await self._hearth.heard()
         while True:
             try:
                 await self._publish_name()
+                await self._begin_again()
                 await self._publish()
                 await self._due.wait()
             except (EventLogError, BadEvent, Busy) as error:
@@ -95,6 +104,15 @@ class Publisher:
         if known.name != self._name:
             await self._hearth.publish(NODE_NAMED, {"node_id": own, "name": self._name})
         self._name = None
+
+    async def _begin_again(self) -> None:
+        """Say what counts for nobody, as this node has signed two histories: whatever it signs next
+        is said with it. Once in a run, as two machines with one key would do so for ever."""
+        own = self._hearth.key.node_id
+        known = self._hearth.roster.members.get(own)
+        if self._begins_again and known is not None and own in self._hearth.log.state.frozen:
+            self._begins_again = False
+            await self._hearth.publish(NODE_NAMED, {"node_id": own, "name": known.name})
 
     async def _publish(self) -> None:
         offers, wanted = (serving := self._serving()).offers, serving.wanted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from mesh.discovery.directory import Offering
 from mesh.events.intake import Report
 from mesh.events.log import LogChange
 from mesh.events.messages import Pull
-from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
+from mesh.events.types import MODEL_PUBLISHED, PLACEMENT_WISHED, SHARD_ADVERTISED
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.publishing import Publisher, Serving
@@ -25,6 +26,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.roster import TrustLevel
 from mesh.types import Endpoint
 from tests.discovery.network import advertised, new_key
+from tests.waiting import until
 
 CLOCK = SystemClock()
 
@@ -76,9 +78,13 @@ class Home:
 
 @asynccontextmanager
 async def home(
-    key: NodeKey, record: HearthRecord, logs: Path, name: str = "attic"
+    key: NodeKey,
+    record: HearthRecord,
+    logs: Path,
+    name: str = "attic",
+    on_report: Callable[[Report], None] = unexpected,
 ) -> AsyncIterator[Home]:
-    hearth = await Hearth.open(key, record, logs, CLOCK, unexpected)
+    hearth = await Hearth.open(key, record, logs, CLOCK, on_report)
     node = Home(hearth, name)
     node.publisher.start()
     try:
@@ -145,6 +151,26 @@ async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -
         node.said.clear()
         await node.serve(advertised(guest.node_id))
         assert node.said == [MODEL_PUBLISHED, SHARD_ADVERTISED]
+
+
+async def test_what_a_restored_node_said_while_it_could_hear_nobody_counts_again(
+    tmp_path: Path,
+) -> None:
+    """It signed two histories: neither counts, until it says again what its own log has."""
+    key, reports = new_key(), []
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
+    twin = shutil.copytree(tmp_path, tmp_path / "twin")
+    async with home(key, record, tmp_path, on_report=reports.append) as node:
+        await node.serve()
+        await node.hearth.publish(PLACEMENT_WISHED, {"deployment": "d"})
+        async with home(key, record, twin) as other:
+            await other.hearth.publish(MODEL_PUBLISHED, {"model_id": "before the backup"})
+            end = other.hearth.end_of_facts(key.node_id)
+            pull = Pull(1, ((key.node_id, end.generation, 1, end.last_seq),))
+            await node.hearth.log.ingest(await other.hearth.log.page(pull), key.node_id)
+        assert [report.kind for report in reports] == ["facts_forked"]
+        await until(lambda: not node.hearth.log.state.frozen)
+        assert set(node.hearth.log.state.wishes()) == {"d"}
 
 
 async def hand_over(giver: Home, taker: Home) -> None:
