@@ -193,8 +193,17 @@ class ForkedProcess(ChildProcess):
             self._report.close()
         if self._handle >= 0:
             self._loop.remove_reader(self._handle)
+            _reap(self._handle)
             os.close(self._handle)
             self._handle = -1
+
+
+def _reap(handle: int) -> None:
+    """Have an orphan leave the process table: of what its parent left behind, process 1 is the new
+    one, which in a container is the daemon."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # it has a parent
+            os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
 
 
 def _why_unborn(said: dict[str, Any]) -> Exception:

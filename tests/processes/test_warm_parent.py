@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import secrets
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 
 TIMEOUT_S = 60.0
+_PR_SET_CHILD_SUBREAPER = 36
 _READ = reader([Said, Alive])
 
 
@@ -146,8 +148,17 @@ async def test_how_a_child_ended_is_known_though_this_machine_stood_still_just_t
     assert await child.wait(TIMEOUT_S) == 7
 
 
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """Orphans of this process's descendants become its own children, as those of process 1."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+    yield
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 0) == 0
+
+
 async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(
-    pair: tuple[Nosy, Nosy],
+    pair: tuple[Nosy, Nosy], adopting: None
 ) -> None:
     first, second = pair
     (parent,) = [
@@ -158,6 +169,9 @@ async def test_children_end_with_the_warm_parent_and_another_one_forks_the_next(
     os.kill(second.child.pid, signal.SIGSTOP)  # neither its loop nor its watching thread can end it
     parent.kill()
     assert await first.child.wait(TIMEOUT_S) == await second.child.wait(TIMEOUT_S)
+    # In a container this process may be the only one that could wait for them.
+    left = {each.pid for each in psutil.Process().children()}
+    assert left.isdisjoint({first.child.pid, second.child.pid})
     again = await Nosy().start()
     assert again.child.why_alone is None
     assert psutil.Process(again.child.pid).ppid() != parent.pid
