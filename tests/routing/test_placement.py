@@ -560,16 +560,16 @@ def test_a_plan_is_as_good_as_any(
 def test_many_machines_are_never_filled_beyond_their_memory(
     drawn: list[Drawn], replicas: int, most: int
 ) -> None:
-    machines = house(drawn, 20)
+    machines = house(drawn, 10)
     found = lay_out(
-        model(20, 150), machines, Demand(replicas=replicas, quant="none", max_shards=most)
+        model(10, 300), machines, Demand(replicas=replicas, quant="none", max_shards=most)
     )
     taken: dict[str, int] = {}
     fetched: Counter[str] = Counter()
     disks = {each.node_id: disk_of(each) for each in machines}
     for replica in found.replicas:
         assert len(replica.shards) <= most
-        assert sum(len(shard.layers) for shard in replica.shards) == 20
+        assert sum(len(shard.layers) for shard in replica.shards) == 10
         for shard in replica.shards:
             taken[shard.node_id] = taken.get(shard.node_id, 0) + shard.need.total
             fetched[shard.node_id] += shard.fetch_bytes
