@@ -18,6 +18,9 @@ import torch
 
 PAGE_BYTES = mmap.PAGESIZE
 
+NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Of a mapping for which no memory is set aside. Python 3.11 and 3.12 do not name it."""
+
 
 class Pages(mmap.mmap):
     """One mapping, private to this process."""
@@ -26,8 +29,10 @@ class Pages(mmap.mmap):
     def of_file(cls, file: Path) -> Pages:
         """The file as it is; no write reaches it. Raises OSError, ValueError for an empty one."""
         with file.open("rb") as stream:
-            # Not read-only from the start: torch would warn about every tensor.
-            return cls(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Not read-only from the start: torch would warn about every tensor. And no memory is
+            # set aside for what nobody writes: Linux refuses that for files larger than it has.
+            flags, prot = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return cls(stream.fileno(), 0, flags=flags, prot=prot)
 
     @classmethod
     def empty(cls, size: int) -> Pages:

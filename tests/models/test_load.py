@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models import convert
 from mesh.models.load import load_ends, load_skeleton, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.pages import Pages
 from mesh.models.progress import Counted, Progress
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, WINDOW
@@ -194,6 +196,16 @@ def test_weights_in_their_own_dtype_are_not_copied(checkpoint: Checkpoint) -> No
         if str(manifest.directory / "model.safetensors") in line
     ]
     assert any(low <= weight.data_ptr() < high for low, high in mapped)
+
+
+def test_a_file_larger_than_the_memory_is_mapped(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    size = 2 * (psutil.virtual_memory().total + psutil.swap_memory().total)
+    with file.open("wb") as stream:
+        stream.truncate(size)  # takes no room on the disk
+    pages = Pages.of_file(file)
+    assert len(pages) == size
+    assert pages[size - 1] == 0
 
 
 def test_names_that_need_no_conversion_cost_none(

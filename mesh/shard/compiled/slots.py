@@ -23,6 +23,7 @@ from functools import cached_property
 import torch
 
 from mesh.errors import ContextTooLong
+from mesh.models.pages import NORESERVE
 
 SLOTS = 8
 """Of one bank; more sessions than that get another bank."""
@@ -43,7 +44,6 @@ _ROOM = 64
 _ALIGNED = 16
 """Numbers to which each state is aligned: a line of the processor's cache."""
 
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 _GIVE_BACK = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
 """On macOS the other is a hint that keeps the pages; after the first they may hold what they held.
 """
@@ -345,7 +345,7 @@ class SlotCache:
 
 
 def _reserved(size: int) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     return mmap.mmap(-1, size, flags=flags)
 
 
