@@ -72,7 +72,7 @@ def require_right(
     """
     twin = twin_config(family.config, positions)
     versions = f"{transformers.__version__}-{way.versions}"
-    code = hash_of(Path(str(module.__file__)) for module in way.code)
+    code = hash_of(Path(str(file)) for file in (__file__, *(each.__file__ for each in way.code)))
     key = f"{way.name}-{family.model_type}-{versions}-{code}-{structure_of(twin)}"
     file = cache_dir / f"{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(way, twin)):
