@@ -31,9 +31,14 @@ _ENDPOINT = re.compile(
 )
 
 
+def is_port(text: str) -> bool:
+    """Whether that names one. It may have any number of digits, and more than Python reads."""
+    return text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
+
+
 def _can_be_listened_at(endpoint: str) -> None:
     found = _ENDPOINT.fullmatch(endpoint)
-    if found is None or not 0 < int(endpoint.rpartition(":")[2]) < 65536:
+    if found is None or not is_port(endpoint.rpartition(":")[2]):
         raise ValueError("must be wss://HOST:PORT")
     try:
         if found[1].startswith("["):

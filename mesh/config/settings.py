@@ -41,7 +41,7 @@ from mesh.config.sections import (
 )
 from mesh.errors import BadValue
 from mesh.paths import absolute, default_config_file, default_state_dir, expanded
-from mesh.types import LayerRange
+from mesh.types import LayerRange, is_port
 
 ENV_PREFIX = "HEARTHNET_"
 CONFIG_VARIABLE = "HEARTHNET_CONFIG"
@@ -186,8 +186,7 @@ class Config(BaseModel):
     def _peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             host, _, port = text.rpartition(":")
-            is_number = port.isdecimal() and len(port) < 6
-            if not host or not is_number or not 1 <= int(port) <= 65535:
+            if not host or not is_port(port):
                 raise ValueError(f"{text!r} is not HOST:PORT")
         return value
 

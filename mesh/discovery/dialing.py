@@ -18,7 +18,7 @@ from enum import Enum
 from mesh.clock import backoff_s, jittered_s, set_within
 from mesh.errors import BadValue
 from mesh.processes.tasks import end, spawn
-from mesh.types import NodeId
+from mesh.types import NodeId, is_port
 
 _AT_ONCE = 8
 _A_ROUND = 4
@@ -182,8 +182,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """``HOST:PORT`` or ``[IPV6]:PORT``; raises BadValue with the parameter ``peer``."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    is_number = port.isdecimal() and len(port) < 6
-    if not host or not is_number or not 0 < int(port) < 65536:
+    if not host or not is_port(port):
         raise BadValue(
             f"{text!r} is not HOST:PORT.", fix="For example 192.168.1.5:7700.", param="peer"
         )
