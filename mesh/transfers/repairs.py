@@ -63,14 +63,18 @@ class Repairs:
         await end(self._tasks.values())
 
     async def _repair(self, directory: Path, wanted: list[Damaged]) -> None:
-        wait_s, sha256, rounds = self.first_s, wanted[0].weights_sha256, 0
+        widest, wait_s, rounds = wanted[0], self.first_s, 0
+        sha256 = widest.weights_sha256
         while wanted:
             await asyncio.sleep(wait_s)
             first = wanted.pop(0)  # what is found of the same from now on is not fetched with it
             try:
                 await self._ensure(first)
                 wait_s = 0.0
-                if not wanted:  # what else has changed, or was found meanwhile, becomes wanted
+                if not wanted and not _is_among(first, [widest]):
+                    # Of layers of which much was missing just then less is known to have been here.
+                    wanted.append(widest)
+                elif not wanted:  # what else has changed, or was found meanwhile, becomes wanted
                     await self._reread(sha256)
                     rounds += 1  # a disk may change all that it is given
                     wait_s = backoff_s(rounds, self.first_s, self.again_s)

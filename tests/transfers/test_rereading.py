@@ -124,8 +124,13 @@ async def test_what_is_found_while_the_first_is_fetched_is_fetched_as_well(
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
-async def test_what_is_found_of_layers_that_are_being_fetched_is_fetched_after_them() -> None:
-    begun, goes_on, fetched = asyncio.Event(), asyncio.Event(), list[Damaged]()
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_is_found_of_layers_that_are_being_fetched_is_fetched_after_them(
+    ends: bool,
+) -> None:
+    """And then all that was here at first: what was found last may be of ends that were incomplete
+    for a moment, so that it says less."""
+    begun, goes_on, fetched, read = asyncio.Event(), asyncio.Event(), list[Damaged](), list[str]()
 
     async def ensure(damaged: Damaged) -> None:
         fetched.append(damaged)
@@ -133,18 +138,21 @@ async def test_what_is_found_of_layers_that_are_being_fetched_is_fetched_after_t
         await goes_on.wait()
 
     async def reread(weights_sha256: str) -> None:
-        """All is well by then."""
+        read.append(weights_sha256)
 
     repairs, error = Repairs(ensure, reread), WeightsDamaged("One.", fix="None.")
     repairs.first_s = 0.0
-    place = Path("attic")
-    damaged = Damaged(MODEL, "ab" * 32, place, error, True, (LayerRange(0, 1),), False)
-    repairs.take(damaged)
+    place, layers = Path("attic"), (LayerRange(0, 1),)
+    first, second = (
+        Damaged(MODEL, "ab" * 32, place, error, True, layers, had) for had in (ends, False)
+    )
+    repairs.take(first)
     await begun.wait()
-    repairs.take(damaged)
+    repairs.take(second)
     goes_on.set()
     await until(lambda: place not in repairs)
-    assert fetched == [damaged, damaged]
+    assert fetched == ([first, second, first] if ends else [first, second])
+    assert read == ["ab" * 32]
 
 
 async def test_what_nobody_has_is_fetched_once_somebody_has_it(
