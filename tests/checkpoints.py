@@ -67,6 +67,12 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0] * 24, "long_factor": [1.0 + 0.5 * i for i in range(24)],
+    "original_max_position_embeddings": 160,
+}  # fmt: skip
+"""For heads of 64: beyond the 160th position texts are turned otherwise, all of them."""
 
 
 def make_checkpoint(
@@ -277,6 +283,10 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "phi3": {"sliding_window": None},
+        "phi4_mini": {
+            "sliding_window": None, "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],
+        },
         "minicpm3": {
             "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8, "v_head_dim": 16, "scale_emb": 2, "scale_depth": 3.0,
@@ -382,6 +392,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
 
 
 _MODEL_TYPES = {
+    "phi4_mini": "phi3",
     "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text",
     "gemma4_e": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",

@@ -102,6 +102,8 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
     sizes = dict(_WIDTHS, num_attention_heads=_HEADS)
     sizes["num_key_value_heads"] = max(1, _HEADS * kv_heads // heads)
     sizes.update(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    if not own and not said("head_dim") and (width := _narrow_head(config)):
+        sizes["hidden_size"] = _HEADS * width
     for name, size in sizes.items():
         value = said(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
@@ -113,13 +115,9 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         if None not in each and said(name) == sum(each):
             with contextlib.suppress(AttributeError):
                 setattr(twin, name, sum(getattr(twin, part) for part in parts))
-    if isinstance(config.eos_token_id, list):
+    if isinstance(said("eos_token_id"), list):
         twin.eos_token_id = [0]
-    ropes = getattr(twin, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):
-        first = rope.get(_FIRST_POSITIONS) if isinstance(rope, dict) else None
-        if first and (positions is None or positions > first):
-            rope[_FIRST_POSITIONS] = min(_FEW_POSITIONS, first)
+    _turn_alike(config, twin, positions)
     if own:
         twin.per_layer_config = {
             layer: {
@@ -128,6 +126,53 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
             for layer, each in own.items()
         }
     return twin
+
+
+def _turn_alike(config: Any, twin: Any, positions: int | None) -> None:
+    """Let the twin, whose widths are set, turn its narrower heads; `positions` as above."""
+    ropes = getattr(twin, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if not isinstance(rope, dict):
+            continue
+        first = rope.get(_FIRST_POSITIONS)
+        if first and (positions is None or positions > first):
+            rope[_FIRST_POSITIONS] = min(_FEW_POSITIONS, first)
+            if getattr(twin, _FIRST_POSITIONS, None):  # some say it themselves, and hold to that
+                setattr(twin, _FIRST_POSITIONS, rope[_FIRST_POSITIONS])
+        rope.update(_fewer_numbers(rope, config, twin))
+
+
+def _head_width(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+
+
+def _narrow_head(config: Any) -> int:
+    """How wide heads are to be of which a part turns that operators take, some of which take it by
+    sixteen; 0 where they may be of any width."""
+    part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    own = _head_width(config)
+    if part >= 1 or int(own * part) % 16:
+        return 0
+    return next((n for n in range(16, own, 8) if int(n * part) % 16 == 0 < int(n * part)), own)
+
+
+def _fewer_numbers(rope: dict[str, Any], config: Any, twin: Any) -> dict[str, list[Any]]:
+    """What is said for each frequency of a head, for those of the twin's heads: the factors of
+    LongRoPE, and how many are for each side of an image, which a text has not."""
+
+    def scaled(count: int) -> int:
+        return count * _head_width(twin) // _head_width(config)
+
+    fewer = {}
+    for name in ("short_factor", "long_factor"):
+        if isinstance(factors := rope.get(name), list) and factors:
+            count = max(1, scaled(len(factors)))
+            fewer[name] = [factors[index * len(factors) // count] for index in range(count)]
+    if isinstance(sections := rope.get("mrope_section"), list) and sections:
+        others = [scaled(each) for each in sections[1:]]
+        fewer["mrope_section"] = [scaled(sum(sections)) - sum(others), *others]
+    return fewer
 
 
 def _in_scale(value: Any, general: Any, small: int | None) -> Any:

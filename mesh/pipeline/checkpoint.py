@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
+from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory, UnsupportedFamily
 from mesh.models.call_forms import CallMarks
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
+from mesh.models.families import family_of
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.pooling import NO_POOLING, Pooling, read_pooling
 from mesh.models.progress import Progress
+from mesh.models.rope import short_positions
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
@@ -262,13 +264,19 @@ def _is_thin(manifest: Manifest, options: AskerOptions) -> bool:
 def _model(
     manifest: Manifest, text: CheckpointText, pooling: Pooling, loaded: LoadedEnds | None
 ) -> AskerModel:
+    try:
+        config = family_of(manifest).config
+    except UnsupportedFamily:
+        config = None  # nor does anybody serve it then, which is said where it would be
+    # What a config leaves out its class says: Gemma 3's leave out how long a text may be.
+    most = manifest.max_positions or getattr(config, "max_position_embeddings", None)
     return AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
         total_layers=manifest.total_layers,
         hidden_size=manifest.hidden_size,
         vocab_size=manifest.vocab_size,
-        max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
+        max_positions=most or DEFAULT_MAX_POSITIONS,
         ends=loaded.ends if loaded is not None else None,
         text=text,
         routed=_is_routed(manifest.config) or keeps_states(manifest),
@@ -276,5 +284,6 @@ def _model(
         keeps_states=keeps_states(manifest),
         pooling=pooling,
         inputs_size=manifest.row_size - manifest.hidden_size,
+        short_positions=short_positions(config),
         joined_from=manifest.joined_from,
     )

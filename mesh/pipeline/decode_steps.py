@@ -110,7 +110,7 @@ class DecodeSteps:
         """What to send behind the last token: what has to follow it, or what is guessed from what
         the text said before or by the draft model."""
         drafter, answer = self.drafter, self.answer
-        if certain := drafter.insist(answer.certain(), room := answer.left - 1):
+        if certain := drafter.insist(answer.certain(), room := self._room):
             return certain
         draft = drafter.propose(room)
         if not draft and self._reader is not None and (count := drafter.wanted(room)):
@@ -123,7 +123,13 @@ class DecodeSteps:
         """What to send behind the draft that is under way."""
         if self.feed.has_candidates:
             return []  # a hop gives all logits of a row of what it answered last
-        return self.drafter.follow(self.answer.end + self.answer.left - 1 - self.feed.length)
+        return self.drafter.follow(self.answer.end + self._room - self.feed.length)
+
+    @property
+    def _room(self) -> int:
+        """How many tokens may be fed behind the last one: what the answer may get, of which the
+        session may end before."""
+        return min(self.answer.left - 1, self.feed.limit - self.answer.end)
 
     async def _chosen(
         self, said: torch.Tensor | Candidates, position: int, notices: list[StreamFrame]

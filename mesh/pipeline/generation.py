@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -74,6 +74,17 @@ Started = tuple[GenerationSession, list[StreamFrame]]
 """A session to generate in, and what to say about it."""
 
 
+@dataclass(slots=True)
+class _Seat:
+    """Where a request is answered: its `session`, once it has one, and what is to be said of it."""
+
+    request: GenerationRequest
+    wire_dtype: WireDtype
+    home: LocalModel | None
+    session: GenerationSession = field(init=False)
+    notices: list[StreamFrame] = field(init=False, default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
     """What of the configuration the loop itself heeds: `noise` as in `mesh.pipeline.prefill`, and
@@ -119,25 +130,27 @@ class PipelineOrchestrator:
         """
         started = time.monotonic()
         async with self._prepared(request) as (prompt, constraint, wire_dtype, left_out):
-            terms = self._terms(request, prompt, wire_dtype)
             home = self._local_model if request.fallback_to_local is not False else None
-            async with aclosing(self._in_turn(request, prompt, terms, home)) as places:
+            seat = _Seat(request, wire_dtype, home)
+            async with aclosing(self._seated(seat, prompt)) as places:
                 async for place in places:
-                    if isinstance(place, Queued):
-                        yield place
-                    else:
-                        session, notices = place
+                    yield place
+            session = seat.session
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
-            limit = terms.limit - len(prompt)
+            limit = self._token_limit(prompt, request.sampling)
             answer = Completion(self._model.text, request, prompt, limit, started, constraint)
             finished, reader = False, self._reader(request, prompt)
             try:
-                steps = self._steps(session, home, request, answer, reader)
-                async for said in self._said_before(notices, steps, request):
+                steps = self._steps(seat, answer, reader)
+                async for said in self._said_before(seat.notices, steps, request):
                     yield said
                 ids: Sequence[int] = prompt[len(session.token_ids) :]
                 while not answer.finish_reason:
                     try:
+                        if answer.end > seat.session.route.terms.limit:
+                            async for notice in self._outgrown(seat, steps):
+                                yield notice
+                            ids = [*prompt, *answer.token_ids][steps.feed.length :]
                         async for notice in steps.advance(ids):
                             yield notice
                     except CacheFull as full:
@@ -148,8 +161,8 @@ class PipelineOrchestrator:
                     ids = answer.token_ids[-1:]
                 finished = not (answer.note or request.reads_prompt)  # another text follows that
             finally:
-                self._release(session, reader, keep=finished)
-            done = _done(session, opened, steps)
+                self._release(seat, reader, keep=finished)
+            done = _done(seat.session, opened, steps)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3, left_out=left_out)
 
     async def _said_before(
@@ -175,20 +188,42 @@ class PipelineOrchestrator:
     def _most_drafted(self) -> int:
         return min(self._settings.draft_tokens, chunk_rows(self._model.row_size) - 1)
 
-    def _steps(
-        self,
-        session: GenerationSession,
-        home: LocalModel | None,
-        request: GenerationRequest,
-        answer: Completion,
-        reader: TextReader | None,
-    ) -> DecodeSteps:
-        failover = Failover(session, self._router, self._model.row_size, self._failover, home)
-        feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
+    def _steps(self, seat: _Seat, answer: Completion, reader: TextReader | None) -> DecodeSteps:
+        request = seat.request
         most = self._most_drafted if _may_draft(request) else 0
         drafter = Drafter(answer.prompt, most, self._settings.draft_worth)
         sampler = Sampler(request.sampling, answer.prompt)
-        return DecodeSteps(feed, self._head, drafter, reader, sampler, answer)
+        return DecodeSteps(self._feed(seat), self._head, drafter, reader, sampler, answer)
+
+    def _feed(self, seat: _Seat) -> TokenFeed:
+        row_size, home = self._model.row_size, seat.home
+        failover = Failover(seat.session, self._router, row_size, self._failover, home)
+        return TokenFeed(self._model, seat.session, failover, noise=self._settings.noise)
+
+    async def _seated(self, seat: _Seat, text: Sequence[int]) -> AsyncGenerator[Queued, None]:
+        """Until `seat` has a session for the text; see `_in_turn`."""
+        terms = self._terms(seat.request, text, seat.wire_dtype)
+        async with aclosing(self._in_turn(seat.request, text, terms, seat.home)) as places:
+            async for place in places:
+                if isinstance(place, Queued):
+                    yield place
+                else:
+                    seat.session, seat.notices = place
+
+    async def _outgrown(self, seat: _Seat, steps: DecodeSteps) -> AsyncGenerator[StreamFrame, None]:
+        """The text becomes a long one, all of which is turned otherwise: it is fed again, to a
+        session of its own. Raises as `chat`, CacheFull where nobody holds so much."""
+        answer, before = steps.answer, seat.session
+        self._sessions.release(before, keep=False)
+        try:
+            async for place in self._seated(seat, [*answer.prompt, *answer.token_ids]):
+                yield place
+        except ContextTooLong as error:
+            raise CacheFull(error.message, fix=error.fix) from error
+        seat.session.failovers += before.failovers
+        for notice in seat.notices:
+            yield notice
+        steps.feed = self._feed(seat)
 
     def _reader(self, request: GenerationRequest, prompt: Sequence[int]) -> TextReader | None:
         """The draft model, already reading the prompt; None where it is not to guess."""
@@ -200,12 +235,10 @@ class PipelineOrchestrator:
             reader.prepare(prompt)
         return reader
 
-    def _release(
-        self, session: GenerationSession, reader: TextReader | None, *, keep: bool
-    ) -> None:
+    def _release(self, seat: _Seat, reader: TextReader | None, *, keep: bool) -> None:
         if reader is not None:
             reader.close()
-        self._sessions.release(session, keep=keep)
+        self._sessions.release(seat.session, keep=keep)
 
     async def _in_turn(
         self,
@@ -251,6 +284,10 @@ class PipelineOrchestrator:
     ) -> SessionTerms:
         """What hops are asked for the prompt and at most as many new tokens as it may get."""
         fed, limit = len(prompt), self._token_limit(prompt, request.sampling)
+        short = self._model.short_positions
+        is_long = fed > short
+        if not is_long:
+            limit = min(limit, short - fed)
         rows, since = self._most_drafted + 1, fed - 1
         if request.scores_prompt:
             rows, since = chunk_rows(self._model.row_size), 0
@@ -266,6 +303,7 @@ class PipelineOrchestrator:
             remote_ends=self._model.remote_ends(
                 candidates, normed=request.embeds, rows=rows, since=since
             ),
+            is_long=is_long,
         )
 
     def _token_limit(self, prompt: Sequence[int], sampling: SamplingParams) -> int:

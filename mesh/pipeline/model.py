@@ -125,6 +125,9 @@ class AskerModel:
     """How many numbers go from hop to hop behind each hidden state: what the model's layers are
     given of the token that stands there, where they are (`mesh.models.row_form`)."""
 
+    short_positions: int = 0
+    """Texts of up to so many positions are turned otherwise than longer ones; 0 where that is no
+    matter (`mesh.models.rope`)."""
     joined_from: int | None = None
     """The first of the layers that see keys of each other, so that none of them is computed without
     those before it; None where there are none."""

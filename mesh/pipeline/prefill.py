@@ -80,6 +80,11 @@ class TokenFeed:
         """How many tokens were fed."""
         return len(self._session.token_ids)
 
+    @property
+    def limit(self) -> int:
+        """How many tokens the session may have."""
+        return self._session.route.terms.limit
+
     def fed(self, position: int) -> int | None:
         """The token that was fed for `position`; None where none was."""
         token_ids = self._session.token_ids

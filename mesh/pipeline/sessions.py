@@ -188,8 +188,10 @@ class Sessions:
         return self._register(GenerationSession(route, fallback=True))
 
     def release(self, session: GenerationSession, *, keep: bool) -> None:
-        """Give a session back: parked for a follow-up when `keep`, else freed on every hop."""
-        self.live.pop(id(session), None)
+        """Give a session back: parked for a follow-up when `keep`, else freed on every hop. A
+        second time changes nothing."""
+        if self.live.pop(id(session), None) is None:
+            return
         if not self.live:
             self.busy.clear()
         if not (keep and session.token_ids and self._park(session)):
@@ -318,8 +320,9 @@ class Sessions:
 def _are_alike(one: SessionTerms, other: SessionTerms) -> bool:
     """Whether what was computed on these terms would be the same on the other, for the same
     caller."""
-    same_caller = one.principal == other.principal
-    return same_caller and one.wire_dtype is other.wire_dtype and one.edits == other.edits
+    if one.principal != other.principal or one.is_long is not other.is_long:
+        return False
+    return one.wire_dtype is other.wire_dtype and one.edits == other.edits
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -32,8 +32,9 @@ class SessionTerms:
 
     `limit` is the position that the text may reach; nothing is reserved behind it. Without one it
     needs no more than `reserve`. No hop is told the `principal`, on whose behalf it is.
-    `remote_ends` is what of the model's ends hops run. Terms are told apart by which object they
-    are: one for all hops.
+    `remote_ends` is what of the model's ends hops run. Of models that turn short texts otherwise
+    than long ones (`mesh.models.rope`) a text `is_long` whose hops reserve more positions at once
+    than a short one has. Terms are told apart by which object they are: one for all hops.
     """
 
     model_id: ModelId
@@ -45,6 +46,7 @@ class SessionTerms:
     limit: int = 0
     principal: Principal = THIS_NODE
     remote_ends: RemoteEnds | None = None
+    is_long: bool = False
 
     def room(self, fed: int) -> int:
         """Positions to reserve for a text that has `fed` of them already."""

@@ -47,6 +47,8 @@ class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
     in_pieces = True
     """Whether `copy` may be asked for a part at a time."""
 
+    short = 0
+
     def __init__(self, max_tokens: int) -> None:
         super().__init__(layers=[])
         self.max_tokens = max_tokens
@@ -126,7 +128,8 @@ class SessionCache(OneSession):
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
-        capacity = roomier(self._capacity, self.length + rows, self.max_tokens)
+        most = min(self.max_tokens, self.short or self.max_tokens)
+        capacity = roomier(self._capacity, self.length + rows, most)
         if capacity == self._capacity:
             return
         # All or nothing: when the device has no room, the old buffers still stand.

@@ -91,16 +91,29 @@ class LeanLayers(nn.Module):
         layers: LayerRange,  # counted within the span
     ) -> torch.Tensor:
         """As `hidden`. One session of any number of rows, or several of one row each."""
-        return self.through(hidden, positions, InCaches(caches, hidden.shape[1]), layers)
+        are_long = [not cache.short for cache in caches] if self.short_positions else ()
+        past = InCaches(caches, hidden.shape[1])
+        return self.through(hidden, positions, past, layers, are_long)
+
+    @property
+    def short_positions(self) -> int:
+        """See `mesh.models.rope`."""
+        return self._rotary.short
 
     def through(
-        self, hidden: torch.Tensor, positions: torch.Tensor, past: WithPast, layers: LayerRange
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        past: WithPast,
+        layers: LayerRange,
+        are_long: Sequence[bool] = (),
     ) -> torch.Tensor:
-        """The same, where `past` has the keys and values of each row's session."""
+        """The same, where `past` has the keys and values of each row's session; `are_long` as in
+        `Rotary`."""
         form, (sessions, rows, _) = self._row_form, hidden.shape
         running = self._layers[layers.start : layers.stop]
         turns = {
-            kind: self._turn(hidden, positions, kind)
+            kind: self._turn(hidden, positions, kind, are_long)
             for kind in {layer.turning for layer in running}
         }
         flat = hidden.flatten(0, 1)
@@ -125,11 +138,15 @@ class LeanLayers(nn.Module):
         return [layer.place for layer in self._layers]
 
     def _turn(
-        self, hidden: torch.Tensor, positions: torch.Tensor, kind: RotaryKind
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        kind: RotaryKind,
+        are_long: Sequence[bool],
     ) -> Rotation | None:
         if kind.table is None:
             return None
-        cos, sin = self._rotary.halves(hidden, positions, kind.table)
+        cos, sin = self._rotary.halves(hidden, positions, kind.table, are_long)
         rows = cos.shape[0] * cos.shape[1]
         if kind.is_of_pairs:
             cos, signed = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)

@@ -21,6 +21,7 @@ from mesh.shard import (
     lean_parts,
     lean_states,
     packed_experts,
+    rotary,
 )
 from mesh.shard.compiled import attention_parts, experts, layer_inputs, parts, recurrences
 from mesh.shard.torch_runtime import TorchRuntime
@@ -49,7 +50,7 @@ def _runtime_of(loaded: LoadedSpan) -> TorchRuntime:
 
 _CODE = (
     lean, lean_attention, lean_experts, lean_parts, lean_states, packed_experts, attention,
-    attention_parts, experts, layer_inputs, parts, recurrences,
+    attention_parts, experts, layer_inputs, parts, recurrences, rotary,
 )  # fmt: skip
 
 _LEAN = Way("lean", "lean layers", torch.__version__, _CODE, _runtime_of)

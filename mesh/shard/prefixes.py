@@ -28,7 +28,7 @@ async def copy_prefix(
     Raises ContextTooLong, or what the device raises.
     """
     ours, theirs = target.cache, source.cache
-    is_alike = type(ours) is type(theirs) and ours is not theirs
+    is_alike = type(ours) is type(theirs) and ours is not theirs and ours.short == theirs.short
     if target.runtime is not source.runtime or target.layers != source.layers or not is_alike:
         return 0
 

@@ -27,6 +27,10 @@ class KeyValueCache(Protocol):
     """The keys and values of one session. What lies beyond `length` does not exist."""
 
     max_tokens: int
+    short: int
+    """Where short texts are turned otherwise than long ones (`mesh.models.rope`), a session is of
+    one of the two by the room that it begins with. How many positions one of a short text may have;
+    0 for any other."""
     in_pieces: bool
     """Whether `copy` may be asked for a part at a time."""
 
@@ -160,6 +164,12 @@ def prepare(step: StepInput) -> None:
             fix="Open a new one and replay the inputs.",
         )
     step.cache.reserve(step.hidden.shape[1])
+
+
+def begun_short(max_tokens: int, short: int) -> int:
+    """`KeyValueCache.short` of a session that begins with room for `max_tokens`, of a model whose
+    short texts have up to `short` positions."""
+    return short if max_tokens <= short else 0
 
 
 def may_batch(runtime: Runtime, steps: Sequence[StepInput]) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 
 from mesh.errors import UnsupportedFamily
 from mesh.models.families import has_states, layer_kinds
+from mesh.models.rope import rope_types, short_positions
 from mesh.models.row_form import RowForm
 from mesh.models.span_cache import SpanCache
 from mesh.shard import attention, int4
@@ -148,6 +149,8 @@ class _Probe:
         if forward is not None:
             self._go_by(forward)
         caches = [self._cache() for _ in range(2)]
+        for cache in caches:  # as transformers turns so few rows
+            cache.short = short_positions(self._configs[1])
         chunk = self._step(caches[0], self._rows[:, :_ROWS])
         # Who goes back on running states has rows to compute again, and not with others.
         beyond = 0 if batched and self._has_states else 1
@@ -221,15 +224,6 @@ class _Probe:
             inputs_embeds=hidden, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state
         return output
-
-
-def rope_types(config: Any) -> frozenset[str]:
-    """The kinds of rotary embedding in use, over all layer types."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in parameters:
-        return frozenset({str(parameters["rope_type"])})
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    return frozenset(str(p["rope_type"]) for p in nested if "rope_type" in p)
 
 
 def _rope_ignores_neighbours(config: Any) -> bool:

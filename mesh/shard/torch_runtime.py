@@ -16,6 +16,7 @@ import torch
 
 from mesh.models.families import has_states
 from mesh.models.progress import Progress
+from mesh.models.rope import short_positions
 from mesh.models.row_form import RowForm
 from mesh.shard import attention as own_attention
 from mesh.shard import int4
@@ -30,12 +31,12 @@ from mesh.shard.linear import PLAIN, Kernels, Place, choose_kernels
 from mesh.shard.memory import settle
 from mesh.shard.packed import Packed
 from mesh.shard.protection import Protection
-from mesh.shard.runtime import StepInput, prepare, require_batch
+from mesh.shard.rotary import ModuleRopes
+from mesh.shard.runtime import StepInput, begun_short, prepare, require_batch
 from mesh.shard.selfcheck import (
     AttentionChoice,
     choose_attention,
     lean_agrees,
-    rope_types,
     short_steps_keep_bits,
 )
 from mesh.shard.states import StateCache
@@ -133,7 +134,7 @@ class TorchRuntime:
         """What the weights take in the form in which they are computed with."""
         settle()
         self._views: dict[LayerRange, nn.Module] = {}
-        self._ropes = _DynamicRopes(self._module)
+        self._ropes = ModuleRopes(self._module)
 
     @property
     def is_lean(self) -> bool:
@@ -144,6 +145,8 @@ class TorchRuntime:
         """Its short steps captured, where that is possible, and what is to be said of it."""
         if self._lean is None or self.device.type != "cuda" or not positions:
             return None, ""
+        if self._lean.short_positions:
+            return None, "steps captured: no, long texts are turned otherwise than short ones"
         try:
             captured = CapturedLayers(
                 self._lean, self.device, self.dtype,
@@ -188,7 +191,9 @@ class TorchRuntime:
         if self._captured is not None:
             return self._captured.pool.open(max_tokens)
         kind = StateCache if self._has_states else SessionCache
-        return kind(len(self.layers), max_tokens)
+        cache = kind(len(self.layers), max_tokens)
+        cache.short = begun_short(max_tokens, short_positions(self.loaded.config))
+        return cache
 
     def layer(self, number: int) -> nn.Module:
         """The decoder layer of that number in the whole model; LookupError when not here."""
@@ -227,7 +232,7 @@ class TorchRuntime:
     def _by_modules(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         view = self._view(layers)
         are_single = all(step.hidden.shape[1] == 1 for step in steps)
-        if len(steps) > 1 and are_single and not self._has_states:
+        if len(steps) > 1 and are_single and not self._has_states and not self._ropes.are_apart:
             return self._together(view, steps)
         return [self._alone(view, step) for step in steps]
 
@@ -305,13 +310,13 @@ class TorchRuntime:
         if placed:
             with hooked(self.layer, placed, (hidden.shape[0], hidden.shape[1])):
                 return self._run(view, hidden, positions, cache, ())
-        self._ropes.reset()
-        output: torch.Tensor = view(
-            inputs_embeds=hidden.to(self.device, self.dtype),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        with self._ropes.of(cache):
+            output: torch.Tensor = view(
+                inputs_embeds=hidden.to(self.device, self.dtype),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            ).last_hidden_state
         return output
 
     def _view(self, layers: LayerRange) -> nn.Module:
@@ -371,21 +376,3 @@ def _own_cache(step: StepInput) -> OneSession:
     """Its cache, which `new_cache` made."""
     assert isinstance(step.cache, OneSession)  # noqa: S101 - as said
     return step.cache
-
-
-class _DynamicRopes:
-    """Rotary embeddings that remember the longest sequence they saw, of whichever session.
-
-    Reset before every forward, they choose their frequencies by the step at hand alone.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        dynamic = "dynamic" in rope_types(module.config)
-        self._ropes: list[Any] = [
-            part for part in module.modules() if dynamic and hasattr(part, "original_inv_freq")
-        ]
-
-    def reset(self) -> None:
-        for rope in self._ropes:
-            rope.inv_freq = rope.original_inv_freq
-            rope.max_seq_len_cached = rope.original_max_seq_len

@@ -25,6 +25,7 @@ from mesh.models.anatomy import Anatomy
 from mesh.models.empty import Bounded
 from mesh.models.families import Family, family_of_config
 from mesh.models.proof import largest_difference, structure_of, twin_config
+from mesh.models.rope import short_positions
 from mesh.models.row_form import RowForm
 from mesh.models.span import LoadedSpan, bare_of_ends
 from mesh.models.verdicts import hash_of, settled_once
@@ -117,10 +118,26 @@ def _difference(runtime_of: Callable[[LoadedSpan], Runtime], twin: Any) -> float
         steps = [StepInput(cache, start, hidden[:, start:stop])]
         if stop - start == 1:
             steps.append(StepInput(behind, 9, hidden[:, 9:10]))
-        found[:, start:stop], *other = runtime.forward(steps)
+        found[:, start:stop], *other = _outputs(runtime, steps)
         for row in other:
             found[:, 9:10] = row
-    return largest_difference(found, expected)
+    difference = largest_difference(found, expected)
+    if 0 < (short := short_positions(twin)) < hidden.shape[1]:
+        first = loaded.module(inputs_embeds=hidden[:, :short], use_cache=False).last_hidden_state
+        brief = runtime.new_cache(short)
+        runtime.forward([StepInput(brief, 0, hidden[:, : short - 1])])
+        last = (brief, short - 1), (cache, _SCHEDULE[-1][0])
+        both = [StepInput(each, at, hidden[:, at : at + 1]) for each, at in last]
+        ends = torch.cat([first[:, -1:], expected[:, -1:]])
+        difference = max(difference, largest_difference(torch.cat(_outputs(runtime, both)), ends))
+    return difference
+
+
+def _outputs(runtime: Runtime, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+    """Of all of them together where it computes so."""
+    if runtime.batch_rows:
+        return runtime.forward(steps)
+    return [runtime.forward([step])[0] for step in steps]
 
 
 def _random_span(twin: Any) -> LoadedSpan:

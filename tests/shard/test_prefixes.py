@@ -7,15 +7,17 @@ import threading
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3Model
 
 from mesh.errors import BadRequest, ContextTooLong, SessionGone
 from mesh.shard.prefixes import PIECE
 from mesh.shard.runtime import Runtime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from mesh.wire.messages import CopyPrefix, PrefixCopied
-from tests.shard.asker import Asker, Attic, close_to
+from tests.shard.asker import Asker, Attic, CountedLoader, close_to
 from tests.shard.compiled.spans import compiled, step
-from tests.shard.spans import rows, runtime
+from tests.shard.spans import HIDDEN, of_module, rows, runtime
 
 LONG = 2 * PIECE + 40
 
@@ -90,6 +92,37 @@ async def test_of_other_layers_nothing_is_copied() -> None:
         await asker.open(2, start=layers.start, stop=layers.stop)
         await asker.step(0, 0, rows(80), 1)
         assert await copied(asker, 2, 1, 70) == 0
+
+
+async def test_a_session_is_of_a_long_text_or_of_a_short_one_from_its_beginning_on() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8}
+    rope |= {"long_factor": [4.0] * 8, "original_max_position_embeddings": 40}
+    config = Phi3Config(
+        hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        num_hidden_layers=4, vocab_size=64, rope_parameters=rope, pad_token_id=0,
+        original_max_position_embeddings=40,
+    )  # fmt: skip
+    given = of_module(Phi3Model(config))
+    async with Attic(CountedLoader(given=given)) as attic:
+        asker = attic.asker()
+        await asker.open(1, max_tokens=30)
+        await asker.open(2, max_tokens=50)
+        await asker.open(3, max_tokens=40)
+        hidden = rows(41)
+        short = await asker.step(0, 0, hidden[:, :20], 1)
+        assert await copied(asker, 2, 1, 20) == 0, "it is turned otherwise"
+        assert await copied(asker, 3, 1, 20) == 20
+        assert not close_to(await asker.step(0, 0, hidden[:, :20], 2), short)
+        assert close_to(await asker.step(1, 20, hidden[:, 20:40], 1), given_rows(given, hidden))
+        with pytest.raises(ContextTooLong, match="at most 40 positions"):
+            await asker.step(2, 40, hidden[:, 40:], 1)
+
+
+def given_rows(given: TorchRuntime, hidden: torch.Tensor) -> torch.Tensor:
+    """The rows from 20 to 40, of transformers' own code over all of them at once."""
+    with torch.no_grad():
+        module = given.loaded.module
+        return module(inputs_embeds=hidden[:, :40], use_cache=False).last_hidden_state[:, 20:]
 
 
 async def test_only_what_was_fed_nothing_begins_as_another() -> None:

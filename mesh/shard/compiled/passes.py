@@ -53,16 +53,21 @@ class LayerSessions:
     attended: int
     """How wide a row is before and behind the mixer."""
     is_mixed: bool
+    long_tables: Tables = field(default_factory=dict)
+    """Those of sessions of long texts, or of any; see `mesh.models.rope`."""
     shares: int | None = None
     """The number of the layer whose keys and values it sees together with others: its own where
     they see those that it makes."""
 
 
 def layer_sessions(
-    span: GraphSpan, threads: int, rotary: Mapping[str | None, Tables]
+    span: GraphSpan,
+    threads: int,
+    rotary: Mapping[str | None, Tables],
+    long: Mapping[str | None, Tables],
 ) -> list[LayerSessions]:
     """Those of each layer; layers whose mixer is the same share its session. `rotary` has the
-    tables of each name."""
+    tables of each name, `long` those of long texts."""
     known: dict[bytes, Any] = {}
 
     def session(model: bytes) -> Any:
@@ -98,8 +103,11 @@ def layer_sessions(
         sessions = front, *sessions_of(mixer, tables), back
         shares = number if number in sees else sees[number]
         found.append(
-            LayerSessions(*sessions, tables, mixer.projected, mixer.attended, is_mixed, shares)
-        )
+            LayerSessions(
+                *sessions, tables, mixer.projected, mixer.attended, is_mixed,
+                _tables(mixer, long), shares,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -125,6 +133,8 @@ class PassPlace:
     rows: int
     reads: int = 0
     writes: int = 1
+    is_long: bool = True
+    """Whether `long_tables` turn it."""
 
     @property
     def slice(self) -> slice:
@@ -245,7 +255,8 @@ class Workspace:
 
     def attending(self, place: PassPlace) -> Attending:
         """The mixer of the session at `place`."""
-        key = id(place.bank), place.slot, place.start, place.rows, place.reads, place.writes
+        copies = place.reads, place.writes
+        key = id(place.bank), place.slot, place.start, place.rows, *copies, place.is_long
         known = self._attending.get(key)
         if known is None or known.room != place.room:
             known = self._attending[key] = self._attend(place)
@@ -316,7 +327,8 @@ class Workspace:
             held, made = (
                 place.bank.tensors(number, place.slot, copy) for copy in (place.reads, place.writes)
             )
-            given = {**inputs, **layer.tables, **held, "projected": projected}
+            tables = layer.long_tables if place.is_long else layer.tables
+            given = {**inputs, **tables, **held, "projected": projected}
             results = {"attended": attended, **{f"new_{name}": made[name] for name in made}}
             session = layer.alone if is_alone else layer.mixer
             bindings[number] = Binding.of(session, given, results)

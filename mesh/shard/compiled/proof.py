@@ -14,6 +14,7 @@ import torch
 from mesh.errors import DeviceFailed
 from mesh.models.families import Family
 from mesh.models.span import LoadedSpan
+from mesh.shard import rotary
 from mesh.shard.compiled import (
     attention_graph,
     attention_parts,
@@ -63,7 +64,7 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 _CODE = (
     attention_graph, attention_parts, builder, engine, experts, experts_graph, feed_forward, graph,
     latent, latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences,
-    slots, state_slots,
+    slots, state_slots, rotary,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

@@ -15,6 +15,7 @@ import onnxruntime
 import torch
 from torch import nn
 
+from mesh.models.rope import short_positions
 from mesh.models.row_form import RowForm
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled.attention_graph import may_group, reach
@@ -45,7 +46,7 @@ from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
 from mesh.shard.memory import settle
 from mesh.shard.rotary import Rotary
-from mesh.shard.runtime import KeyValueCache, StepInput, prepare, require_batch
+from mesh.shard.runtime import KeyValueCache, StepInput, begun_short, prepare, require_batch
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
@@ -88,7 +89,7 @@ class CompiledRuntime:
         attentions = [each.mixer for each in parts if isinstance(each.mixer, Attention)]
         rotary = _rotary_tables(self._module, attentions, positions)
         self._banks = Banks(_cache_shape(parts, positions))
-        self._sessions = layer_sessions(span, threads, rotary)
+        self._sessions = layer_sessions(span, threads, *rotary)
         self._fewest_rows = fewest_rows(
             product for layer in span.layers for product in layer.products.values()
         )
@@ -117,7 +118,9 @@ class CompiledRuntime:
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> KeyValueCache:
         if any(hook.site.part for hook in hooks):
             return self._reference().new_cache(max_tokens)
-        return self._banks.open(max_tokens)
+        cache = self._banks.open(max_tokens)
+        cache.short = begun_short(max_tokens, short_positions(self.loaded.config))
+        return cache
 
     def layer(self, number: int) -> nn.Module:
         layers: Any = self._module.get_submodule(layer_list_name(self._module))
@@ -269,7 +272,8 @@ def _places(steps: Sequence[StepInput]) -> tuple[list[PassPlace], int]:
     for step in steps:
         cache, rows = _slot(step), step.hidden.shape[1]
         reads = cache.copy_read
-        places.append(PassPlace(cache.bank, cache.slot, start, rows, reads, 1 - reads))
+        copies = reads, 1 - reads
+        places.append(PassPlace(cache.bank, cache.slot, start, rows, *copies, not cache.short))
         start += rows
     return places, start
 
@@ -281,22 +285,35 @@ def _call(hooks: Sequence[tuple[slice, Hook]], layer: int, side: str, state: tor
             state[:, rows] = hook(state[:, rows].clone())
 
 
+_Tables = dict[str | None, dict[str, torch.Tensor]]
+
+
 def _rotary_tables(
     module: Any, attentions: Sequence[Attention], positions: int
-) -> dict[str | None, dict[str, torch.Tensor]]:
+) -> tuple[_Tables, _Tables]:
     """``cos`` and ``sin`` (positions, half the turned width) by the tables' names, and ``growth``
-    (positions,) where queries grow."""
+    (positions,) where queries grow: of short texts, and of long ones, which are mostly the same."""
     rotary = Rotary(module, (each.table for each in attentions if each.table is not None))
     at, like = torch.arange(positions + SPARE), torch.zeros(1)
-    tables: dict[str | None, dict[str, torch.Tensor]] = {}
-    for name, growth in {(each.table, each.growth) for each in attentions}:
-        if name is None:
-            continue
-        cos, sin = (each[0].float().contiguous() for each in rotary.halves(like, at[None], name))
-        tables[name] = {"cos": cos, "sin": sin}
-        if growth is not None:
-            tables[name]["growth"] = growth.factors(at)
-    return tables
+
+    def tables(at: torch.Tensor, *, are_long: bool) -> _Tables:
+        found: _Tables = {}
+        for name, growth in {(each.table, each.growth) for each in attentions}:
+            if name is None:
+                continue
+            both = rotary.halves(like, at[None], name, [are_long])
+            cos, sin = (each[0].float().contiguous() for each in both)
+            found[name] = {"cos": cos, "sin": sin}
+            if growth is not None:
+                found[name]["growth"] = growth.factors(at)
+        return found
+
+    if not rotary.short:
+        same = tables(at, are_long=False)
+        return same, same
+    # A short text has no more positions; the padding behind its last row is turned somehow.
+    within = at[: rotary.short + SPARE].clamp(max=rotary.short - 1)
+    return tables(within, are_long=False), tables(at, are_long=True)
 
 
 def _cache_shape(parts: Sequence[LayerParts], positions: int) -> CacheShape:
