@@ -18,13 +18,16 @@ UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 STANDARD = UNEQUAL | {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
     "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid", "glm4", "ernie4_5",
-    "nemotron_h",
+    "nemotron_h", "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3",
+    "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl", "qwen2_vl_text",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {
         "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
-        "qwen3_next", "lfm2_moe", "nemotron_h",
+        "qwen3_next", "lfm2_moe", "nemotron_h", "aria_text", "granitemoe_swa", "granitemoeshared",
+        "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
@@ -48,8 +51,10 @@ ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
 _ACTIVATION_NAMES = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
-_ROPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Rotary embeddings that do not depend on how long a session is."""
+_ROPES = frozenset(
+    {"default", "linear", "llama3", "longrope", "mrope", "proportional", "su", "yarn"}
+)
+"""Rotary embeddings that are not other ones for each length of a session."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _KINDS, _MIXED = ("layers_block_type", "hybrid_override_pattern"), ("moe", "E")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -191,3 +193,15 @@ def test_a_checkpoints_rows_together_have_the_bits_of_each_alone(
     for row, logits in zip(rows, asyncio.run(together()), strict=True):
         assert torch.equal(logits, model.own_ends.logits(row)[0])
     assert len(counted.calls) == (7 if model.head_rows == 1 else -(-7 // model.head_rows))
+
+
+def test_how_long_a_text_may_be_is_said_by_the_class_where_the_config_leaves_it_out(
+    tmp_path: Path,
+) -> None:
+    """As those of Gemma 3 4B, 12B and 27B do."""
+    directory = make_checkpoint(tmp_path / "toy", "gemma3", layers=1)
+    config = json.loads((directory / "config.json").read_text())
+    assert config.pop("max_position_embeddings") == 1024
+    (directory / "config.json").write_text(json.dumps(config))
+    model, _ = load_asker(directory, MODEL, AskerOptions("fp32", "cpu", 1, tmp_path, thin="always"))
+    assert model.max_positions == 131072

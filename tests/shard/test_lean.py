@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig
+from transformers import CONFIG_MAPPING, Gemma4TextConfig
 
 from mesh.errors import BadSteering
 from mesh.models import standard
@@ -24,6 +24,7 @@ from mesh.shard import linear, twins
 from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled import parts
 from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.proof import require_compilable
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import HALVED, choose_kernels
 from mesh.shard.packed import HalvedLinear
@@ -128,6 +129,37 @@ def test_what_only_long_sessions_come_to_is_computed_and_looked_at() -> None:
         found.append(step(span, cache, 150, hidden[:, 150:]))
         assert span.is_lean is (len(found) == 1)
     assert relative_error(*found) < 1e-5
+
+
+SIDES = {"rope_type": "default", "rope_theta": 1e6}
+IN_PAIRS = SIDES | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+IN_THIRDS = {"rope_parameters": SIDES | {"mrope_section": [16, 24, 24]}}
+INTERLEAVED = {
+    "rope_parameters": SIDES | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+}
+PLAIN = (
+    "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
+    "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
+    "mellum", "solar_open",
+)  # fmt: skip
+BY_CONFIG: dict[str, dict[str, Any]] = {
+    **{model_type: {} for model_type in PLAIN},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), IN_THIRDS),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), INTERLEAVED),
+    "glm4v_text": {"rope_parameters": IN_PAIRS},
+    "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
+}
+"""Types of models of which there are no checkpoints here, and what their publishers say."""
+
+
+@pytest.mark.parametrize("model_type", BY_CONFIG)
+def test_so_are_those_of_models_that_are_known_by_their_configs(model_type: str) -> None:
+    config: Any = CONFIG_MAPPING[model_type](num_hidden_layers=2, **BY_CONFIG[model_type])
+    family = family_of_config(config)
+    require_lean(family, None)
+    require_compilable(family, None)
+    assert has_standard_layers(config.to_dict(), model_type)
+    assert not has_other_layers(config.to_dict())
 
 
 @pytest.mark.parametrize("family", sorted(SINGULAR))

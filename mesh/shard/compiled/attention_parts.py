@@ -203,7 +203,9 @@ def _value_norm(module: Any, width: int) -> Norm | None:
 
 
 def _turns_pairs(module: nn.Module) -> bool:
-    rotate = getattr(sys.modules[type(module).__module__], "rotate_half", None)
+    known = vars(sys.modules[type(module).__module__])
+    # Where images are turned otherwise than text, it says which.
+    rotate = known.get("rotate_half_llm", known.get("rotate_half"))
     pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
     return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
 
