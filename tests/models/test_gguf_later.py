@@ -512,6 +512,27 @@ def _of_exaone_moe(model: dict[str, Any]) -> Any:
     return _cut(model, rf"{contractions}|{words}|\p{{N}}|{marks}|\s*[\r\n]|\s+(?!\S)|\s+")
 
 
+def _of_coder(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of DeepSeek Coder."""
+    return _cut(model, r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}")
+
+
+def _of_first_deepseek(model: dict[str, Any]) -> Any:
+    """As those of DeepSeek LLM, V2 and V2 Lite, of whose list of letters the texts here have some
+    that are small or large."""
+    marks = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+    letters = r"\s?[\p{Ll}\p{Lu}]+"
+    return _cut(model, r"[\r\n]", letters, marks, r"\s+$", _EAST, r"\p{N}")
+
+
+def _of_minicpm(model: dict[str, Any]) -> Any:
+    """As that of MiniCPM 5."""
+    return _cut(model | {"ignore_merges": True}, r"\p{N}{1,3}", _GLM.replace("{1,3}", "+"))
+
+
+_EAST = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+
+
 def _of_afmoe(model: dict[str, Any]) -> Any:
     """As that of Trinity: digits in threes from the last, then as DeepSeek's."""
     return _cut(model, r"\d{1,3}(?=(?:\d{3})*(?:\D|\z))", *_DEEPSEEK[1:])
@@ -535,7 +556,10 @@ _TOKENIZERS = {
     "kimi-k2": ("deepseek_v3", _of_kimi),
     "qwen35": ("qwen3_5", _of_qwen35),
     "glm4": ("glm4_moe", _of_glm),
+    "deepseek-coder": ("llama", _of_coder),
+    "deepseek-llm": ("deepseek_v2", _of_first_deepseek),
     "deepseek-v3": ("deepseek_v2", _of_deepseek),
+    "minicpm5": ("llama", _of_minicpm),
     "hunyuan-dense": ("hunyuan_v1_dense", _of_deepseek),
     "seed-coder": ("seed_oss", _of_seed),
 }

@@ -25,17 +25,21 @@ from mesh.errors import BadCheckpoint
 from mesh.models.gguf.container import read_gguf_header
 from mesh.models.hashing import read_cached, write_json_atomically
 
-_VERSION = 1
+_VERSION = 2
 """Counts up when the same file would give another tokenizer."""
 
 _SPACE = "▁"
-_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mellum", "exaone4"})
-_DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+_AS_GPT2 = frozenset(
+    {"gpt-2", "phi-2", "mellum", "exaone4", "gigachat", "a.x-4.0", "trillion", "granite-docling"}
+)
+_DIGIT_BY_DIGIT = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "mellum2"}
+)
 _COMPOSED = frozenset({"qwen2", "qwen35"})
 _WORDS_FIRST = frozenset(
     {
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-        "jina-v5-nano", "tekken", "glm4",
+        "jina-v5-nano", "tekken", "glm4", "minicpm5",
     }
 )  # fmt: skip
 """A word of the vocabulary is taken whole, whatever its merges; texts begin with a token."""
@@ -65,11 +69,43 @@ _ASIAN = (
     "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\ua9e0-\ua9ff\uaa60-\uaa7f\uac00-\ud7af"
     "\u1100-\u11ff]+"
 )
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
+    "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c"
+    "\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5"
+    "\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59"
+    "\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc"
+    "\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107"
+    "\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee"
+    "\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    "\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f"
+    "\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+"""Letters that are small or large, as the Unicode of DeepSeek's first tokenizers had them."""
+_EAST = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _CUT_BY = {
     "afmoe": (_THREES, _ASIAN, _DEEPSEEK[-1]),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, r"\p{N}"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_CASED}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _EAST,
+        r"\p{N}",
+    ),
     "deepseek-v3": _DEEPSEEK,
     "exaone-moe": (_EXAONE,),
+    "joyai-llm": _DEEPSEEK,
     "kimi-k2": (_KIMI,),
+    "minicpm5": (
+        r"\p{N}{1,3}",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "hunyuan-dense": _DEEPSEEK,
     "seed-coder": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -79,9 +115,11 @@ _CUT_BY = {
 """Splits that transformers does not know: by each of these, one after the other
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp)."""
 
-_ALIKE = {"glm4": "llama-bpe", "hunyuan": "qwen2"} | dict.fromkeys(_CUT_BY, "llama-bpe")
+_ALIKE = {"glm4": "llama-bpe", "hunyuan": "qwen2", "solar-open": "qwen2"} | dict.fromkeys(
+    _CUT_BY, "llama-bpe"
+)
 """Splits that transformers knows by another name, or that are set in the place of that."""
-_BARE = frozenset({"glm4"})
+_BARE = frozenset({"glm4", "minicpm5"})
 """Of those with words first, the ones whose texts begin with no token."""
 
 _SHOWN = frozenset(
