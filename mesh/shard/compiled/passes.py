@@ -21,7 +21,7 @@ from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.latent_graph import latent_model
 from mesh.shard.compiled.lone_rows import is_grouped
-from mesh.shard.compiled.parts import Attention, Experts, Mixer
+from mesh.shard.compiled.parts import Attention, Experts, Mixer, NotCompilable
 from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.store import GraphSpan
@@ -75,20 +75,6 @@ def layer_sessions(
             known[model] = compiled(model, threads)
         return known[model]
 
-    def sessions_of(mixer: Mixer, turned: Tables) -> tuple[Any, Any]:
-        if not isinstance(mixer, Attention):
-            any_rows = session(recurrence_model(mixer))
-            return any_rows, any_rows
-        if mixer.latent is not None:
-            any_rows = session(latent_model(mixer, mixer.latent))
-            return any_rows, any_rows
-        if not is_grouped(mixer):
-            any_rows = session(attention_model(mixer))
-            return any_rows, any_rows
-        width = 2 * turned["cos"].shape[1] if turned else 0
-        several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
-        return session(several), session(one)
-
     sees = [_seen_by(layer.parts.mixer) for layer in span.layers]
     found = []
     for number, layer in enumerate(span.layers):
@@ -100,15 +86,33 @@ def layer_sessions(
             continue
         front = compiled(front_model(*of, is_seen=number in sees), threads, layer.folder)
         tables = _tables(mixer, rotary)
-        sessions = front, *sessions_of(mixer, tables), back
+        several, alone = map(session, _models_of(mixer, tables))
         shares = number if number in sees else sees[number]
         found.append(
             LayerSessions(
-                *sessions, tables, mixer.projected, mixer.attended, is_mixed,
+                front, several, alone, back, tables, mixer.projected, mixer.attended, is_mixed,
                 _tables(mixer, long), shares,
             )
         )  # fmt: skip
     return found
+
+
+def _models_of(mixer: Mixer, turned: Tables) -> tuple[bytes, bytes]:
+    """Its graphs for several rows and for a single one. Raises NotCompilable."""
+    if not isinstance(mixer, Attention):
+        any_rows = recurrence_model(mixer)
+    elif mixer.latent is not None:
+        any_rows = latent_model(mixer, mixer.latent)
+    elif is_grouped(mixer):
+        width = 2 * turned["cos"].shape[1] if turned else 0
+        several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
+        return several, one
+    elif turned and turned["cos"].shape[1] % 8:
+        width = 2 * turned["cos"].shape[1]
+        raise NotCompilable(f"{width} numbers of each head are turned, which is no multiple of 16")
+    else:
+        any_rows = attention_model(mixer)
+    return any_rows, any_rows
 
 
 def _seen_by(mixer: Mixer | None) -> int | None:

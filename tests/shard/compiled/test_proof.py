@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import StableLmConfig
 
 from mesh.errors import DeviceFailed
-from mesh.models.families import family_of
+from mesh.models.families import family_of, family_of_config
 from mesh.shard import twins
 from mesh.shard.compiled import parts
 from mesh.shard.compiled.builder import DOWN
@@ -36,6 +37,13 @@ def test_a_layer_that_is_off_is_refused() -> None:
     runtime = CompiledRuntime(replace(right, layers=layers), threads=1, positions=64)
     with pytest.raises(DeviceFailed, match="Layer 0 in few bits is off by"):
         check_kernels(runtime)
+
+
+def test_a_part_of_each_head_that_the_operator_does_not_take_is_refused() -> None:
+    """As StableLM's first turn 20 numbers of 80."""
+    config = StableLmConfig(num_hidden_layers=2)
+    with pytest.raises(NotCompilable, match="no multiple of 16"):
+        require_compilable(family_of_config(config), None)
 
 
 def test_a_misread_family_is_refused_and_the_verdict_kept(
