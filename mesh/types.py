@@ -31,9 +31,15 @@ _ENDPOINT = re.compile(
 )
 
 
+def is_whole(text: str, digits: int) -> bool:
+    """Whether that is a whole number of at most so many digits: what others send may have more
+    than Python reads, and of other scripts."""
+    return text.isascii() and text.isdecimal() and len(text) <= digits
+
+
 def is_port(text: str) -> bool:
-    """Whether that names one. It may have any number of digits, and more than Python reads."""
-    return text.isdecimal() and len(text) < 6 and 0 < int(text) < 65536
+    """Whether that names one."""
+    return is_whole(text, 5) and 0 < int(text) < 65536
 
 
 def _can_be_listened_at(endpoint: str) -> None:

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from mesh.api.services import CoordinationView, ReadyQuestion
 from mesh.api.sse import unless_gone
 from mesh.errors import BadRequest, NodeStopped, NotReady
-from mesh.types import LayerRange
+from mesh.types import LayerRange, is_whole
 
 MAX_WAIT_S = 30
 _MAX_NAME = 256
@@ -72,7 +72,7 @@ def _layers(text: str | None) -> LayerRange | None:
 
 
 def _wait_s(text: str) -> float:
-    if not (text.isascii() and text.isdecimal() and len(text) < 3 and int(text) <= MAX_WAIT_S):
+    if not is_whole(text, 2) or int(text) > MAX_WAIT_S:
         raise BadRequest(
             "wait= is no number of seconds.", fix=f"Send 0 to {MAX_WAIT_S}.", param="wait"
         )

@@ -14,6 +14,7 @@ from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HearthControl
 from mesh.errors import BadRequest
 from mesh.hearth.listing import LogFilter
+from mesh.types import is_whole
 
 Body = TypeVar("Body", bound=Strict)
 Answer = Awaitable[dict[str, Any]]
@@ -84,7 +85,7 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         """
         said = request.query_params
         limit = said.get("limit", "50")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 6):
+        if not is_whole(limit, 5):
             raise BadRequest("limit= is no number.", fix="Send 1 to 200.", param="limit")
         author, kind, after = said.get("author"), said.get("type"), said.get("after")
         return JSONResponse(await control.log(LogFilter(author, kind, int(limit), after)))

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from mesh.api.faults import error_body, error_response, unforeseen
 from mesh.errors import BadRequest, MeshError, NodeStopped
+from mesh.types import is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def last_event_id(request: Request) -> int | None:
     text = request.headers.get("last-event-id")
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+    if not is_whole(text, 18):
         raise BadRequest(
             "Last-Event-ID is not an event's number.",
             fix="Send the last `id:` you read, or leave the header out.",

@@ -12,7 +12,7 @@ from mesh.api.services import ApiSettings
 from mesh.errors import BadRequest
 from mesh.transfers.begun import PullWish
 from mesh.transfers.pulls import Pulls
-from mesh.types import LayerRange
+from mesh.types import LayerRange, is_whole
 
 _PATH = "/mesh/v1/weights"
 
@@ -49,7 +49,7 @@ def view_routes(pulls: Pulls) -> list[Route]:
     async def outcome(request: Request) -> Response:
         """What became of a pull, after `?wait=SECONDS` at most. Answers as `Pulls.outcome`."""
         wait = request.query_params.get("wait", "0")
-        if not (wait.isascii() and wait.isdecimal() and len(wait) < 4):
+        if not is_whole(wait, 3):
             raise BadRequest("wait= is no number of seconds.", fix="Send 0 to 30.", param="wait")
         return JSONResponse(await pulls.outcome(request.path_params["name"], float(wait)))
 

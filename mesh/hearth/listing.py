@@ -15,7 +15,7 @@ from mesh.errors import BadRequest
 from mesh.events.decision import SignedDecision
 from mesh.events.log import EventLog
 from mesh.events.types import MAX_INT63, Event, Order
-from mesh.types import NodeId
+from mesh.types import NodeId, is_whole
 
 MAX_ENTRIES = 200
 MAX_READ = 2048
@@ -133,6 +133,6 @@ def _places(after: str | None, decisions: int) -> tuple[int, Order | None]:
 
 def _numbers(*texts: str) -> Iterator[int]:
     for text in texts:
-        if not (text.isascii() and text.isdecimal() and len(text) <= 19):
+        if not is_whole(text, 19):
             raise ValueError(text)
         yield int(text)

@@ -22,6 +22,7 @@ from mesh.interventions.jobs.queue.keeping import KEEP_RESULTS_S
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job
 from mesh.private_files import read_private, write_private
+from mesh.types import is_whole
 
 PREFIX = "/result/"
 _KEY_BYTES = 32
@@ -55,8 +56,8 @@ class ResultUrls:
 
     def check(self, job_id: str, expires: str, signature: str) -> None:
         """Raises Forbidden, NotFound when the time is over."""
-        if not (expires.isascii() and expires.isdecimal() and len(expires) <= 12) or not (
-            hmac.compare_digest(self._sign(job_id, int(expires)).encode(), signature.encode())
+        if not is_whole(expires, 12) or not hmac.compare_digest(
+            self._sign(job_id, int(expires)).encode(), signature.encode()
         ):
             raise Forbidden(
                 "This is not the URL of a result.", fix="Use it whole, as the job's answer had it."
