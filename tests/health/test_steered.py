@@ -17,10 +17,10 @@ def overflow(step: Step, computed: WireTensor) -> WireTensor:
     return with_values(computed, [float("inf")] * len(values_of(computed)))
 
 
-async def refused(layer: int) -> tuple[MeshError, set[object], list[int]]:
-    """Why an answer steered at `layer` ends where both hops behind the first overflow; what is
-    reported of them, and their standings."""
-    network, back = halves("b", "c")
+async def refused(layer: int) -> tuple[MeshError, set[object], list[int], list[str]]:
+    """Why an answer steered at `layer` ends where all hops behind the first overflow; what is
+    reported of them, their standings, and who was asked."""
+    network, back = halves("b", "c", "d")
     for shard in back:
         shard.answer = overflow
     steered = replace(toy_request(PROMPT, 4), edits=(Edit(Site(layer), 50.0, b"x" * 32),))
@@ -30,15 +30,17 @@ async def refused(layer: int) -> tuple[MeshError, set[object], list[int]]:
         events = {event["type"] for event in told(mesh)}
         standings = [mesh.standing(shard) for shard in back]
         await mesh.engine.close()
-    return raised.value, events, standings
+    asked = [shard.descriptor.node_name for shard in back if shard.steps]
+    return raised.value, events, standings, asked
 
 
 async def test_a_hop_behind_an_edit_is_not_called_corrupt() -> None:
-    error, events, standings = await refused(1)
+    error, events, standings, asked = await refused(1)
     assert isinstance(error, BadSteering)
     assert "Lower the strength" in str(error)
     assert events == set()
-    assert standings == [0, 0]
+    assert standings == [0, 0, 0]
+    assert asked == ["b", "c"], "a second one has said so"
 
 
 async def test_edits_that_one_hop_alone_refuses_do_not_end_the_answer() -> None:
@@ -57,5 +59,5 @@ async def test_edits_that_one_hop_alone_refuses_do_not_end_the_answer() -> None:
 
 
 async def test_a_hop_before_every_edit_is() -> None:
-    _, events, _ = await refused(7)
+    _, events, _, _ = await refused(7)
     assert events == {"shard_corrupt"}

@@ -165,6 +165,26 @@ async def test_the_loss_that_the_settings_name_sends_it_home_though_others_are_l
     await sessions.close()
 
 
+async def test_a_home_that_could_not_is_not_tried_again() -> None:
+    house = House()
+    spares = [house.network.add("4-7", name=name) for name in ("x", "y", "z")]
+    orchestrator, sessions = house.orchestrator()
+    house.home.kv_tokens = 0
+
+    def when_home_could() -> None:
+        house.home.kv_tokens = 1 << 20
+        spares[1].kill()
+
+    at_step(house.second, 4, house.second.kill)
+    at_step(spares[0], 3, spares[0].kill)
+    at_step(spares[1], 3, when_home_could)
+    kinds, tokens, done = await ask(orchestrator, toy_request(PROMPT, COUNT))
+    assert kinds == [*["shard_status", "shard_failover"] * 3, "done"]
+    assert tokens == expected_tokens(PROMPT, COUNT)
+    assert (done.fallback, done.failovers) == (False, 3)
+    await sessions.close()
+
+
 async def test_a_lost_hop_whose_layers_are_left_with_other_weights_is_replaced_at_home() -> None:
     house = House()
     house.network.add("4-7", name="stranger", weights=OTHER_WEIGHTS)

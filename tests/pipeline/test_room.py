@@ -136,7 +136,30 @@ async def test_an_answer_goes_on_once_there_is_room_for_more_of_it_but_not_for_a
             asyncio.get_running_loop().call_later(0.015, setattr, shard, "room", None)
     assert tokens_of(frames) == expected_tokens(PROMPT, 30)
     assert not any(isinstance(frame, ShardFailover) for frame in frames), "it is the same one"
-    assert not frames[-1].note
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert not done.note
+    assert done.failovers == 1, "however often it had none"
+    await sessions.close()
+
+
+async def test_a_hop_without_room_that_ends_meanwhile_is_replaced_in_the_same_failover() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7")
+    shard.room = 20
+    orchestrator, sessions = toy_orchestrator(network)
+    frames: list[StreamFrame] = []
+    async for frame in orchestrator.chat(toy_request(PROMPT, 30)):
+        frames.append(frame)
+        if isinstance(frame, ShardStatus):
+            shard.is_advertised = False  # but it is back before others are looked for again
+            shard.kill()
+            shard.alive, shard.room = True, None
+            asyncio.get_running_loop().call_later(0.001, setattr, shard, "is_advertised", True)
+    assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert done.failovers == 1
     await sessions.close()
 
 
