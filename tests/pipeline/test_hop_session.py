@@ -26,7 +26,7 @@ from mesh.pipeline.links import HopLink
 from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
-from mesh.types import WireDtype
+from mesh.types import LayerRange, ShardId, WireDtype
 from mesh.wire.abilities import BLOBS
 from mesh.wire.messages import (
     Blob,
@@ -37,6 +37,7 @@ from mesh.wire.messages import (
     Open,
     Opened,
     OpenTaps,
+    Park,
     Result,
     Resume,
     Step,
@@ -201,6 +202,65 @@ async def test_who_owes_an_answer_is_not_gone_on_with_after_a_rest() -> None:
         await hop.resume()
 
 
+async def test_what_comes_behind_the_end_takes_no_stream_and_is_not_gone_on_with() -> None:
+    hop, _, way = await generating(Claims())
+    hop.park()
+    hop.accept(a_row())  # an earlier hop's answer to what was guessed
+    assert isinstance(way.taken[-1], Park)
+    with pytest.raises(SessionGone):
+        await hop.resume()
+
+
+async def test_a_stream_that_is_on_its_way_back_at_the_end_is_given_back() -> None:
+    hop, _, way = await generating(Claims())
+    hop.rest(before=float("inf"))
+    hop.accept(a_row())
+    hop.park()
+    await asyncio.sleep(0)  # it is open again, which is of no use any more
+    assert [type(each) for each in way.taken[-3:]] == [Park, Resume, Park]
+
+
+async def test_who_goes_on_after_the_end_of_an_answer_sends_at_once_and_may_rest_again() -> None:
+    claims = Claims()
+    hop, link, way = await generating(claims)
+    hop.park()
+    assert claims.sessions(key_of(hop.hop.shard)) == 0
+    await hop.resume()
+    assert claims.sessions(key_of(hop.hop.shard)) == 1
+    hop.accept(a_row())
+    assert isinstance(way.taken[-1], Step)
+    link.message(Result(1, 1, a_row(), 1, 0))
+    hop.rest(before=float("inf"))
+    hop.accept(a_row())
+    assert isinstance(way.taken[-1], Resume)
+
+
+async def test_only_a_session_on_the_same_link_and_layers_is_begun_as() -> None:
+    one, link, _ = await generating(Claims())
+    link.copies_prefixes = True
+    other, another_link, _ = await generating(Claims())
+    another_link.copies_prefixes = True
+    assert one.can_begin_as(one)
+    assert not one.can_begin_as(other), "its number is somebody else's there"
+    theirs = one.hop
+    shard = replace(theirs.shard, shard_id=ShardId("toy:0-0"))
+    for hop in (replace(theirs, shard=shard), replace(theirs, layers=LayerRange(1, 2))):
+        other = GenerationHop(
+            hop,
+            link,
+            Claims().claim(key_of(shard)),
+            one.terms,
+            Patience(),
+            Oversight(SystemClock(), ceiling_s=9),
+        )
+        assert not one.can_begin_as(other)
+    link.copies_prefixes = False
+    assert not one.can_begin_as(one), "an older host would not know what it is asked"
+    link.copies_prefixes = True
+    one.fail(CacheFull("no room.", fix=""))
+    assert not one.can_begin_as(one)
+
+
 class LoadingLink(FullLink):
     """It loads and loads."""
 
@@ -224,3 +284,17 @@ def test_who_says_again_and_again_that_it_loads_is_waited_for_once() -> None:
         session.close()
 
     run_virtually(main)
+
+
+async def test_nobody_waits_for_a_session_that_was_closed() -> None:
+    session, _, _ = await opened()
+    unopened, _ = session_over(LoadingLink)
+    waiting = [
+        asyncio.ensure_future(each) for each in (session.exchange(0, a_row()), unopened.open())
+    ]
+    await asyncio.sleep(0)
+    session.close()
+    unopened.close()
+    async with asyncio.timeout(1):
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(each) for each in results] == [asyncio.CancelledError] * 2
