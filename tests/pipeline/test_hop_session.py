@@ -211,6 +211,15 @@ async def test_what_comes_behind_the_end_takes_no_stream_and_is_not_gone_on_with
         await hop.resume()
 
 
+async def test_what_its_host_ended_meanwhile_is_not_asked_to_go_on() -> None:
+    hop, link, way = await generating(Claims())
+    hop.park()
+    link.message(Failure(SessionGone("no room.", fix="").to_dict(), 1))
+    with pytest.raises(SessionGone, match="while it rested: no room"):
+        await hop.resume()
+    assert isinstance(way.taken[-1], Park)
+
+
 async def test_a_stream_that_is_on_its_way_back_at_the_end_is_given_back() -> None:
     hop, _, way = await generating(Claims())
     hop.rest(before=float("inf"))
@@ -228,7 +237,7 @@ async def test_who_goes_on_after_the_end_of_an_answer_sends_at_once_and_may_rest
     await hop.resume()
     assert claims.sessions(key_of(hop.hop.shard)) == 1
     hop.accept(a_row())
-    assert isinstance(way.taken[-1], Step)
+    assert [type(each) for each in way.taken[-3:]] == [Park, Resume, Step]
     link.message(Result(1, 1, a_row(), 1, 0))
     hop.rest(before=float("inf"))
     hop.accept(a_row())
