@@ -211,6 +211,35 @@ async def test_what_comes_behind_the_end_takes_no_stream_and_is_not_gone_on_with
         await hop.resume()
 
 
+async def test_a_session_rests_once_and_only_where_nothing_is_under_way() -> None:
+    hop, link, way = await generating(Claims())
+    another, _, its_way = await generating(Claims())
+
+    def times_rested() -> int:
+        for each in (hop, another):
+            each.rest(before=float("inf"))
+        return sum(isinstance(each, Park) for each in [*way.taken, *its_way.taken])
+
+    another.fail(CacheFull("no room.", fix=""))
+    hop.rest(before=asyncio.get_running_loop().time() - 1.0)  # it was not silent for so long
+    hop.accept(a_row())
+    assert times_rested() == 0
+    link.message(Result(1, 1, a_row(), 1, 0))
+    assert times_rested() == times_rested() == 1
+    hop.accept(a_row())
+    assert times_rested() == 1, "it is on its way back"
+    await asyncio.sleep(0)
+    link.message(Result(1, 2, a_row(), 1, 0))
+    way.is_closed = True
+    assert times_rested() == 1
+    way.is_closed = False
+    hop.park()
+    resuming = asyncio.ensure_future(hop.resume())
+    await asyncio.sleep(0)
+    assert times_rested() == 2, "as it was parked"
+    await resuming
+
+
 async def test_what_its_host_ended_meanwhile_is_not_asked_to_go_on() -> None:
     hop, link, way = await generating(Claims())
     hop.park()
