@@ -137,8 +137,8 @@ class ShardSupervisor(Supervisor):
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
                 await self._left(name)
                 await self.wait_up()
-                here = self._here(name)
-                return here if here is not None else await asyncio.shield(self._load(request))
+                here, wanted = self._here(name), self.wanted.get(name, request)
+                return here if here is not None else await asyncio.shield(self._load(wanted))
         except TimeoutError:
             raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
 
@@ -154,10 +154,9 @@ class ShardSupervisor(Supervisor):
         if known.ordered not in (None, request):
             self._attempts.forget_one(name)
         known.ordered = request
-        if name not in self.wanted:
+        if name not in self.wanted or not (known.here or known.loading):
             self.wanted[name] = request
-            if known.here is not None:
-                self._on_change()
+            self._on_change()
         try:
             return await self.ensure(request)
         except BaseException:
