@@ -233,6 +233,10 @@ class Sessions:
         # It may be another's by now, or gone, since the route was picked.
         if source is None or all(source is not each for each in self.known()):
             return 0
+        try:
+            source.route.require_trust()
+        except HopLost:  # by whom it went through once: it would be refused on every route
+            return 0
         source.lent += 1
         try:
             return await route.begin_as(source.route, self._in_common(source, prompt))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from mesh.routing.cover import Candidate
+from mesh.clock import SystemClock
+from mesh.pipeline.watch.oversight import Oversight
+from mesh.routing.cover import Candidate, key_of
 from mesh.types import (
     THIS_NODE,
     Done,
@@ -15,6 +18,7 @@ from mesh.types import (
     ModelId,
     Principal,
     PrincipalKind,
+    ShardFailover,
     StreamFrame,
     WireDtype,
 )
@@ -207,3 +211,33 @@ async def test_hops_that_say_they_copied_more_than_was_asked_are_not_believed() 
     await house.ask(FIRST)
     assert (await house.ask(SECOND)).cached_tokens == len(SYSTEM)
     await house.sessions.close()
+
+
+@pytest.mark.parametrize("found", ["never", "before", "while it is copied"])
+async def test_what_was_computed_from_a_lie_is_not_begun_with(found: str) -> None:
+    """The liar is not among the hops any more, but the cache behind it holds what it said."""
+    network, oversight = ToyNetwork(), Oversight(SystemClock(), ceiling_s=30.0)
+    first, second = network.add("0-3"), network.add("4-7")
+    second.copies_after_s = 0.02
+    orchestrator, sessions = toy_orchestrator(network, oversight)
+    frames: list[StreamFrame] = []
+    async for frame in orchestrator.chat(toy_request(FIRST, COUNT)):
+        if not frames:
+            network.add("0-3", name="z")
+            first.drain()
+            await asyncio.sleep(0)
+        frames.append(frame)
+    assert any(isinstance(frame, ShardFailover) for frame in frames)
+    House.checked(FIRST, COUNT, frames)
+    first.is_advertised = False
+    lied = partial(oversight.reputations.lied, key_of(first.descriptor), "it was caught")
+    if found == "before":
+        lied()
+    elif found != "never":
+        asyncio.get_running_loop().call_later(0.01, lied)
+    async with asyncio.timeout(5):
+        frames = [frame async for frame in orchestrator.chat(toy_request(SECOND, COUNT))]
+    done = House.checked(SECOND, COUNT, frames)
+    assert done.cached_tokens == (len(SYSTEM) if found == "never" else 0)
+    assert second.copied == ([] if found == "before" else [len(SYSTEM)])
+    await sessions.close()
