@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mesh.errors import ConnectFailed, MeshError, UntrustedPeer
+from mesh.errors import AddressLost, ConnectFailed, MeshError, UntrustedPeer
 from mesh.logs import REQUEST
 from mesh.pipeline.links import HopLinks
 from mesh.types import Endpoint, NodeId
@@ -22,16 +22,16 @@ from tests.simulation.virtual_loop import run_virtually
 
 @dataclass
 class Session:
-    """One on a line to `host`, who is among the `gone` once it is lost."""
+    """One on a line to `host`, who is among the `gone` once it is lost, with the reason."""
 
     host: NodeId
-    gone: list[NodeId]
+    gone: list[tuple[NodeId, type[MeshError]]]
 
     def message(self, message: Message) -> None:
         return
 
     def lost(self, error: MeshError) -> None:
-        self.gone.append(self.host)
+        self.gone.append((self.host, type(error)))
 
     def rest(self, before: float) -> None:
         return
@@ -113,6 +113,24 @@ async def test_a_host_that_is_put_out_during_a_dial_gets_no_line() -> None:
     await lines.close()
 
 
+async def test_a_line_that_is_dialled_while_all_are_closed_does_not_come_to_be() -> None:
+    network = ToyNetwork()
+    shard, answering = network.add("0-7"), asyncio.Event()
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        await answering.wait()
+        return await network.dial(host, port, handler)
+
+    lines, place = HopLinks(dial), shard.descriptor
+    dialling = asyncio.create_task(lines.link(place.host, place.endpoint))
+    await asyncio.sleep(0)
+    await lines.close()
+    answering.set()
+    await asyncio.wait([dialling])
+    assert dialling.cancelled()
+    assert not shard.links
+
+
 async def test_a_host_that_is_put_out_is_not_dialled_until_it_is_let_in_again() -> None:
     network = ToyNetwork()
     shard = network.add("0-7", name="restless")
@@ -155,14 +173,14 @@ def test_a_silent_line_to_where_its_host_is_no_more_is_lost() -> None:
             link = await network.dial(host, port, handler)
             return cast("Link", Unheard(link)) if moved.endpoint.endswith(f":{port}") else link
 
-        lines, lost = HopLinks(dial), []
+        lines, lost = HopLinks(dial), list[tuple[NodeId, type[MeshError]]]()
         for place in (moved, both):
             line = await lines.link(place.host, place.endpoint)
             line.register(Session(place.host, lost))
         await asyncio.sleep(5)
         lines.are_at({(place.host, Endpoint("wss://toy:9")) for place in (moved, both)})
         await asyncio.sleep(5)
-        assert lost == [moved.host]
+        assert lost == [(moved.host, AddressLost)], "it is asked again where it is"
         assert not line.is_closed
         await lines.close()
 
