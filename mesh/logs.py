@@ -5,6 +5,9 @@ each subject there (the first value of its text: a peer, an endpoint, a job): on
 hides neither other subjects nor itself altogether, for how many lines were left out is said. What
 does not come through `logging`, such as a last word of the interpreter, passes as it is.
 
+A thread of its own writes the lines: a terminal that was stopped (Ctrl-S), a pipe that nobody reads
+and a disk that hangs hold up that thread, and no event loop.
+
 A detached daemon and its children share one file as their standard error. Whichever finds it full
 moves it aside, and each goes over to the new one before its next line.
 """
@@ -15,11 +18,10 @@ import contextlib
 import logging
 import os
 import re
-import select
-import stat
 import sys
+import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
@@ -33,8 +35,10 @@ MAX_FILE_BYTES = 16 << 20
 KEPT_FILES = 3
 """Moved aside, besides the one that is written."""
 MAX_LINE_CHARACTERS = 8192
-OUTLET_PATIENCE_MS = 100
-"""How long a line waits for a terminal or pipe that is full: who reads it may be slow."""
+MAX_WAITING_LINES = 256
+"""For what takes none at the moment; what is logged beyond that is lost, and counted."""
+PATIENCE_S = 0.1
+"""How long who logs a line waits until it is written: last words are to be out before the end."""
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 
 _FIELDS = re.compile(
@@ -163,52 +167,93 @@ class LogFile:
 
 
 class _Outlet:
-    """Whether a stream takes a line now: a terminal that was stopped (Ctrl-S) and a pipe that
-    nobody reads take none, and who waited for them would stand still for as long."""
+    """A stream that writes lines to a descriptor, from a thread of its own."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._poll: select.poll | None = None
+    def __init__(self, descriptor: int, file: LogFile | None) -> None:
+        self._descriptor = descriptor
+        self._file = file
+        self._waiting: deque[tuple[str, int]] = deque()
+        """Lines, each with how many before it were lost; the first is being written."""
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._put = self._done = self._lost = 0
         self._is_stuck = False
-        with contextlib.suppress(OSError, AttributeError):  # no descriptor, or no poll(2)
-            descriptor = stream.fileno()
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                self._poll = select.poll()
-                self._poll.register(descriptor, select.POLLOUT)
 
-    def takes_more(self) -> bool:
-        """Waits a moment for it, but only once."""
-        if self._poll is not None:
-            self._is_stuck = not self._poll.poll(0 if self._is_stuck else OUTLET_PATIENCE_MS)
-        return not self._is_stuck
+    def write(self, text: str) -> None:
+        """Have a line written, and wait a moment for it; not again while it takes none."""
+        if sys.is_finalizing():  # threads no longer run
+            self._write(text, 0)
+            return
+        with self._changed:
+            if len(self._waiting) >= MAX_WAITING_LINES:
+                self._lost += 1
+                return
+            self._waiting.append((text, self._lost))
+            self._lost = 0
+            self._put += 1
+            number = self._put
+            self._have_thread()
+            self._changed.notify_all()
+            if self._is_stuck or threading.current_thread() is self._thread:
+                return
+            self._is_stuck = not self._changed.wait_for(lambda: self._done >= number, PATIENCE_S)
+
+    def flush(self) -> None:
+        """Nothing is held back here, and nobody waits for what is."""
+
+    def _have_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():  # as after a fork
+            self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+                text, lost = self._waiting[0]
+            is_written = self._write(text, lost)
+            with self._changed:
+                self._waiting.popleft()
+                self._done += 1
+                self._lost += 0 if is_written else lost + 1
+                self._is_stuck = self._is_stuck and bool(self._waiting)
+                self._changed.notify_all()
+
+    def _write(self, text: str, lost: int) -> bool:
+        if lost:
+            text = f"{text.rstrip()} [{lost} before it could not be written]\n"
+        left = text.encode(errors="backslashreplace")
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk, say: what is open is still written to
+                self._file.tend()
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError:
+            return False
+        return True
 
 
-class LogHandler(logging.StreamHandler[TextIO]):
+class LogHandler(logging.StreamHandler[Any]):
     """Writes what its rates admit; `file` is what the stream writes to, where that is known."""
 
     def __init__(self, stream: TextIO, rates: LineRates, file: LogFile | None = None) -> None:
-        super().__init__(stream)
+        try:
+            super().__init__(_Outlet(stream.fileno(), file))
+        except OSError:  # it has no descriptor: nothing to wait for
+            super().__init__(stream)
         self.setFormatter(_Lines(FORMAT))
         self._rates = rates
-        self._outlet = _Outlet(stream)
         self.file = file
-        self._left_out = self._unwritten = 0
+        self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line if its rate admits it and the stream takes it; a file grown too large is
-        moved aside before."""
+        """Write the line if its rate admits it; a file grown too large is moved aside before."""
         left_out = self._rates.admit(record)
-        if left_out is None:
-            return
-        if not self._outlet.takes_more():
-            self._unwritten += 1
-            return
-        self._left_out = left_out
-        if self.file is not None:
-            try:
-                self.file.tend()
-            except OSError:  # a full disk, say: what is open is still written to
-                self.handleError(record)
-        super().emit(record)
+        if left_out is not None:
+            self._left_out = left_out
+            super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, cut to its limit; behind it, how many were left out."""
@@ -218,9 +263,6 @@ class LogHandler(logging.StreamHandler[TextIO]):
             text = f"{text[:MAX_LINE_CHARACTERS]} [and {more} characters more]"
         if self._left_out:
             text = f"{text} [{self._left_out} like it left out]"
-        if self._unwritten:
-            text = f"{text} [{self._unwritten} before it could not be written]"
-            self._unwritten = 0
         return text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
@@ -303,8 +304,9 @@ def test_a_directory_that_is_gone_costs_no_line(
 
 
 @posix
-def test_who_reads_no_more_holds_nobody_up_and_is_told_how_much_was_lost() -> None:
-    """As a terminal that was stopped by Ctrl-S, whose whole node stood still."""
+def test_what_takes_no_line_holds_nobody_up_and_is_told_how_many_were_lost() -> None:
+    """As a terminal that was stopped by Ctrl-S, or a disk that hangs: whose whole node stood still.
+    The pipe has room, which poll(2) says, but less than the first line takes."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     filled = 0
@@ -312,17 +314,23 @@ def test_who_reads_no_more_holds_nobody_up_and_is_told_how_much_was_lost() -> No
         while True:
             filled += os.write(writing, b"." * 4096)
     os.set_blocking(writing, True)
+    filled -= len(os.read(reading, 4096))
     logger = logging.Logger("mesh.there")  # noqa: LOG001 - not one that others see
+    later = itertools.count(step=1e6)  # no rate leaves anything out
+    total = logs.MAX_WAITING_LINES + 9
     with os.fdopen(writing, "w", encoding="utf-8") as stream, os.fdopen(reading, "rb") as reader:
-        logger.addHandler(LogHandler(stream, LineRates()))
-        for number in range(3):
-            told = threading.Thread(target=logger.info, args=("line %d", number), daemon=True)
-            told.start()
-            told.join(5)
-            assert not told.is_alive()
+        logger.addHandler(LogHandler(stream, LineRates(later.__next__)))
+
+        def tell() -> None:
+            for number in range(total):
+                logger.info("line %d %s", number, "x" * (0 if number else 6000))
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(5)
+        assert not telling.is_alive()
         assert reader.read(filled) == b"." * filled
-        logger.info("line 3")
-        logger.info("line 4")
-        lines = [reader.readline().decode() for _ in range(2)]
-    assert lines[0].endswith("line 3 [3 before it could not be written]\n")
-    assert lines[1].endswith("line 4\n")
+        lines = [reader.readline().decode() for _ in range(logs.MAX_WAITING_LINES)]
+        logger.info("the last")
+        assert reader.readline().endswith(b"the last [9 before it could not be written]\n")
+    assert [line.split()[5] for line in lines] == [str(n) for n in range(len(lines))]
