@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
 from mesh.deployments.laid import Gap, Laid
-from mesh.deployments.wishes import Plan, Quant, Span, Wish
+from mesh.deployments.wishes import Plan, Quant, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory, UnsupportedFamily, WeightsMismatch
 from mesh.models.standard import other_formats
 from mesh.routing.appraisal import Appraisal
@@ -82,13 +82,13 @@ def lay(
     ready = [_ready(model, each, demand, said) for each in machines]
     kept = [] if before is None else before.replicas[: wish.replicas]
     lying = [(replica.number, span) for replica in kept for span in replica.spans]
+    refusal: NotEnoughMemory | None = None
     for pin in wish.pins if kept else ():
         if pin not in kept[0].spans:
             lying.append((kept[0].number, pin))
-            only = replace(demand, only=frozenset({pin.node}), max_shards=1)
-            ready = beside(ready, fill(model, ready, pin.layers, only) or ())
+            ready, lacking_there = _pinned(model, ready, pin, kept[0], demand)
+            refusal = refusal or lacking_there
     filled: dict[Gap, tuple[Span, ...]] = {}
-    refusal: NotEnoughMemory | None = None
     for gap in open_gaps:
         same = gap.shared_with(lying)
         most = max(1, demand.max_shards - gap.kept)
@@ -151,6 +151,29 @@ def with_more(machine: Machine, more_bytes: int) -> Machine:
         devices[number] = replace(each, free_bytes=each.free_bytes + change)
         rest -= change
     return replace(machine, devices=tuple(devices))
+
+
+def _pinned(
+    model: ModelShape, machines: Sequence[Machine], pin: Span, replica: Replica, demand: Demand
+) -> tuple[list[Machine], NotEnoughMemory | None]:
+    """The machines with what layers leave that are pinned anew to one of them, instead of those
+    that they overlap there; and why they do not fit."""
+    own = [span.layers for span in replica.spans if span.node == pin.node]
+    given_up = [layers for layers in own if layers.overlaps(pin.layers)]
+
+    def freed(machine: Machine) -> Machine:
+        if machine.node_id != pin.node or not given_up:
+            return machine
+        bench = next(iter(_benches(model, machine, demand)), None)
+        taken = 0 if bench is None else sum(bench.need(layers).total for layers in given_up)
+        return with_more(machine, taken)
+
+    ready = [freed(machine) for machine in machines]
+    only = replace(demand, only=frozenset({pin.node}), max_shards=1)
+    if (shards := fill(model, ready, pin.layers, only)) is not None:
+        return beside(ready, shards), None
+    found = layout_of(model, ready, pin.layers, only)
+    return ready, _refusal(found, f"layers {pin.layers} of {model.model_id}")
 
 
 def _room(bench: Bench) -> int:

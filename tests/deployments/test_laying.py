@@ -215,6 +215,37 @@ def test_what_is_pinned_anew_leaves_the_rest_no_more_than_there_is(is_measured: 
         assert needs(plan.spans_of(each.node_id)) <= free < needs([WISH.whole])
 
 
+@pytest.mark.parametrize("lacks", ["memory of one device", "disk"])
+def test_what_is_pinned_anew_where_it_does_not_fit_is_refused(lacks: str) -> None:
+    """As at first, also where all of the machine's devices together had the memory."""
+    kitchen = machine(KITCHEN, 450)
+    if lacks == "disk":
+        kitchen = replace(machine(KITCHEN, 900), disk_bytes=100 * MB)
+    else:
+        other = replace(kitchen.devices[0], name="cpu:1")
+        kitchen = replace(kitchen, devices=(*kitchen.devices, other))
+    spans = (Span(ATTIC, LayerRange(0, 6)), Span(STUDY, LayerRange(6, LAYERS)))
+    before = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    house = [machine(ATTIC, 900), kitchen, machine(STUDY, 900)]
+    for before_that in (before, None):
+        pinned = replace(WISH, pins=(Span(KITCHEN, LayerRange(2, LAYERS)),))
+        open_gaps = gaps(pinned, before_that, NODES)
+        laid = lay(MODEL, house, pinned, before_that, open_gaps, ALONE)
+        assert laid.refusal is not None
+        assert KITCHEN in laid.refusal.message
+
+
+def test_what_is_pinned_where_some_of_it_lies_has_the_room_of_that() -> None:
+    spans = (Span(ATTIC, LayerRange(0, 6)), Span(STUDY, LayerRange(6, LAYERS)))
+    before = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    house = [machine(ATTIC, 200), machine(STUDY, 900)]
+    for layers, fits in ((LayerRange(0, 7), True), (LayerRange(0, LAYERS), False)):
+        pinned = replace(WISH, pins=(Span(ATTIC, layers),))
+        open_gaps = gaps(pinned, before, NODES)
+        laid = lay(MODEL, house, pinned, before, open_gaps, ALONE)
+        assert (laid.refusal is None) is fits
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_ever_over_memory_asking_included(seed: int) -> None:
     chance = random.Random(seed)
