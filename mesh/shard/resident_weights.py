@@ -94,6 +94,8 @@ class ResidentWeights(Generic[T]):
         self._begin_to_free()
 
     def _begin_to_free(self) -> asyncio.Task[None]:
+        if self.loaded is None and self._evicting is not None and not self._evicting.done():
+            return self._evicting
         # Taken at once: a session that opens right now must not get weights on their way out.
         self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
         return self._evicting
@@ -105,11 +107,11 @@ class ResidentWeights(Generic[T]):
         return holder
 
     async def _free(self, holder: list[T | None]) -> None:
+        if holder[0] is None:  # to look for what can be given back takes a tenth of a second
+            return
         # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
-        was_loaded = holder[0] is not None
         await self._scheduler.load(lambda: _drop(holder))
-        if was_loaded:
-            self.freed()
+        self.freed()
 
     async def _load_now(self) -> T:
         try:

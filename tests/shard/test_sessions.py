@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -249,6 +250,24 @@ async def test_an_eviction_drops_sessions_and_says_so() -> None:
         with pytest.raises(SessionGone):
             await asker.step(1, 3, rows(1))
         await asker.open(1)
+
+
+async def test_an_eviction_of_nothing_looks_for_nothing_and_waits_for_one_under_way() -> None:
+    async with Attic() as attic:
+        searched: list[str] = []
+        gc.callbacks.append(lambda phase, info: searched.append(phase))
+        gc.disable()  # all that is left are those that somebody asks for
+        try:
+            first = asyncio.create_task(attic.server.evict())
+            await settled(lambda: not attic.server.load_now().loaded)
+            await attic.server.evict()
+            assert searched == ["start", "stop"]
+            await first
+            await attic.server.evict()
+            assert searched == ["start", "stop"]
+        finally:
+            gc.enable()
+            gc.callbacks.pop()
 
 
 async def test_a_failed_load_is_the_opener_s_error_and_takes_no_stream() -> None:
