@@ -23,10 +23,11 @@ SAMPLES = 3
 
 _WINDOW = 512
 _GAIN = 1 / 8
-"""Of a new sample; with four deviations as in TCP's retransmission timer (RFC 6298)."""
+"""Of a new sample, as in TCP's retransmission timer (RFC 6298)."""
 
-_DEVIATIONS = 4.0
 _MULTIPLE = 6.0
+"""Of the mean. Four deviations, as there, are less: no step of half a limit becomes a sample."""
+
 _TOGETHER = 64
 """Answers that are looked at to see which steps were computed at the same time."""
 
@@ -44,24 +45,18 @@ class StepOverdue(PipelineStalled):
 
 @dataclass(slots=True)
 class _Usual:
-    """Running mean and mean deviation, in seconds."""
+    """Running mean, in seconds."""
 
     count: int = 0
     mean_s: float = 0.0
-    deviation_s: float = 0.0
 
     def add(self, value_s: float) -> None:
         self.count += 1
-        if self.count == 1:
-            self.mean_s, self.deviation_s = value_s, value_s / 2
-            return
-        error = value_s - self.mean_s
-        self.mean_s += _GAIN * error
-        self.deviation_s += 2 * _GAIN * (abs(error) - self.deviation_s)
+        self.mean_s += (_GAIN if self.count > 1 else 1.0) * (value_s - self.mean_s)
 
     @property
     def limit_s(self) -> float:
-        return max(_MULTIPLE * self.mean_s, self.mean_s + _DEVIATIONS * self.deviation_s)
+        return _MULTIPLE * self.mean_s
 
 
 @dataclass(frozen=True, slots=True)
