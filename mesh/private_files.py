@@ -19,6 +19,8 @@ from pathlib import Path
 from mesh.errors import KeyUnreadable
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+"""What file systems without hard links say: FAT, exFAT, some of networks."""
 _SQLITE_CANTOPEN = 14
 _SQLITE_FILES = 4
 """The database, its write-ahead log, the index of that, and their directory."""
@@ -68,6 +70,12 @@ def write_once(path: Path, data: bytes) -> bool:
         os.link(draft, path)
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):  # the best that can be had there: one moment is left
+            return False
+        draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
     return True

@@ -1,7 +1,7 @@
 """Mending a damaged log: every event that is still whole goes into a new file.
 
 The damaged file is kept beside it, under another name, and never written to. A crash at any moment
-leaves either the old file or the finished new one in place.
+leaves the old file in place or the finished new one, which the next start puts there.
 
 The damaged file's pages are read one by one, without their index. The format is SQLite's
 (sqlite.org/fileformat2.html, sections 1.6, 2.1 and 4.1). Whatever looks like a row is taken;
@@ -11,7 +11,6 @@ log, is right only where rows never change once written.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import struct
 from collections.abc import Iterator
@@ -271,8 +270,8 @@ def _swap(path: Path) -> Path:
     for end in _SIDE_FILES:
         with suppress(FileNotFoundError):
             Path(f"{path}{end}").replace(f"{aside}{end}")
-    with suppress(FileNotFoundError):
-        os.link(path, aside)
+    with suppress(FileNotFoundError):  # links, with which no moment is without it, FAT has not
+        path.replace(aside)
     _done(path).replace(path)
     return aside
 
