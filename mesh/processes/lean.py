@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from mesh.logs import log_to_stderr
+from mesh.paths import cache_dir
 from mesh.processes import model_names, postponed
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def import_modelling() -> None:
     can_do_without = postponed.import_torch()
     with (
         postponed.postponing() if can_do_without else nullcontext(),
-        model_names.remembered(),
+        model_names.remembered(cache_dir()),
         _without_compiler(),
         _without_distributed_tensors(),
     ):

@@ -23,7 +23,6 @@ import msgspec
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.paths import cache_dir
 from mesh.private_files import write_private
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,9 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @contextmanager
-def remembered() -> Iterator[None]:
+def remembered(cache_dir: Path) -> Iterator[None]:
     """Meanwhile transformers, when imported, is given what is kept in the cache directory."""
-    hook = _OnImport(cache_dir())
+    hook = _OnImport(cache_dir)
     sys.meta_path.insert(0, hook)
     try:
         yield

@@ -45,6 +45,7 @@ ROUTES: dict[int, tuple[LayerRange, ...]] = {
 """The shards that a job may use, by how many hops its route then has; overlapping ones."""
 
 HELD = sorted({span for spans in ROUTES.values() for span in spans}, key=str)
+_CACHE = tempfile.TemporaryDirectory(prefix="hearthnet-cache-")
 LIMITS = JobLimits(wall_s=60.0, cpu_s=60, memory_bytes=1 << 30, result_bytes=64 << 20)
 
 
@@ -136,7 +137,7 @@ async def bench(
     routes = Routes(
         secure.KEY.node_id, HopLinks(secured(secure.HELLO, secure.TLS)), lambda _: CoverRules()
     )
-    settings = RunnerSettings(max_running, 600.0, Path(directory.name), limits)
+    settings = RunnerSettings(max_running, 600.0, Path(_CACHE.name), limits)
     runner = JailRunner(routes, settings)
     try:
         yield Bench(runner, hosts, Path(directory.name))

@@ -22,7 +22,7 @@ from mesh.types import ModelId
 logger = logging.getLogger(__name__)
 
 # Not imported: that module loads torch, which this process does without.
-WARM_UP = "mesh.interventions.jobs.inside:warm"
+WARM_UP = "mesh.interventions.jobs.warming:warm"
 
 _LOOK_AGAIN_S = 30.0
 _LONGEST_S = 3600.0
@@ -39,7 +39,7 @@ class WarmUp:
     dtype: str
 
     def argument(self) -> str:
-        """As `mesh.interventions.jobs.inside.warm` takes it."""
+        """As `mesh.interventions.jobs.warming.warm` takes it."""
         fields = {name: str(getattr(self, name)) for name in self.__dataclass_fields__}
         return json.dumps(fields)
 

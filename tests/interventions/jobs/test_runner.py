@@ -755,6 +755,12 @@ async def test_a_job_that_breaks_its_channel_is_ended(here: Bench) -> None:
             await run(here, rude)
 
 
+async def test_a_warm_parent_keeps_what_is_in_which_file_of_transformers(here: Bench) -> None:
+    kept = here.runner.settings.cache_dir / "transformers"
+    await run(here, reading)
+    assert [path.suffix for path in await asyncio.to_thread(lambda: [*kept.iterdir()])] == [".json"]
+
+
 async def test_the_entry_points_exist() -> None:
     from mesh.interventions.jail.child import resolve
     from mesh.interventions.jobs import jails
