@@ -30,6 +30,7 @@ from mesh.shard.device import (
 from mesh.shard.ends import LoadedEnds, load_computed
 from mesh.shard.linear import HALVED
 from mesh.shard.load_plan import LoadPlan, stored_dtype
+from mesh.shard.memory import settle
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
@@ -155,6 +156,12 @@ def _as_of_now(plan: LoadPlan) -> LoadPlan:
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:
+    loaded = _made(plan)
+    settle()
+    return loaded
+
+
+def _made(plan: LoadPlan) -> tuple[Runtime, int]:
     if plan.quant.value is not None and plan.is_compiled:
         return _load_compiled(plan, plan.quant.value)
     if plan.quant.value is not None:

@@ -28,7 +28,6 @@ from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, OneSession, SessionCache
 from mesh.shard.lean import LeanLayers, fused_places
 from mesh.shard.linear import PLAIN, Kernels, Place, choose_kernels
-from mesh.shard.memory import settle
 from mesh.shard.packed import Packed
 from mesh.shard.protection import Protection
 from mesh.shard.rotary import ModuleRopes
@@ -132,7 +131,6 @@ class TorchRuntime:
         self.reasons = tuple(filter(None, reasons))
         self.weight_bytes = _weight_bytes(self._module)
         """What the weights take in the form in which they are computed with."""
-        settle()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = ModuleRopes(self._module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,12 @@ def test_what_is_asked_for_in_fp32_is_computed_by_the_modules(directory: Path) -
     assert not runtime.is_lean
     assert "lean" not in loaded.descriptor.determinism_class
     assert not any("lean" in reason for reason in loaded.reasons)
+
+
+def test_what_is_loaded_is_no_garbage_to_be_looked_for(directory: Path) -> None:
+    gc.unfreeze()
+    load_shard(plan(directory, "fp32"))
+    assert gc.get_freeze_count() > 0
 
 
 @needs_halving

@@ -113,7 +113,6 @@ class CompiledRuntime:
         )
         for pages in span.loaded.pages:
             pages.forget()  # the sessions have taken what they need of them
-        settle()
 
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> KeyValueCache:
         if any(hook.site.part for hook in hooks):
@@ -249,6 +248,7 @@ class CompiledRuntime:
     def _reference(self) -> TorchRuntime:
         if self._twin is None:
             self._twin = TorchRuntime(self.loaded, device=self.device, dtype=self.dtype)
+            settle()
         return self._twin
 
 
