@@ -154,18 +154,26 @@ print(json.dumps([found, sorted(dir(transformers))]))
 """
 
 
+KEPT = """
+from mesh.paths import cache_dir
+from mesh.processes.model_names import remembered
+with remembered(cache_dir()):
+    import transformers
+"""
+
+
 def test_names_that_were_kept_are_the_names_that_are_found(tmp_path: Path) -> None:
-    lean = NAMES.format(first=LEAN)
+    kept_only = NAMES.format(first=KEPT)
     plain = run(NAMES.format(first=""))
     own = {"XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
-    assert run(lean, **own) == plain
+    assert run(NAMES.format(first=LEAN), **own) == plain
     (kept,) = (tmp_path / "hearthnet" / "transformers").iterdir()
     text = kept.read_text()
     other = text.replace("LlamaModel", "LlamaOdel")
     kept.write_text(other)
-    assert run(lean, **own) != plain  # so it was read
+    assert run(kept_only, **own) != plain  # so it was read
     for damaged in (text[:-9], other + " " * MAX_FILE_BYTES):
         kept.write_text(damaged)
-        assert run(lean, **own) == plain
+        assert run(kept_only, **own) == plain
         assert len(kept.read_text()) == len(text)
     assert [*kept.parent.iterdir()] == [kept]
