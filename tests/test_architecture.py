@@ -238,8 +238,8 @@ NOWHERE = ["--state-dir", "/nonexistent"]
     [
         (["--help"], ("asyncio", "rich", "httpx")),
         (["up", "--help"], ()),
-        (["status", *NOWHERE], ()),
-        (["invite", *NOWHERE], ()),
+        (["status", *NOWHERE], ("pygments",)),
+        (["invite", *NOWHERE], ("pygments",)),
     ],
 )
 def test_what_asks_a_daemon_or_explains_imports_nothing_heavy(

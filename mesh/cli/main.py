@@ -50,6 +50,9 @@ from mesh.cli.options import ask, locate_daemon
 from mesh.cli.output import EXIT_CODES_HELP, FAILURE, report, say
 from mesh.errors import NotRunning
 
+# httpx's own command line, which imports as much again as httpx itself, and which it does without.
+sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
+
 
 @dataclass
 class _Flags:

@@ -29,7 +29,8 @@ HEAVY = (
     "rich", "prompt_toolkit", "markdown_it", "msgspec",
 )  # fmt: skip
 LIST_MODULES = (
-    "import sys; from mesh.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
+    "import sys; from mesh.cli.main import main\n"
+    "try: main()\nfinally: print(*(name for name, loaded in sys.modules.items() if loaded))"
 )
 
 
