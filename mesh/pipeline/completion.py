@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mesh.errors import CacheFull
+from mesh.models.calling_thoughts import CallingThoughts
+from mesh.models.reasoning import ReasoningMarks
 from mesh.models.splitting import Splitter, overlap
 from mesh.models.tool_calls import CallReader
 from mesh.pipeline.model import Text
@@ -59,7 +61,7 @@ class Completion:
         self._prompt_tokens = 0 if request.echo else len(prompt)  # what is given back says it
         self._decoder = text.decoder(continues=request.messages is None or bool(request.begun))
         self._stops = StopStrings(request.sampling.stop)
-        self._thoughts, unseen = thoughts_of(text, request, prompt)
+        self._thoughts, unseen = thoughts_of(text, request, prompt, is_bound=constraint is not None)
         self._calls, of_calls = _calls_of(text, request)
         self._unseen = {**unseen, **of_calls}
         self._constraint = constraint
@@ -233,15 +235,21 @@ def _calls_of(text: Text, request: GenerationRequest) -> tuple[CallReader | None
 
 
 def thoughts_of(
-    text: Text, request: GenerationRequest, prompt: Sequence[int]
+    text: Text, request: GenerationRequest, prompt: Sequence[int], *, is_bound: bool = False
 ) -> tuple[Splitter | None, _Unseen]:
     """What keeps the reasoning of a chat's answer apart, where the model's template marks it, and
-    its marks. A text that is only continued is never split."""
+    its marks. A text that is only continued is never split. Calls end it as well, but where the
+    answer `is_bound`: what binds it begins at the mark."""
     marks = text.reasoning_marks
     if marks is None or request.messages is None:
         return None, {}
     tail = b"".join(map(text.token_bytes, prompt[-_MARK_TOKENS:])).decode(errors="replace")
-    return marks.splitter(tail, is_begun=bool(request.begun)), dict(marks.unseen.items())
+    splitter = marks.splitter(tail, is_begun=bool(request.begun))
+    if request.tools is not None and not is_bound and isinstance(marks, ReasoningMarks):
+        of_calls = text.call_marks
+        if of_calls is not None:
+            splitter = CallingThoughts(splitter, of_calls.form, request.tools)
+    return splitter, dict(marks.unseen.items())
 
 
 class StopStrings:

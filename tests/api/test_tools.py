@@ -202,11 +202,13 @@ async def test_an_answer_that_is_cut_in_a_call_says_so() -> None:
         assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Köln"}
 
 
-async def test_reasoning_stands_before_calls() -> None:
-    async with asking(THINKS, f"<think>\nhow?</think>\n\n{CALL}") as (client, _):
-        message = (await whole(client)).message
-        assert (message.reasoning_content, message.content) == ("how?", None)
-        assert message.tool_calls[0].function.name == "look"
+@pytest.mark.parametrize("end", ["</think>\n\n", ""])
+async def test_reasoning_stands_before_calls_which_end_it(end: str) -> None:
+    async with asking(THINKS, f"<think>\nhow?{end}{CALL}") as (client, _):
+        choice = await whole(client)
+        assert (choice.message.reasoning_content, choice.message.content) == ("how?", None)
+        assert choice.message.tool_calls[0].function.name == "look"
+        assert choice.finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("special", [(), ("<|python_tag|>",)])

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from mesh.models.call_forms import QWEN_TAGS
+from mesh.models.calling_thoughts import CallingThoughts
 from mesh.models.channels import ChannelMarks, Channels
 from mesh.models.manifest import read_manifest
 from mesh.models.reasoning import ReasoningMarks, Thoughts, marks_in
@@ -19,7 +21,7 @@ from mesh.models.splitting import Splitter
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
 from mesh.pipeline.completion import Completion, thoughts_of
-from mesh.types import GenerationRequest, ModelId, SamplingParams
+from mesh.types import GenerationRequest, ModelId, SamplingParams, ToolUse
 from tests.checkpoints import make_tokenizer
 from tests.models.conftest import Checkpoint
 
@@ -248,3 +250,37 @@ def test_nothing_is_split_without_marks_in_the_template_nor_in_a_continued_text(
     marked = _text(directory, "{# <think> </think> #}x", special=False)
     assert thoughts_of(marked, chat, [5])[0] is not None
     assert thoughts_of(marked, GenerationRequest("r", ModelId("m"), prompt="x"), [5])[0] is None
+
+
+CALL_OF_QWEN = "<tool_call>\n<function=look>\n<parameter=city>\nKöln\n</parameter>\n</function>\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"I look.\n{CALL_OF_QWEN}</tool_call>", ("I look.\n", f"{CALL_OF_QWEN}</tool_call>")),
+        (f"why</think>{CALL_OF_QWEN}", ("why", CALL_OF_QWEN)),
+        (f"a {CALL_OF_QWEN * 2}", ("a ", CALL_OF_QWEN * 2)),
+        (f"no <tool_call> but {CALL_OF_QWEN}", ("no <tool_call> but ", CALL_OF_QWEN)),
+        # What more is thought behind, or only speaks of calls, or of other functions, is reasoning.
+        (f"as {CALL_OF_QWEN}</think>hi", (f"as {CALL_OF_QWEN}", "hi")),
+        (f"as {CALL_OF_QWEN}</tool_call> says", (f"as {CALL_OF_QWEN}</tool_call> says", "")),
+        ("a <tool_call> is wanted</think>hi", ("a <tool_call> is wanted", "hi")),
+        (
+            "<tool_call><function=x></tool_call> <to",
+            ("<tool_call><function=x></tool_call> <to", ""),
+        ),
+        ("<tool_call>\n<func", ("<tool_call>\n<func", "")),
+    ],
+)
+@given(data=st.data())
+def test_calls_end_what_is_thought(
+    text: str, expected: tuple[str, str], data: st.DataObject
+) -> None:
+    look = {"type": "function", "function": {"name": "look"}}
+
+    def splitter() -> Splitter:
+        return CallingThoughts(Thoughts(MARKS, open_already=True), QWEN_TAGS, ToolUse((look,)))
+
+    for pieces in ([text], list(text), pieces_of(text, data)):
+        assert split(splitter(), pieces) == expected
