@@ -40,6 +40,12 @@ class ReasoningMarks:
         """The marks that a tokenizer may have special tokens for."""
         return (self.opening, self.closing, *(self.frame or ()))
 
+    def are_in(self, template: str) -> bool:
+        """Whether a chat template speaks of them. One tag is enough: that of Olmo 3 Think only
+        opens, that of DeepSeek R1 0528 only looks for the end. Of sentences both are there."""
+        found = self.opening + self.label in template, self.closing in template
+        return all(found) or (any(found) and " " not in self.opening)
+
     def splitter(self, tail: str, *, is_begun: bool) -> Splitter:
         """For an answer behind a prompt with this end, which has begun with some of its text or
         not. Some templates open the marks themselves, at the end of the prompt."""
@@ -54,14 +60,19 @@ _PAIRS = (
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningMarks("<|channel>", "<channel|>", label="thought"),
+    ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),
     ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    ReasoningMarks("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
 )
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|START_TEXT|>", "<|END_TEXT|>"),
     ("<response>", "</response>"),
+    ("<answer>", "</answer>"),
+    ("", "[END FINAL RESPONSE]"),
 )
-"""Of Command R7B, of Cohere's later models, of Granite 3.3 and ERNIE 4.5."""
+"""Of Command R7B, of Cohere's later models, of Granite 3.3 and ERNIE 4.5, of Hunyuan, and of Apriel
+1.5."""
 
 
 def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
@@ -69,7 +80,7 @@ def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
     if f"{CHANNEL}analysis{MESSAGE}" in template:
         return ChannelMarks()
     for marks in _PAIRS:
-        if marks.opening + marks.label in template and marks.closing in template:
+        if marks.are_in(template):
             found = (pair for pair in _FRAMES if all(mark in template for mark in pair))
             return replace(marks, frame=next(found, None))
     return None

@@ -32,6 +32,9 @@ GEMMA = ReasoningMarks("<|channel>", "<channel|>", label="thought")
 COHERE = ReasoningMarks(
     "<|START_THINKING|>", "<|END_THINKING|>", frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 )
+APRIEL = ReasoningMarks(
+    "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", frame=("", "[END FINAL RESPONSE]")
+)
 CALL = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 
 
@@ -85,6 +88,11 @@ def test_the_parts_do_not_depend_on_where_the_text_is_cut(
         (COHERE, "<|START_RESPONSE|>hi <|END_RESPONSE", ("", "hi <|END_RESPONSE")),
         (COHERE, "<|START_THINKING|>a<|END_THINKING|><|START_AC", ("a", "<|START_AC")),
         (COHERE, " hi <|START_RESPONSE|>", ("", " hi <|START_RESPONSE|>")),
+        (
+            APRIEL,
+            "Here are my reasoning steps:\nwhy\n[BEGIN FINAL RESPONSE]\nhi [END FINAL RESPONSE]",
+            ("why\n", "hi "),
+        ),
     ],
 )
 @given(data=st.data())
@@ -182,6 +190,14 @@ def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -
             "between <think></think> and between <response></response>",
             ReasoningMarks("<think>", "</think>", frame=("<response>", "</response>")),
         ),
+        ("{{ x.split('</think>')[-1] }}<｜Assistant｜>", MARKS),
+        ("<|im_start|>assistant\\n<think>", MARKS),
+        ("say 'Here is my response:'", None),
+        (
+            "{{ x.split('<answer>')[-1].strip('</answer>') }}<think>\\n\\n</think>",
+            ReasoningMarks("<think>", "</think>", frame=("<answer>", "</answer>")),
+        ),
+        ("Here are my reasoning steps:\\n [BEGIN FINAL RESPONSE] [END FINAL RESPONSE]", APRIEL),
         ("<|start|>assistant<|channel|>final<|message|>", None),
     ],
 )
