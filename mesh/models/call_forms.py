@@ -21,9 +21,10 @@ class CallForm:
 
     `is_bare`: an answer that begins with a brace may be a call without `opening`. `separator`
     stands between several calls behind one `opening`, which with a comma are a JSON list; None
-    where each has its own. `between` are texts that may stand between calls and mean nothing,
-    `ends` those with which an answer with calls is over, be they end tokens or not. Ids of calls
-    are `id_chars` letters and digits where the template wants that.
+    where each has its own. `head` is what a call of a known function begins with whose `opening`
+    the model has left out; empty where none is read without. `between` are texts that may stand
+    between calls and mean nothing, `ends` those with which an answer with calls is over, be they
+    end tokens or not. Ids of calls are `id_chars` letters and digits where the template wants that.
     """
 
     opening: str
@@ -31,9 +32,15 @@ class CallForm:
     writing: Writing = Objects()  # noqa: RUF009 - it is frozen
     is_bare: bool = False
     separator: str | None = None
+    head: str = ""
     between: tuple[str, ...] = (",", ";", "[", "]")
     ends: tuple[str, ...] = ()
     id_chars: int = 0
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What calls may begin with behind a text."""
+        return (self.opening, self.head) if self.head else (self.opening,)
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -54,8 +61,8 @@ class CallMarks:
 
 HERMES = CallForm("<tool_call>", "</tool_call>")
 """Hermes 2 and its followers: Qwen 2.5 and 3, SmolLM 3, Granite 4, ERNIE 4.5."""
-QWEN_TAGS = CallForm("<tool_call>", "</tool_call>", QWEN)
-"""Qwen 3 Coder, and Qwen from 3.5 on."""
+QWEN_TAGS = CallForm("<tool_call>", "</tool_call>", QWEN, head=QWEN.lead)
+"""Qwen 3 Coder, which leaves the first mark out at times, and Qwen from 3.5 on."""
 SEED_TAGS = CallForm("<seed:tool_call>", "</seed:tool_call>", SEED)
 """Seed OSS."""
 MINIMAX_TAGS = CallForm("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX)
@@ -141,6 +148,7 @@ KIMI = CallForm(
         (_KIMI_CALL, _KIMI_ARGUMENTS),
     ),
     separator="",
+    head=_KIMI_CALL,
     between=(_KIMI_END,),
 )
 """Kimi K2: a call's id has its name and which one of the conversation it is."""

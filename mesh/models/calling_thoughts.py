@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mesh.models.call_forms import CallForm
-from mesh.models.splitting import Splitter, overlap
+from mesh.models.splitting import Splitter, first_of, most_overlap
 from mesh.models.tool_calls import CallReader
 from mesh.types import ToolUse
 
@@ -57,19 +57,20 @@ class CallingThoughts:
 
     def _certain(self) -> str:
         """What of that which is held is certain to be reasoning."""
-        opening, certain = self._form.opening, ""
-        while self._reader is not None or opening in self._held:
+        openings, certain = self._form.openings, ""
+        while (found := first_of(self._held, openings)) is not None:
             if self._reader is None:
-                before, _, _ = self._held.partition(opening)
-                certain, self._held = certain + before, self._held[len(before) :]
+                certain += self._take(found[0])
                 self._reader, self._read = CallReader(self._form, self._tools), 0
             if self._may_be_calls(self._reader):
                 return certain
             self._reader = None
-            certain, self._held = certain + opening, self._held[len(opening) :]
-        rest = self._held[: len(self._held) - overlap(self._held, opening)]
-        self._held = self._held[len(rest) :]
-        return certain + rest
+            certain += self._take(len(found[1]))
+        return certain + self._take(len(self._held) - most_overlap(self._held, openings))
+
+    def _take(self, size: int) -> str:
+        taken, self._held = self._held[:size], self._held[size:]
+        return taken
 
     def _may_be_calls(self, reader: CallReader) -> bool:
         """Whether there is nothing but calls. Sign by sign: others may follow what is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -25,3 +26,14 @@ def overlap(text: str, mark: str) -> int:
         if text.endswith(mark[:size]):
             return size
     return 0
+
+
+def first_of(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
+    """Where the first of the marks stands, and which it is; None without any."""
+    found = [(text.find(mark), mark) for mark in marks if mark in text]
+    return min(found) if found else None
+
+
+def most_overlap(text: str, marks: Sequence[str]) -> int:
+    """How many characters at the end of `text` begin one of the marks."""
+    return max(overlap(text, mark) for mark in marks)

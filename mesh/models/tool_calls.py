@@ -11,7 +11,7 @@ import string
 from collections.abc import Callable
 
 from mesh.models.call_forms import CallForm
-from mesh.models.splitting import overlap
+from mesh.models.splitting import first_of, most_overlap
 from mesh.models.written_calls import WrittenCall, object_in
 from mesh.types import ToolCallDelta, ToolUse
 
@@ -38,6 +38,8 @@ class CallReader:
         self._raw = ""
         self._call: WrittenCall | None = None
         self._has_called = False
+        self._is_opened = True
+        """Whether a mark has opened these calls."""
         self._trims = False
         self._read: Callable[[bool], bool] = self._begin if form.is_bare else self._text
         self._said: list[str] = []
@@ -70,10 +72,13 @@ class CallReader:
         return True
 
     def _text(self, is_over: bool) -> bool:
-        text, mark, rest = self._held.partition(self._form.opening)
-        if mark:
+        if (found := first_of(self._held, self._form.openings)) is not None:
+            place, mark = found
+            self._is_opened = mark == self._form.opening
+            text = self._held[:place]
             self._say(text.rstrip())
-            self._raw, self._held, self._has_called = text[len(text.rstrip()) :] + mark, rest, False
+            self._raw, self._held, self._has_called = "", self._held[len(text.rstrip()) :], False
+            self._skip(place - len(text.rstrip()) + (len(mark) if self._is_opened else 0))
             self._read = self._between
             return True
         if is_over:
@@ -81,7 +86,8 @@ class CallReader:
             self._held = ""
             return False
         # White space is held back as well: a call may follow it.
-        certain = self._held[: len(self._held) - overlap(self._held, self._form.opening)].rstrip()
+        keep = most_overlap(self._held, self._form.openings)
+        certain = self._held[: len(self._held) - keep].rstrip()
         self._say(certain)
         self._held = self._held[len(certain) :]
         return False
@@ -106,6 +112,8 @@ class CallReader:
             return True
         if is_over and self._has_called and any(text.startswith(held) for text in self._texts):
             self._skip(len(held))  # the answer was cut inside of a mark
+        elif not (self._is_opened or self._has_called):
+            self._skip(len(form.head))
         return self._end()
 
     def _may_become(self, held: str) -> bool:
@@ -171,8 +179,9 @@ class CallReader:
         return found
 
     def _is_wanted(self, name: str) -> bool:
-        """JSON alone is a call only of a function that there is."""
-        return bool(name) and (name in self._schemas or not self._form.is_bare)
+        """JSON alone is a call only of a function that there is, as is what nothing opens."""
+        is_known = name in self._schemas
+        return bool(name) and (is_known or (self._is_opened and not self._form.is_bare))
 
     def _tell(self, call: WrittenCall, name: str, arguments: str) -> None:
         if not call.is_told:

@@ -174,6 +174,20 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "then <tool_call>",
         [("add", '{"a": 1}')],
     ),
+    # The opening mark is left out at times, and not of functions that there are not.
+    (
+        QWEN_TAGS,
+        "I look.\n<function=look>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        "I look.",
+        [("look", '{"a": 1}'), ("add", "{}")],
+    ),
+    (
+        QWEN_TAGS,
+        "In <function=main>\n<parameter=a>1</parameter> \n<func",
+        "In <function=main>\n<parameter=a>1</parameter> \n<func",
+        [],
+    ),
     (QWEN_TAGS, "<tool_call>\n<function=>x", "<tool_call>\n<function=>x", []),
     (QWEN_TAGS, '<tool_call>{"name": "add"}', '<tool_call>{"name": "add"}', []),
     (
@@ -245,6 +259,14 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "I look.",
         [("look", '{"city": "<a>"}'), ("add", "{}")],
     ),
+    (
+        KIMI,
+        'So:<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"a": 1}'
+        "<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "So:",
+        [("look", '{"a": 1}'), ("add", "{}")],
+    ),
+    (KIMI, "a <|tool_call_begin|> b", "a <|tool_call_begin|> b", []),
     (
         KIMI,
         "<|tool_calls_section_begin|><|tool_call_begin|>look<|tool_call_argument_begin|>{}",
