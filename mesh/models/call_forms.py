@@ -190,6 +190,7 @@ _TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
     (MISTRAL_NAMED, (MISTRAL_NAMED.opening, "[ARGS]")),
     (MISTRAL, (MISTRAL.opening,)),
     (PHI, (PHI.opening, PHI.closing)),
+    (PHI, ("<|tool|>", "<|/tool|>")),
     (GRANITE, (GRANITE.opening,)),
     (GEMMA, (GEMMA.opening + "call:",)),
     (LFM, (LFM.opening,)),

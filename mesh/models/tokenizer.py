@@ -28,6 +28,7 @@ from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
 from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
+from mesh.models.tool_places import Place, as_tools, place_in
 from mesh.models.turns import Wants, turned, wants_of
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
@@ -124,13 +125,7 @@ class Tokenizer:
 
     def takes_tools(self) -> bool:
         """Whether the chat template says to the model which functions it may call."""
-        if not self.has_chat_template:
-            return False
-        try:
-            text = self._render(_GREETING, [_PROBE])
-        except BadRequest:
-            return False
-        return str(_PROBE["function"]["name"]) in text
+        return self._place is not None
 
     def call_marks(self) -> CallMarks | None:
         """How the model writes calls of functions, where its template's form is known."""
@@ -231,11 +226,14 @@ class Tokenizer:
         switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
         if effort:
             switches[_EFFORT] = effort
-        described = [self._described(tool) for tool in tools]
+        place = as_tools if not tools or self._place is None else self._place
+        return self._rendered(*place(messages, [*map(self._described, tools)]), **switches)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], handed: Mapping[str, Any], **switches: Any
+    ) -> str:
         try:
-            return self._applied(
-                messages, tools=described or None, add_generation_prompt=True, **switches
-            )
+            return self._applied(messages, add_generation_prompt=True, **handed, **switches)
         except _OBJECTIONS as error:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {error}.",
@@ -276,6 +274,19 @@ class Tokenizer:
         return False
 
     @cached_property
+    def _place(self) -> Place | None:
+        """Where the chat template takes functions from; None where it knows of none."""
+
+        def shows(place: Place) -> bool:
+            try:
+                text = self._rendered(*place(_GREETING, [self._described(_PROBE)]))
+            except BadRequest:
+                return False
+            return str(_PROBE["function"]["name"]) in text
+
+        return place_in(template, shows) if (template := self._template([_PROBE])) else None
+
+    @cached_property
     def _form(self) -> CallForm | None:
         return form_in(self._template([_PROBE]))
 
@@ -288,7 +299,10 @@ class Tokenizer:
         """The text of the template for chats with these tools; empty where there is none."""
         if not self.has_chat_template:
             return ""
-        return str(self._tokenizer.get_chat_template(tools=[*tools]))
+        try:
+            return str(self._tokenizer.get_chat_template(tools=[*tools]))
+        except ValueError:  # several, and none of them for chats
+            return ""
 
     def _unseen(self, marks: Sequence[str]) -> dict[int, str]:
         """Those of the marks whose tokens decode to no text, by their ids."""

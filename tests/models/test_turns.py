@@ -135,3 +135,37 @@ def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
     ):
         tokenizer = Tokenizer(tokenizer_with(f"{template}{{# {mark} #}}"), frozenset({EOS}))
         assert f"|I look.{spelt}|2|1" in tokenizer.decode(tokenizer.encode_chat(TALK))
+
+
+SMOL = (
+    "{% if xml_tools %}{% for t in xml_tools[:] %}{{ t | string }}{% endfor %}<tool_call>"
+    "{% endif %}{% for m in messages %}|{{ m.content }}{% endfor %}"
+)
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and "
+    "message['tools'] is not none %}{{ message['content'] + '<|tool|>' + message['tools'] + "
+    "'<|/tool|>' }}{% else %}{{ '|' + message['content'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (SMOL, "{'name': 'look', 'parameters': {}}<tool_call>|hi"),
+        (
+            PHI,
+            "You are a helpful assistant with some tools.<|tool|>"
+            '[{"name": "look", "parameters": {}}]<|/tool|>|hi',
+        ),
+    ],
+)
+def test_functions_go_where_a_template_takes_them_from(template: str, shown: str) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    assert tokenizer.takes_tools()
+    assert tokenizer.call_marks() is not None
+    asked = {"role": "user", "content": "hi"}
+    assert tokenizer.decode(tokenizer.encode_chat([asked], tools=[tool])) == shown
+    assert tokenizer.decode(tokenizer.encode_chat([asked])) == "|hi"
+    said = {"role": "system", "content": "Be brief."}
+    assert "Be brief." in tokenizer.decode(tokenizer.encode_chat([said, asked], tools=[tool]))
