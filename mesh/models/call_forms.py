@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mesh.models.channels import CALL, CHANNEL, CONSTRAIN, MESSAGE, call_to
 from mesh.models.gemma_calls import GemmaCalls
 from mesh.models.python_calls import PythonCalls
-from mesh.models.tagged_calls import GLM, MINIMAX, QWEN, SEED
+from mesh.models.tagged_calls import GLM, MINICPM, MINIMAX, QWEN, SEED
 from mesh.models.written_calls import NamedObjects, Objects, Writing
 
 
@@ -131,6 +131,42 @@ DEEPSEEK = _deepseek(f"{_CALL}function{_SEP}NAME\n```json\n", f"\n```{_CALL_END}
 DEEPSEEK_PLAIN = _deepseek(f"{_CALL}NAME{_SEP}", _CALL_END)
 """DeepSeek V3.1."""
 
+_TAG, _TAG_END, _TAG_BEGUN = "<tool_call>", "</tool_call>", r"<tool_call>[^{]{0,600}"
+HUNYUAN = CallForm(
+    "<tool_calls>",
+    "</tool_calls>",
+    NamedObjects(
+        re.compile(r"<tool_call>\s*(?P<name>[\w.-]{1,256})\s*(?:```json)?\s*(?=\{)"),
+        re.compile(_TAG_BEGUN), f"{_TAG}NAME\n```json\n", _TAG, f"\n```{_TAG_END}", (_TAG,),
+    ),
+    separator="", between=("```", _TAG_END),
+)  # fmt: skip
+"""Hunyuan's small models; A13B writes as Apriel does."""
+APERTUS = CallForm(
+    "<|tools_prefix|>",
+    "<|tools_suffix|>",
+    NamedObjects(
+        re.compile(r'\{\s*"(?P<name>[^"\\]{1,256})"\s*:\s*(?=\{)'),
+        re.compile(r'\{\s*(?:"[^"\\]{0,256}(?:"\s*:?\s*)?)?'),
+        '{"NAME": ', "{", "}",
+    ),
+    separator=",", between=(",", "[", "]", "}"),
+)  # fmt: skip
+"""Apertus: the name is the one key of an object."""
+FUNCTIONARY = CallForm(
+    "<function=",
+    writing=NamedObjects(
+        re.compile(r"(?P<name>[\w.-]{1,256})>\s*(?=\{)"), re.compile(r"[\w.-]{0,256}(?:>\s*)?"),
+        "NAME>", tail="</function>",
+    ),
+    between=("</function>",),
+)  # fmt: skip
+"""Functionary 3.1."""
+GIGACHAT = CallForm("<|function_call|>")
+"""GigaChat 3.1."""
+MINICPM_TAGS = CallForm("<function name=", writing=MINICPM)
+"""MiniCPM 5."""
+
 _KIMI_CALL, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _KIMI_END = "<|tool_call_end|>"
 KIMI = CallForm(
@@ -171,6 +207,13 @@ HARMONY = CallForm(
 
 GEMMA = CallForm("<|tool_call>", "<tool_call|>", GemmaCalls(), ends=("<|tool_response>",))
 """Gemma 4."""
+FUNCTION_GEMMA = CallForm(
+    "<start_function_call>",
+    "<end_function_call>",
+    GemmaCalls("<escape>"),
+    ends=("<start_function_response>",),
+)
+"""FunctionGemma, which is of Gemma 3."""
 LFM = CallForm("<|tool_call_start|>", "<|tool_call_end|>", PythonCalls())
 """LFM2 and LFM2.5."""
 OLMO = CallForm("<function_calls>", "</function_calls>", PythonCalls())
@@ -179,11 +222,13 @@ OLMO = CallForm("<function_calls>", "</function_calls>", PythonCalls())
 _LLAMA_SAYS = '{"name": function name, "parameters":'
 """What the templates without the mark tell the model."""
 
-_TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
+_TAUGHT: tuple[tuple[CallForm | None, tuple[str, ...]], ...] = (
+    (None, ("]<]minimax[>[",)),  # MiniMax M3 has marks of others in its own
     (HARMONY, (CALL, CHANNEL)),
     (DEEPSEEK, (DEEPSEEK.opening, "```json")),
     (DEEPSEEK_PLAIN, (DEEPSEEK_PLAIN.opening,)),
     (APRIEL, (APRIEL.opening + "[",)),
+    (HUNYUAN, (HUNYUAN.opening, _TAG, "json")),
     (QWEN_TAGS, (QWEN_TAGS.opening, "<function=")),
     (GLM_TAGS, (GLM_TAGS.opening, "<arg_key>")),
     (HERMES, (HERMES.opening,)),
@@ -193,6 +238,11 @@ _TAUGHT: tuple[tuple[CallForm, tuple[str, ...]], ...] = (
     (PHI, ("<|tool|>", "<|/tool|>")),
     (GRANITE, (GRANITE.opening,)),
     (GEMMA, (GEMMA.opening + "call:",)),
+    (FUNCTION_GEMMA, (FUNCTION_GEMMA.opening + "call:",)),
+    (APERTUS, (APERTUS.opening, APERTUS.closing)),
+    (GIGACHAT, (GIGACHAT.opening,)),
+    (MINICPM_TAGS, (MINICPM_TAGS.opening, MINICPM.opens)),
+    (FUNCTIONARY, ("<function=example_function_name>{",)),
     (LFM, (LFM.opening,)),
     (LFM, ("<|tool_list_start|>",)),
     (LFM, ('"List of tools: ["', "keep_past_thinking")),

@@ -1,4 +1,5 @@
-"""Calls as Gemma 4 writes them: ``call:NAME{key:<|"|>text<|"|>,other:[1,true]}``."""
+"""Calls as Gemma 4 writes them: ``call:NAME{key:<|"|>text<|"|>,other:[1,true]}``. FunctionGemma has
+another mark around texts."""
 
 from __future__ import annotations
 
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from mesh.models.splitting import overlap
 from mesh.models.written_calls import Schemas, WrittenCall
 
-QUOTE = '<|"|>'
 _LEAD = "call:"
 _HEAD = re.compile(r"call:([\w.-]{1,256})(?=\{)")
 _HEAD_BEGUN = re.compile(r"call:[\w.-]{0,256}")
@@ -24,16 +24,18 @@ _SIGNS = {"{": "{", "[": "[", "}": "}", "]": "]", ",": ", ", ":": ": "}
 class GemmaCalls:
     """A call with bare keys, and texts between tokens of their own."""
 
+    quote: str = '<|"|>'
+
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts in it that a tokenizer may have special tokens for."""
-        return (QUOTE,)
+        return (self.quote,)
 
     def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
         """The call that `held` begins, and how many characters of that it does not read."""
         del schemas
         head = _HEAD.match(held)
-        return None if head is None else (head.end(), GemmaCall(head[1]))
+        return None if head is None else (head.end(), GemmaCall(head[1], self.quote))
 
     def may_begin(self, held: str) -> bool:
         """Whether more text may make a call of what begins so, which is none yet."""
@@ -49,8 +51,9 @@ class GemmaCall(WrittenCall):
     """One such call from the brace on that opens its arguments. It has ended with its last brace,
     or where a mark begins."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, quote: str) -> None:
         super().__init__(name)
+        self._quote = quote
         self._left = ""
         self._depth = 0
         self._in_text = False
@@ -73,9 +76,9 @@ class GemmaCall(WrittenCall):
 
     def _text(self) -> bool:
         """More of a text; whether to go on."""
-        said, mark, rest = self._left.partition(QUOTE)
+        said, mark, rest = self._left.partition(self._quote)
         if not mark:
-            certain = len(said) - overlap(said, QUOTE)
+            certain = len(said) - overlap(said, self._quote)
             said, rest = said[:certain], said[certain:]
         self.arguments += json.dumps(said, ensure_ascii=False)[1:-1] + ('"' if mark else "")
         self._left, self._in_text = rest, not mark
@@ -84,11 +87,11 @@ class GemmaCall(WrittenCall):
     def _sign(self) -> bool:
         """What stands next outside of texts; whether to go on."""
         left = self._left = self._left.lstrip()
-        if not left or (QUOTE.startswith(left) and left != QUOTE):
+        if not left or (self._quote.startswith(left) and left != self._quote):
             return False
-        if left.startswith(QUOTE):
+        if left.startswith(self._quote):
             self.arguments, self._in_text = self.arguments + '"', True
-            self._left = left[len(QUOTE) :]
+            self._left = left[len(self._quote) :]
             return True
         if left[0] == "<":
             self.is_ended = True

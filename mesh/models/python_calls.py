@@ -102,7 +102,7 @@ class PythonCall(WrittenCall):
         said = "".join(self._argument)
         if said.strip():
             found = _ARGUMENT.fullmatch(said)
-            value = None if found is None else _json_of(found[2].strip())
+            value = None if found is None else json_of(found[2].strip())
             if found is None or value is None:
                 return False
             separator = "" if self.arguments == "{" else ", "
@@ -111,7 +111,7 @@ class PythonCall(WrittenCall):
         return True
 
 
-def _json_of(literal: str) -> str | None:
+def json_of(literal: str) -> str | None:
     """The JSON of a literal; None for what is none."""
     try:
         with warnings.catch_warnings():

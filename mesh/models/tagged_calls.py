@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mesh.models.python_calls import json_of
 from mesh.models.written_calls import Schemas, WrittenCall, as_json
 
 _LONGEST_HEAD = 600
@@ -79,6 +80,17 @@ MINIMAX = Tagged(
     shuts="</parameter>",
     end="</invoke>",
     closing="</minimax:tool_call>",
+)
+MINICPM = Tagged(
+    lead='"',
+    head=re.compile(r'"([^"\n]+)">\s*'),
+    opens="<param name=",
+    parameter=re.compile(
+        r'<param name="([^"\n]+)">(<!\[CDATA\[.*?\]\]>|(?!<!\[CDATA\[).*?)</param>\s*', re.DOTALL
+    ),
+    shuts="</param>",
+    end="</function>",
+    closing="</function>",
 )
 GLM = Tagged(
     lead="",
@@ -160,6 +172,8 @@ class TaggedCall(WrittenCall):
         return rest
 
     def _value(self, key: str, text: str) -> str:
+        if text.startswith(_CDATA) and text.endswith("]]>"):
+            text = text[len(_CDATA) : -len("]]>")]
         properties = self._schemas.get(self.name, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
@@ -168,9 +182,13 @@ class TaggedCall(WrittenCall):
         try:
             return as_json(json.loads(_PYTHON.get(text, text)))
         except (ValueError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
+            # Templates print objects and lists of earlier calls as Python does, and models follow.
+            literal = json_of(text) if kinds and "string" not in kinds else None
+            return literal or json.dumps(text, ensure_ascii=False)
 
 
+_CDATA = "<![CDATA["
+"""As XML has text with signs of its own in it."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """As some models write them."""
 

@@ -20,14 +20,16 @@ from mesh.models.python_calls import PythonCalls, as_python
 
 Message = Mapping[str, Any]
 
-_NAME = "tell_the_word"
+_NAME, _ID = "tell_the_word", "tried000"
 
 
 def _tries(count: int) -> tuple[Message, ...]:
     """A conversation with so many calls in one message, with ids as Mistral's templates take."""
-    ids = [f"tried000{number}" for number in range(count)]
-    function = {"name": _NAME, "arguments": {"spoken": "probe"}}
-    calls = [{"id": one, "type": "function", "function": function} for one in ids]
+    ids = [f"{_ID}{number}" for number in range(count)]
+    calls = [
+        {"id": one, "type": "function", "function": {"name": _NAME, "arguments": {"spoken": one}}}
+        for one in ids
+    ]
     results = ({"role": "tool", "content": "it", "tool_call_id": one, "name": _NAME} for one in ids)
     return (
         {"role": "user", "content": "hello"},
@@ -79,7 +81,9 @@ def wants_of(
         wants = replace(wants, text_arguments=True)
     elif with_objects and _NAME not in with_objects and _can_be_spelled(form):
         return replace(wants, spells=form)
-    splits = tried(wants) and not tried(wants, calls=2)
+    first, both = tried(wants), tried(wants, calls=2)
+    has_all = both.count(f"{_ID}1") >= first.count(f"{_ID}0")  # some leave out all but one
+    splits = first and not (both and has_all)
     return replace(wants, one_call=True) if splits else wants
 
 

@@ -11,18 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.models.call_forms import (
+    APERTUS,
     APRIEL,
     COHERE,
     DEEPSEEK,
     DEEPSEEK_PLAIN,
+    FUNCTION_GEMMA,
+    FUNCTIONARY,
     GEMMA,
+    GIGACHAT,
     GLM_TAGS,
     GRANITE,
     HARMONY,
     HERMES,
+    HUNYUAN,
     KIMI,
     LFM,
     LLAMA,
+    MINICPM_TAGS,
     MINIMAX_TAGS,
     MISTRAL,
     MISTRAL_NAMED,
@@ -44,6 +50,7 @@ ARGUMENTS = {
         "city": {"type": "string"},
         "any": {},
         "flag": {"type": ["boolean", "null"]},
+        "list": {"type": ["object", "array"]},
         "kind": {"enum": ["1", "2"]},
         "odd": {"type": 5, "enum": None},
     }
@@ -206,6 +213,14 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "",
         [("look", '{"city": "Köln\\n\\n", "any": {"b": [1]}}'), ("add", "{}")],
     ),
+    # As Python prints them.
+    (
+        SEED_TAGS,
+        "<seed:tool_call><function=add><parameter=list>{'a': [1, None]}</parameter>"
+        "<parameter=any>{'a': 1}</parameter></function></seed:tool_call>",
+        "",
+        [("add", json.dumps({"list": {"a": [1, None]}, "any": "{'a': 1}"}))],
+    ),
     (MINIMAX_TAGS, "<minimax:tool_call> no", "<minimax:tool_call> no", []),
     (
         GLM_TAGS,
@@ -319,6 +334,50 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
             ("add", "{}"),
         ],
     ),
+    (
+        FUNCTION_GEMMA,
+        "<start_function_call>call:look{city:<escape>Bad <Ems>\n<escape>,a:12}<end_function_call>"
+        "<start_function_call>call:add{}<end_function_call><start_function_response>more",
+        "",
+        [("look", '{"city": "Bad <Ems>\\n", "a": 12}'), ("add", "{}")],
+    ),
+    (
+        HUNYUAN,
+        'So.<tool_calls><tool_call>look\n```json\n{"city": "Köln"}\n```</tool_call>\n'
+        "<tool_call>add\n```json\n{}\n```</tool_call></tool_calls>",
+        "So.",
+        [("look", '{"city": "Köln"}'), ("add", "{}")],
+    ),
+    (HUNYUAN, "<tool_calls><tool_call>no", "<tool_calls><tool_call>no", []),
+    (
+        APERTUS,
+        'So.<|tools_prefix|>[{"look": {"city": "Köln", "any": {"b": []}}}, {"add": {}}]'
+        "<|tools_suffix|>",
+        "So.",
+        [("look", '{"city": "Köln", "any": {"b": []}}'), ("add", "{}")],
+    ),
+    (APERTUS, '<|tools_prefix|>[{"look": 1}]', '<|tools_prefix|>[{"look": 1}]', []),
+    (
+        FUNCTIONARY,
+        'So. <function=look>{"city": "<a>"}</function><function=add>{}</function>\n',
+        "So.",
+        [("look", '{"city": "<a>"}'), ("add", "{}")],
+    ),
+    (FUNCTIONARY, "<function=look> no", "<function=look> no", []),
+    (
+        GIGACHAT,
+        'So.<|function_call|>{"name": "look", "arguments": {"a": 1}}',
+        "So.",
+        [("look", '{"a": 1}')],
+    ),
+    (
+        MINICPM_TAGS,
+        '<function name="look"><param name="city">Köln</param><param name="a">3</param></function>'
+        '\n<function name="add"><param name="city"><![CDATA[<b>\n</param>]]></param></function>',
+        "",
+        [("look", '{"city": "Köln", "a": 3}'), ("add", '{"city": "<b>\\n</param>"}')],
+    ),
+    (MINICPM_TAGS, "a <function name= b", "a <function name= b", []),
     (GEMMA, "<|tool_call>call:add{a:1}<tool_call|>\nso", "so", [("add", '{"a": 1}')]),
     (GEMMA, "<|tool_call>call me", "<|tool_call>call me", []),
     (
@@ -501,6 +560,13 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
         ("List of tools: <|tool_list_start|>[", LFM),
         ('{%- set keep_past_thinking = false -%}{{ "List of tools: [" }}', LFM),
         ("within <tool_call></tool_call> XML tags: <tool_calls>[{", APRIEL),
+        ("<start_function_call>call:", FUNCTION_GEMMA),
+        ("print <tool_calls> <tool_call>function_name\n```json\n```</tool_call>", HUNYUAN),
+        ("set token = '<|tools_prefix|>' set end = '<|tools_suffix|>'", APERTUS),
+        ('<function=example_function_name>{"a": 1}</function> <|python_tag|>', FUNCTIONARY),
+        ('function_call="<|function_call|>"', GIGACHAT),
+        ('<function name="f"><param name="p">v</param></function>', MINICPM_TAGS),
+        ("set ns = ']<]minimax[>[' <tool_call>", None),
         ("wrapped in <function_calls></function_calls>", OLMO),
         ("<|tool_calls_section_begin|>", KIMI),
         ("{{ '<|im_system|>tool_declare<|im_middle|>' }}{{ tools | tojson }}", KIMI),

@@ -80,14 +80,23 @@ def test_arguments_are_objects_or_texts(calls: str, shown: str | None) -> None:
         tokenizer.encode_chat(said)
 
 
-def test_a_template_that_refuses_several_calls_in_a_message_gets_them_one_by_one() -> None:
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (
+            "{% if m.tool_calls | length > 1 %}{{ raise_exception('single') }}{% endif %}look",
+            "|hilook|I look.|1look||2",
+        ),
+        ("{{ m.tool_calls[0].id }}look", "|hialook|I look.|1blook||2"),
+    ],
+)
+def test_a_template_with_one_call_in_a_message_gets_them_one_by_one(call: str, shown: str) -> None:
     template = (
-        "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}"
-        "{{ raise_exception('single') }}{% endif %}{{ m.tool_calls[0].function.name }}"
-        "{% endif %}|{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.tool_calls %}"
+        f"{call}{{% endif %}}|{{{{ m.content }}}}{{% endfor %}}"
     )
     tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
-    assert tokenizer.decode(tokenizer.encode_chat(TALK)) == "|hilook|I look.|1look||2"
+    assert tokenizer.decode(tokenizer.encode_chat(TALK)) == shown
 
 
 def test_a_template_that_wants_descriptions_gets_them_and_no_other_does() -> None:
