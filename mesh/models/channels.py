@@ -21,6 +21,8 @@ _HEADER_BEGINS = (*_CLOSING, START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
 _LONGEST_HEADER = 512
 """Characters; a function's name has 64."""
 _TO = re.compile(r"to=([^\s<]+)")
+_PEOPLE = ("assistant", "user")
+"""To whom the model writes at times, and then in the channel that the header names last."""
 _CALLED = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 
 THOUGHT, TEXT = "analysis", "final"
@@ -40,11 +42,11 @@ class ChannelMarks:
     answers_with = f"{CHANNEL}{TEXT}{MESSAGE}"
     """What stands before the text of an answer."""
 
-    def splitter(self, tail: str, *, is_begun: bool) -> Splitter:
+    def splitter(self, tail: str, *, is_begun: bool, calls: bool = True) -> Splitter:
         """For an answer behind a prompt with this end, which has begun with some of its text or
-        not."""
+        not; `calls`: whether somebody reads those."""
         del tail
-        return Channels(is_begun=is_begun)
+        return Channels(is_begun=is_begun, calls=calls)
 
 
 def call_to(recipient: str) -> str:
@@ -56,13 +58,14 @@ class Channels:
     """Splits one answer's text, as it comes, into reasoning and the rest, without headers.
 
     The rest is text, and calls as they were written, each with the one header that `call_to` gives
-    and `CALL` behind it. What stands in no message is text. A header that is cut off has nothing of
-    an answer in it.
+    and `CALL` behind it; without `calls` they are text, as is what is to no function. What stands
+    in no message is text. A header that is cut off has nothing of an answer in it.
     """
 
-    def __init__(self, *, is_begun: bool) -> None:
+    def __init__(self, *, is_begun: bool, calls: bool = True) -> None:
         """`is_begun`: the prompt ended within the text of the answer, and not with its header."""
         self._held = ""
+        self._calls = calls
         self._body = TEXT if is_begun else ""
         """The kind of message that is under way, `CALL` for a call; empty in a header."""
         self._has_said: set[str] = set()
@@ -115,12 +118,12 @@ class Channels:
         return False
 
     def _open(self, header: str) -> None:
-        to, channel = _TO.search(header), _CALLED.search(header)
-        if to is not None:
+        to = _TO.search(header)
+        if self._calls and to is not None and to[1] not in _PEOPLE:
             self._begin(CALL)
             self._parts[TEXT].append(call_to(to[1]))
         else:
-            self._begin(THOUGHT if channel is not None and channel[1] == THOUGHT else TEXT)
+            self._begin(THOUGHT if _CALLED.findall(header)[-1:] == [THOUGHT] else TEXT)
 
     def _begin(self, body: str) -> None:
         self._body = body

@@ -6,11 +6,11 @@ from an answer alone. Knows nothing of how tokens are chosen or sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.models.channels import CHANNEL, MESSAGE, ChannelMarks
-from mesh.models.splitting import Splitter, overlap
+from mesh.models.splitting import Splitter, first_of, most_overlap, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,13 @@ class ReasoningMarks:
         found = self.opening + self.label in template, self.closing in template
         return all(found) or (any(found) and " " not in self.opening)
 
-    def splitter(self, tail: str, *, is_begun: bool) -> Splitter:
+    def splitter(self, tail: str, *, is_begun: bool, calls: bool = True) -> Splitter:
         """For an answer behind a prompt with this end, which has begun with some of its text or
         not. Some templates open the marks themselves, at the end of the prompt."""
-        del is_begun
-        return Thoughts(self, open_already=tail.rstrip().endswith(self.opening + self.label))
+        del is_begun, calls
+        thoughts = Thoughts(self, open_already=tail.rstrip().endswith(self.opening + self.label))
+        are_tokens = {self.opening, self.closing} <= {*self.unseen.values()}
+        return SpecialMarks(self, thoughts) if are_tokens else thoughts
 
 
 _THINK = ReasoningMarks("<think>", "</think>")
@@ -91,14 +93,15 @@ class Thoughts:
 
     Reasoning is what stands between the marks at the very start; marks later on are text like any
     other, but for those around all of the answer. `open_already` says that the prompt ended with
-    the opening mark. Line ends beside the marks belong to neither part.
+    the opening mark, which some models say once more. Line ends beside the marks belong to neither
+    part.
     """
 
     def __init__(self, marks: ReasoningMarks, *, open_already: bool) -> None:
         self._marks = marks
         self._held = ""
         self._is_open: bool | None = True if open_already else None
-        self._trims = open_already
+        self._trims = self._may_repeat = open_already
         self._label = "" if open_already else marks.label
         self._frame = marks.frame
         """What may stand around the answer that has not begun."""
@@ -133,6 +136,13 @@ class Thoughts:
             self._is_open = False
 
     def _think(self) -> str:
+        if self._may_repeat:
+            opening, begun = self._marks.opening, self._held.lstrip()
+            if len(begun) < len(opening) and opening.startswith(begun):
+                return ""
+            self._may_repeat = False
+            if begun.startswith(opening):
+                self._held, self._label = begun.removeprefix(opening), self._marks.label
         if self._label:
             if len(self._held) < len(self._label) and self._label.startswith(self._held):
                 return ""
@@ -173,3 +183,55 @@ class Thoughts:
             text = text.lstrip("\n")
             self._trims = not text
         return text
+
+
+class SpecialMarks:
+    """Splits as `thoughts` does where the marks are special tokens, which no text has in it.
+
+    So an opening one is reasoning again wherever it stands, and of marks that open or close what is
+    open or closed already, as Gemma 4 says them at times, nothing is shown.
+    """
+
+    def __init__(self, marks: ReasoningMarks, thoughts: Thoughts) -> None:
+        self._marks = marks
+        self._thoughts = thoughts
+        self._both = (marks.opening, marks.closing)
+        self._held = ""
+
+    @property
+    def is_open(self) -> bool | None:
+        """Whether what comes now is reasoning; None while that is not known."""
+        return self._thoughts.is_open
+
+    def push(self, text: str) -> tuple[str, str]:
+        """More of the answer: what is certain now to be reasoning, and the rest."""
+        self._held += text
+        parts: list[tuple[str, str]] = []
+        while (found := first_of(self._held, self._both)) is not None:
+            place, mark = found
+            parts.append(self._thoughts.push(self._held[:place]))
+            self._held = self._held[place + len(mark) :]
+            parts += self._heed(mark)
+        certain = len(self._held) - most_overlap(self._held, self._both)
+        parts.append(self._thoughts.push(self._held[:certain]))
+        self._held = self._held[certain:]
+        return _joined(parts)
+
+    def flush(self) -> tuple[str, str]:
+        """What was held back, once no more text comes."""
+        parts = [self._thoughts.push(self._held), self._thoughts.flush()]
+        self._held = ""
+        return _joined(parts)
+
+    def _heed(self, mark: str) -> list[tuple[str, str]]:
+        if mark == self._marks.closing:
+            return [self._thoughts.push(mark)] if self._thoughts.is_open else []
+        parts = []
+        if self._thoughts.is_open is not None:
+            parts.append(self._thoughts.flush())
+            self._thoughts = Thoughts(self._marks, open_already=False)
+        return [*parts, self._thoughts.push(mark)]
+
+
+def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    return "".join(thought for thought, _ in parts), "".join(said for _, said in parts)

@@ -244,7 +244,8 @@ def thoughts_of(
     if marks is None or request.messages is None:
         return None, {}
     tail = b"".join(map(text.token_bytes, prompt[-_MARK_TOKENS:])).decode(errors="replace")
-    splitter = marks.splitter(tail, is_begun=bool(request.begun))
+    has_tools = request.tools is not None
+    splitter = marks.splitter(tail, is_begun=bool(request.begun), calls=has_tools)
     if request.tools is not None and not is_bound and isinstance(marks, ReasoningMarks):
         of_calls = text.call_marks
         if of_calls is not None:

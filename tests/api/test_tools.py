@@ -291,6 +291,8 @@ async def test_an_answer_in_channels_comes_in_its_parts_and_goes_back_as_them() 
         spelt = 'to=functions.look<|channel|>commentary json<|message|>{"city": "Köln"}<|call|>'
         assert f"<|message|>How?\n\nI look.<|end|><|start|>assistant {spelt}" in asker.prompt()
         assert f"{spelt}<|start|>tool<|message|>other<|end|><|start|>assistant" in asker.prompt()
+        asker.says(f"{plan}{call}<|call|>")
+        assert (await whole(client, tools=openai.omit)).message.content == '{"city": "Köln"}'
         asker.says(f"{plan}<|channel|>fi")
         assert (await whole(client, tools=openai.omit)).message.reasoning_content == "How?"
     async with asking(HERMES, "hi") as (client, _):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,8 @@ def pieces_of(text: str, data: st.DataObject) -> list[str]:
         ("\n <think>why</think>hi", False, ("why", "hi")),
         ("\nwhy</think>hi", True, ("why", "hi")),
         ("why <thi", True, ("why <thi", "")),
+        ("<think>\nwhy</think>hi", True, ("why", "hi")),
+        ("<thi", True, ("<thi", "")),
         ("<think>never closed </th", False, ("never closed </th", "")),
         ("<thin ice", False, ("", "<thin ice")),
         ("<think", False, ("", "<think")),
@@ -127,6 +130,12 @@ def test_labels_and_frames_are_no_part_of_what_stands_in_them(
             "assistant<|channel|>final<|message|>c <|d<|end|>",
             ("a\n\nb", "First:\n\nc <|d"),
         ),
+        # What is to no function is as its channel says.
+        (
+            "<|channel|>commentary to=assistant<|channel|>analysis<|message|>a<|end|><|start|>"
+            "assistant<|channel|>commentary to=user<|channel|>final<|message|>b",
+            ("a", "b"),
+        ),
         ("<|channel|>analysis<|message|>cut <|e", ("cut <|e", "")),
         (f"{CALL}{{", ("", f"{CALL}{{")),
         ("<|channel|>final<|message|>hi<|end|><|start|>assi", ("", "hi")),
@@ -161,7 +170,10 @@ def test_marks_in_any_order_end_and_are_read_alike_however_they_are_cut(
         "\n",
     ]
     pairs = [*COHERE.tokens, *GEMMA.tokens, GEMMA.label, "a", "<|", "\n"]
-    for bits, marks in ((channels, ChannelMarks()), (pairs, COHERE), (pairs, GEMMA)):
+    special = replace(GEMMA, unseen={7: GEMMA.opening, 8: GEMMA.closing})
+    for bits, marks in (
+        (channels, ChannelMarks()), (pairs, COHERE), (pairs, GEMMA), (pairs, special),
+    ):  # fmt: skip
         text = "".join(data.draw(st.lists(st.sampled_from(bits), max_size=9)))
         whole = split(marks.splitter("", is_begun=False), [text])
         for pieces in (pieces_of(text, data), list(text)):
@@ -173,6 +185,8 @@ def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -
     said = [channels.push(piece) for piece in ("<|channel|>", "analysis", "<|message|>", "a", "b")]
     assert said == [("", ""), ("", ""), ("", ""), ("a", ""), ("b", "")]
     assert split(ChannelMarks().splitter("", is_begun=True), ["on ", "it"]) == ("", "on it")
+    unread = ChannelMarks().splitter("", is_begun=False, calls=False)
+    assert split(unread, [f"{CALL}{{}}<|call|>"]) == ("", "{}")
 
 
 @pytest.mark.parametrize(
@@ -300,3 +314,29 @@ def test_calls_end_what_is_thought(
 
     for pieces in ([text], list(text), pieces_of(text, data)):
         assert split(splitter(), pieces) == expected
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "expected"),
+    [
+        (GEMMA, "<|channel>thought\nwhy\n<channel|>hi", ("why\n", "hi")),
+        (GEMMA, "hi<channel|>, you", ("", "hi, you")),
+        (GEMMA, " <|channel>thought\nwhy\n<channel|>hi", ("why\n", "hi")),
+        (GEMMA, "<|channel><|channel>thought\nwhy<channel|><channel|>hi", ("why", "hi")),
+        (GEMMA, "hi <|channel>thought\n<channel|>you", ("", "hi you")),
+        (GEMMA, "<|channel>thought\na<channel|>hi<|channel>thought\nb<channel|>!", ("ab", "hi!")),
+        (GEMMA, "hi <|chan", ("", "hi <|chan")),
+        (
+            COHERE,
+            "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>hi<|END_RESPONSE|>",
+            ("a", "hi"),
+        ),
+    ],
+)
+@given(data=st.data())
+def test_marks_that_no_text_has_in_it_are_never_shown(
+    marks: ReasoningMarks, text: str, expected: tuple[str, str], data: st.DataObject
+) -> None:
+    special = replace(marks, unseen={7: marks.opening, 8: marks.closing})
+    for pieces in (pieces_of(text, data), list(text), [text]):
+        assert split(special.splitter("", is_begun=False), pieces) == expected
