@@ -29,7 +29,7 @@ from mesh.models import load
 from mesh.models.anatomy import base_of
 from mesh.models.around import around
 from mesh.models.manifest import Manifest
-from mesh.models.tokenizer import load_tokenizer
+from mesh.models.tokenizer_files import load_tokenizer
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 

@@ -16,20 +16,19 @@ from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
-from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
+from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.bounded import Bounds, within
 from mesh.models.call_forms import CallForm, CallMarks, form_in
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
-from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
 from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
+from mesh.models.tokenizer_files import load_tokenizer
 from mesh.models.tool_places import Place, as_tools, place_in
-from mesh.models.turns import Wants, turned, wants_of
+from mesh.models.turns import Wants, in_parts, turned, wants_of
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 """What a tokenizer may leave out: at the ends of a text, in rows, beside special tokens."""
@@ -46,27 +45,13 @@ _PROBE: Mapping[str, Any] = {
 """A tool that shows in what a template makes of it."""
 
 
-_GREETING = [{"role": "user", "content": "hello"}]
+_WORDS = "tell_whether_words_are_known"
+_GREETING = [{"role": "user", "content": _WORDS}]
 _OBJECTIONS = (
     TemplateError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError,
     RecursionError,
 )  # fmt: skip
 """What a template raises that does not take a conversation."""
-
-
-def load_tokenizer(manifest: Manifest) -> Any:
-    """The tokenizer of transformers; BadCheckpoint when there is none to use."""
-    if manifest.gguf is not None:
-        return gguf_tokenizer(manifest.gguf, manifest.cache_dir)
-    try:
-        return AutoTokenizer.from_pretrained(
-            manifest.directory, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # a plain one is all that `tokenizers` raises
-        raise BadCheckpoint(
-            f"No tokenizer could be loaded from {manifest.directory}: {str(error)[:200]}.",
-            fix="Download tokenizer.json and tokenizer_config.json of the checkpoint.",
-        ) from error
 
 
 _THINK_SWITCHES = ("enable_thinking", "thinking")
@@ -244,6 +229,9 @@ class Tokenizer:
     def _applied(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         """What the chat template makes of them. Raises what it raises, and BadRequest beyond its
         bounds."""
+        return self._made(in_parts(messages) if self._wants_parts else messages, **more)
+
+    def _made(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
         chat = [dict(message) for message in messages]
 
         def apply() -> str:
@@ -263,6 +251,15 @@ class Tokenizer:
     def _special(self) -> frozenset[int]:
         added = self._tokenizer.added_tokens_decoder
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the chat template shows what is said only in a list of parts."""
+        for greeting, wants_parts in ((_GREETING, False), (in_parts(_GREETING), True)):
+            with contextlib.suppress(*_OBJECTIONS):
+                if _WORDS in self._made(greeting, add_generation_prompt=True):
+                    return wants_parts
+        return False
 
     @cached_property
     def _trips_over_the_undescribed(self) -> bool:

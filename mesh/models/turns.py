@@ -93,6 +93,14 @@ def _can_be_spelled(form: CallForm | None) -> bool:
     return isinstance(form.writing, PythonCalls) or form.writing.around(_NAME) is not None
 
 
+def in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The same with what is said as a list of parts, which all are text."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
+
+
 def turned(messages: Sequence[Message], wants: Wants) -> list[dict[str, Any]]:
     """A conversation as a template wants it. What was thought is told under both names that there
     are for it."""

@@ -19,7 +19,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from mesh.errors import BadCheckpoint, ModelNotFound, UnsupportedFamily
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.models.tokenizer import Tokenizer, load_tokenizer
+from mesh.models.tokenizer import Tokenizer
+from mesh.models.tokenizer_files import load_tokenizer
 from mesh.types import GenerationRequest, LayerRange, ModelId
 from tests.checkpoints import CHAT_TEMPLATE
 from tests.gguf_files import write_gguf
@@ -225,6 +226,18 @@ def _bound_to(text: str, tokenizer: Tokenizer, vocab_size: int) -> str:
     return tokenizer.decode(ids)
 
 
+def test_a_file_has_chat_templates_by_their_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("llama", layers=2)
+    written = write_gguf(directory, tmp_path / "tools.gguf", edit=_has_one_for_tools)
+    tokenizer = Tokenizer.load(read_manifest(written))
+    asked = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert tokenizer.takes_tools()
+    assert tokenizer.decode(tokenizer.encode_chat(asked, tools=[tool])) == "look hi"
+    plain = Tokenizer.load(read_manifest(write_gguf(directory, tmp_path / "plain.gguf")))
+    assert tokenizer.encode_chat(asked) == plain.encode_chat(asked)
+
+
 def test_texts_begin_with_the_token_that_the_file_says(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
@@ -232,6 +245,14 @@ def test_texts_begin_with_the_token_that_the_file_says(
     plain = Tokenizer.load(read_manifest(write_gguf(directory, tmp_path / "plain.gguf")))
     begun = write_gguf(directory, tmp_path / "begun.gguf", edit=_begins)
     assert Tokenizer.load(read_manifest(begun)).encode("hi") == [1, *plain.encode("hi")]
+
+
+def _has_one_for_tools(writer: Any) -> None:
+    template = (
+        "{% for t in tools %}{{ t.function.name }}{% endfor %} {{ messages[0].content }}"
+        "{# <tool_call> #}"
+    )
+    writer.add_string("tokenizer.chat_template.tool_use", template)
 
 
 def _begins(writer: Any) -> None:

@@ -172,6 +172,26 @@ def test_model_without_a_template_gets_a_plain_transcript(
     assert tokenizer.decode(ids) == "system: be kind\n\nuser: hello\n\nassistant:"
 
 
+def test_a_template_of_images_and_text_is_given_texts_as_its_parts(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %} {{ part.text }}{% endif %}{% endfor %}|{% endfor %}"
+    )
+    directory = _without_template(shutil.copytree(checkpoint("llama", layers=3), tmp_path / "seer"))
+    beside = directory / "chat_template.json"
+    beside.write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer.load(read_manifest(directory))
+    ids = tokenizer.encode_chat(
+        [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    )
+    assert tokenizer.decode(ids) == "system: be kind|user: hello|"
+    beside.write_text("{")
+    with pytest.raises(BadCheckpoint, match=r"chat_template\.json cannot be read"):
+        Tokenizer.load(read_manifest(directory))
+
+
 def test_template_that_refuses_is_a_bad_request(checkpoint: Checkpoint, tmp_path: Path) -> None:
     directory = _without_template(shutil.copytree(checkpoint("llama", layers=3), tmp_path / "no"))
     (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
@@ -226,6 +246,11 @@ def test_directory_without_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path) -
     manifest = read_manifest(directory)
     with pytest.raises(BadCheckpoint, match="No tokenizer"):
         Tokenizer.load(manifest)
+    for name, fix in (("tokenizer.model", "sentencepiece"), ("tekken.json", "GGUF")):
+        (directory / name).write_bytes(b"odd")
+        with pytest.raises(BadCheckpoint, match="No tokenizer") as caught:
+            Tokenizer.load(manifest)
+        assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("part", ["model", "pre_tokenizer"])

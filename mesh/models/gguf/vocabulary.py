@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ _SHOWN = frozenset(
 """Special tokens of Gemma 4 that its files do not say are, for llama.cpp to show them:
 https://github.com/ggml-org/llama.cpp/blob/master/conversion/gemma.py"""
 
+_TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -166,13 +167,25 @@ def gguf_tokenizer(file: Path, cache_dir: Path | None) -> PreTrainedTokenizerFas
         for name, key in _SPECIAL.items()
         if type(token := metadata.get(f"tokenizer.ggml.{key}")) is int
     }
-    template = metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_chat_template(metadata),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in tokens.items() if token is not None},
     )
+
+
+def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The one, or several by name, as those of Hermes and Command R, which have one for tools."""
+    template = metadata.get(_TEMPLATE)
+    named = {
+        key.removeprefix(f"{_TEMPLATE}."): said
+        for key, said in metadata.items()
+        if key.startswith(f"{_TEMPLATE}.") and isinstance(said, str)
+    }
+    if not isinstance(template, str):
+        return named or None
+    return {"default": template, **named} if named else template
 
 
 def _place(file: Path, cache_dir: Path) -> Path:
