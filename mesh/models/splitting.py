@@ -37,3 +37,10 @@ def first_of(text: str, marks: Sequence[str]) -> tuple[int, str] | None:
 def most_overlap(text: str, marks: Sequence[str]) -> int:
     """How many characters at the end of `text` begin one of the marks."""
     return max(overlap(text, mark) for mark in marks)
+
+
+def without(text: str, marks: Sequence[str]) -> str:
+    """A text without marks and white space."""
+    for mark in marks:
+        text = text.replace(mark, "")
+    return "".join(text.split())

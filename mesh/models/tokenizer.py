@@ -25,27 +25,17 @@ from mesh.models.constraint import Grammars
 from mesh.models.detokenize import IncrementalDecoder, TokenSpelling, decoder_for
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
+from mesh.models.splitting import without
 from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
 from mesh.models.tokenizer_files import load_tokenizer
-from mesh.models.tool_places import Place, as_tools, place_in
-from mesh.models.turns import Wants, in_parts, turned, wants_of
+from mesh.models.tool_places import PROBE, Place, as_tools, place_in
+from mesh.models.turns import Wants, in_parts, plain_transcript, turned, wants_of
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
 """What a tokenizer may leave out: at the ends of a text, in rows, beside special tokens."""
 
 
-_PROBE: Mapping[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "tell_whether_tools_are_known",
-        "description": "Tell it.",
-        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
-    },
-}
-"""A tool that shows in what a template makes of it."""
-
-
-_WORDS = "tell_whether_words_are_known"
+_WORDS, _ANSWER = "tell_whether_words_are_known", "tell_what_ends_an_answer"
 _GREETING = [{"role": "user", "content": _WORDS}]
 _OBJECTIONS = (
     TemplateError, TypeError, AttributeError, ValueError, LookupError, ArithmeticError,
@@ -79,14 +69,17 @@ class Tokenizer:
         self._longest: tuple[int | None] | None = None
         self._spelling: TokenSpelling | None = None
         self.eos_ids = eos_ids
-        """Ids that end a generation: from generation_config.json, config.json and the tokenizer."""
+        """Ids that end a generation: from generation_config.json, config.json, the tokenizer, and
+        where there is a chat template from that."""
 
     @classmethod
     def load(cls, manifest: Manifest) -> Tokenizer:
         """The tokenizer of the checkpoint; BadCheckpoint when there is none to use."""
         tokenizer = load_tokenizer(manifest)
         own = tokenizer.eos_token_id
-        return cls(tokenizer, frozenset((*manifest.eos_ids, *([] if own is None else [own]))))
+        made = cls(tokenizer, frozenset((*manifest.eos_ids, *([] if own is None else [own]))))
+        made.eos_ids |= made._ends_of_answers()
+        return made
 
     @property
     def end_id(self) -> int | None:
@@ -240,6 +233,23 @@ class Tokenizer:
 
         return within(self._bounds, "The model's chat template", apply)
 
+    def _ends_of_answers(self) -> frozenset[int]:
+        """The special token that the chat template has behind an answer, if it is all that it has
+        around it: files of models that others trained on, or converted, often name another."""
+        if not self.has_chat_template:
+            return frozenset()
+        answered = [*_GREETING, {"role": "assistant", "content": _ANSWER}]
+        try:
+            prompt = self._applied(_GREETING, add_generation_prompt=True)
+            before, _, behind = self._applied(answered).rpartition(_ANSWER)
+        except (*_OBJECTIONS, BadRequest):
+            return frozenset()
+        # Behind what has parts, as gpt-oss's answers have, the token may end but one of those.
+        marks = self.reasoning_marks()
+        bare = [without(text, () if marks is None else marks.tokens) for text in (prompt, before)]
+        found = self.id_of(behind.strip().removesuffix(self._tokenizer.eos_token or "").strip())
+        return self._special & {found} if found is not None and bare[0] == bare[1] else frozenset()
+
     def _described(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         """A tool as the template takes it."""
         function = tool["function"]
@@ -263,9 +273,9 @@ class Tokenizer:
 
     @cached_property
     def _trips_over_the_undescribed(self) -> bool:
-        function = {key: said for key, said in _PROBE["function"].items() if key != "description"}
+        function = {key: said for key, said in PROBE["function"].items() if key != "description"}
         try:
-            self._applied(_GREETING, tools=[{**_PROBE, "function": function}])
+            self._applied(_GREETING, tools=[{**PROBE, "function": function}])
         except (*_OBJECTIONS, BadRequest):
             return True
         return False
@@ -276,21 +286,21 @@ class Tokenizer:
 
         def shows(place: Place) -> bool:
             try:
-                text = self._rendered(*place(_GREETING, [self._described(_PROBE)]))
+                text = self._rendered(*place(_GREETING, [self._described(PROBE)]))
             except BadRequest:
                 return False
-            return str(_PROBE["function"]["name"]) in text
+            return str(PROBE["function"]["name"]) in text
 
-        return place_in(template, shows) if (template := self._template([_PROBE])) else None
+        return place_in(template, shows) if (template := self._template([PROBE])) else None
 
     @cached_property
     def _form(self) -> CallForm | None:
-        return form_in(self._template([_PROBE]))
+        return form_in(self._template([PROBE]))
 
     @cached_property
     def _wants(self) -> Wants:
-        template = self._template([_PROBE])
-        return wants_of(lambda tried: self._render(tried, [_PROBE]), template, self._form)
+        template = self._template([PROBE])
+        return wants_of(lambda tried: self._render(tried, [PROBE]), template, self._form)
 
     def _template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the template for chats with these tools; empty where there is none."""
@@ -381,9 +391,3 @@ def _too_long(what: str, most: int) -> ContextTooLong:
         fix="Shorten the prompt, or begin a new conversation.",
         param="prompt",
     )
-
-
-def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """How a conversation is put to a model that has no chat template."""
-    lines = [f"{message['role']}: {message['content']}\n\n" for message in messages]
-    return "".join((*lines, "assistant:"))

@@ -7,6 +7,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+PROBE: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "tell_whether_tools_are_known",
+        "description": "Tell it.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+"""A tool that shows in what a template makes of it."""
+
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 Place = Callable[[Messages, Tools], tuple[Messages, dict[str, Any]]]

@@ -93,6 +93,12 @@ def _can_be_spelled(form: CallForm | None) -> bool:
     return isinstance(form.writing, PythonCalls) or form.writing.around(_NAME) is not None
 
 
+def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """How a conversation is put to a model that has no chat template."""
+    lines = [f"{message['role']}: {message['content']}\n\n" for message in messages]
+    return "".join((*lines, "assistant:"))
+
+
 def in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The same with what is said as a list of parts, which all are text."""
     return [

@@ -149,6 +149,20 @@ def test_eos_ids_come_from_every_source(checkpoint: Checkpoint, tmp_path: Path) 
     manifest = read_manifest(directory)
     assert manifest.eos_ids == (5, 6, 7)
     assert Tokenizer.load(manifest).eos_ids == {2, 5, 6, 7}
+    turn = Tokenizer.load(manifest).id_of("<|turn|>")
+    for around, ends in (
+        ("{{ m.content }}<|turn|> ", {turn}),
+        ("{{ m.content }}<|turn|></s>", {turn}),
+        ("<think></think>{{ m.content }}<|turn|>", {turn}),
+        ("part:{{ m.content }}<|turn|>", set()),
+        ("{{ m.content }}<|turn|>user:", set()),
+        ("{{ m.content }}", set()),
+    ):
+        (directory / "chat_template.jinja").write_text(
+            f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{around}{{% else %}}"
+            "{{ m.content }} {% endif %}{% endfor %}"
+        )
+        assert Tokenizer.load(manifest).eos_ids == {2, 5, 6, 7} | ends, around
 
 
 def _without_template(directory: Path) -> Path:
