@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mesh.models.python_calls import json_of
+from mesh.models.value_kinds import kind_of, kinds_of
 from mesh.models.written_calls import Schemas, WrittenCall, as_json
 
 _LONGEST_HEAD = 600
@@ -174,13 +173,14 @@ class TaggedCall(WrittenCall):
     def _value(self, key: str, text: str) -> str:
         if text.startswith(_CDATA) and text.endswith("]]>"):
             text = text[len(_CDATA) : -len("]]>")]
-        properties = self._schemas.get(self.name, {}).get("properties")
-        schema = properties.get(key) if isinstance(properties, dict) else None
-        kinds = _kinds(schema) if isinstance(schema, dict) else {"string"}
+        kinds = kinds_of(self._schemas.get(self.name, {}), key)
         if kinds == {"string"}:
             return json.dumps(text, ensure_ascii=False)
         try:
-            return as_json(json.loads(_PYTHON.get(text, text)))
+            value = json.loads(_PYTHON.get(text, text))
+            if "string" in kinds and kind_of(value) not in kinds - {"string"}:
+                value = text
+            return as_json(value)
         except (ValueError, RecursionError):
             # Templates print objects and lists of earlier calls as Python does, and models follow.
             literal = json_of(text) if kinds and "string" not in kinds else None
@@ -191,14 +191,3 @@ _CDATA = "<![CDATA["
 """As XML has text with signs of its own in it."""
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """As some models write them."""
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types that a value may have, as far as the schema itself says; none: any."""
-    kinds, values = schema.get("type"), schema.get("enum")
-    if isinstance(kinds, list):
-        return {kind for kind in kinds if isinstance(kind, str)}
-    if isinstance(kinds, str):
-        return {kinds}
-    is_text = isinstance(values, list) and all(isinstance(each, str) for each in values)
-    return {"string"} if is_text else set()

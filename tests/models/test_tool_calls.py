@@ -45,6 +45,7 @@ from mesh.types import ToolUse
 
 NAMES = ("look", "add", "plain-name")
 ARGUMENTS = {
+    "$defs": {"Unit": {"type": "string", "enum": ["1", "2"]}},
     "properties": {
         "a": {"type": "integer"},
         "city": {"type": "string"},
@@ -53,7 +54,11 @@ ARGUMENTS = {
         "list": {"type": ["object", "array"]},
         "kind": {"enum": ["1", "2"]},
         "odd": {"type": 5, "enum": None},
-    }
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "either": {"oneOf": [{"type": "string"}, {"type": "number"}]},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "lost": {"$ref": "#/nowhere/Unit"},
+    },
 }
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": ARGUMENTS}} for name in NAMES
@@ -212,6 +217,25 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
         "</minimax:tool_call>",
         "",
         [("look", '{"city": "Köln\\n\\n", "any": {"b": [1]}}'), ("add", "{}")],
+    ),
+    # As Pydantic says what they may be.
+    *(
+        (
+            QWEN_TAGS,
+            f"<tool_call><function=add><parameter={key}>{said}</parameter></function></tool_call>",
+            "",
+            [("add", json.dumps({key: value}))],
+        )
+        for key, said, value in (
+            ("maybe", "12345", "12345"),
+            ("maybe", "null", None),
+            ("maybe", '"a"', '"a"'),
+            ("either", "12", 12),
+            ("either", "1.5", 1.5),
+            ("either", "true", "true"),
+            ("unit", "1", "1"),
+            ("lost", "1", 1),
+        )
     ),
     # As Python prints them.
     (
