@@ -42,6 +42,13 @@ class ChannelMarks:
     answers_with = f"{CHANNEL}{TEXT}{MESSAGE}"
     """What stands before the text of an answer."""
 
+    closing = END
+
+    def are_open_in(self, prompt: str) -> bool:
+        """False: a prompt ends before the channel is chosen."""
+        del prompt
+        return False
+
     def splitter(self, tail: str, *, is_begun: bool, calls: bool = True) -> Splitter:
         """For an answer behind a prompt with this end, which has begun with some of its text or
         not; `calls`: whether somebody reads those."""

@@ -46,11 +46,15 @@ class ReasoningMarks:
         found = self.opening + self.label in template, self.closing in template
         return all(found) or (any(found) and " " not in self.opening)
 
+    def are_open_in(self, prompt: str) -> bool:
+        """Whether a prompt ends with what opens them."""
+        return prompt.rstrip().endswith(self.opening + self.label)
+
     def splitter(self, tail: str, *, is_begun: bool, calls: bool = True) -> Splitter:
         """For an answer behind a prompt with this end, which has begun with some of its text or
         not. Some templates open the marks themselves, at the end of the prompt."""
         del is_begun, calls
-        thoughts = Thoughts(self, open_already=tail.rstrip().endswith(self.opening + self.label))
+        thoughts = Thoughts(self, open_already=self.are_open_in(tail))
         are_tokens = {self.opening, self.closing} <= {*self.unseen.values()}
         return SpecialMarks(self, thoughts) if are_tokens else thoughts
 

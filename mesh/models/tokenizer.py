@@ -160,6 +160,9 @@ class Tokenizer:
         shown = turned(messages, self._wants if has_calls else Wants())
         text = self._render(shown, tools, think, effort)
         if begun and (marks := self.reasoning_marks()) is not None:
+            if marks.are_open_in(text) and not begun.lstrip().startswith(marks.opens_with):
+                text = self._render(shown, tools, False, effort)
+                text += f"{marks.closing}\n\n" if marks.are_open_in(text) else ""
             text += marks.answers_with
         return self._encode(text + begun, most, special=False)
 

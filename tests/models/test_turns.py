@@ -121,6 +121,24 @@ def test_an_answer_that_has_begun_goes_on_in_its_channel() -> None:
         assert tokenizer.decode(ids) == f"hi<|start|>assistant{end}"
 
 
+@pytest.mark.parametrize(
+    ("switch", "shown"),
+    [
+        ("", "hi a:<think>\n</think>\n\nSo"),
+        (
+            "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}",
+            "hi a:<think>\n\n</think>\n\nSo",
+        ),
+    ],
+)
+def test_an_answer_that_has_begun_goes_on_behind_its_thoughts(switch: str, shown: str) -> None:
+    opened = f"{switch}<think>\n" + ("{% endif %}" if switch else "")
+    template = f"{{{{ messages[0].content }}}} a:{opened}{{# </think> #}}"
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    assert tokenizer.decode(tokenizer.encode_chat(TALK[:1])) == "hi a:<think>\n"
+    assert tokenizer.decode(tokenizer.encode_chat(TALK[:1], begun="So")) == shown
+
+
 def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
     template = "{{ tools | tojson }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     for mark, spelt in (
