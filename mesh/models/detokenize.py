@@ -22,7 +22,7 @@ _LONGEST_WAIT = 32
 
 
 class IncrementalDecoder(Protocol):
-    """Feed ids in order, one at a time; then `flush` once."""
+    """Feed ids in order, one at a time; then `flush`, and where something stands between them."""
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""

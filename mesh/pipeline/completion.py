@@ -194,8 +194,8 @@ class Completion:
             self.finish_reason = "tool_calls"
 
     def _show(self, token: int | None, text: str) -> _Said:
-        if token in self._unseen:
-            text = self._unseen[token] + text
+        if token in self._unseen:  # behind all that came before, bytes that wait for more included
+            text += self._decoder.flush() + self._unseen[token]
         if self._thoughts is None:
             return "", *self._split(self._stops.push(text))
         thought, said = self._thoughts.push(text)
