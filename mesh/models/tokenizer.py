@@ -28,7 +28,7 @@ from mesh.models.reasoning import ReasoningMarks, marks_in
 from mesh.models.splitting import without
 from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
 from mesh.models.tokenizer_files import load_tokenizer
-from mesh.models.tool_places import PROBE, Place, as_tools, place_in
+from mesh.models.tool_places import PROBE, Place, as_tools, handed_to, place_in
 from mesh.models.turns import Wants, in_parts, plain_transcript, turned, wants_of
 
 WHITE_SPACE = tuple(sign for sign in map(chr, range(0x3001)) if sign.isspace())
@@ -208,7 +208,9 @@ class Tokenizer:
         if effort:
             switches[_EFFORT] = effort
         place = as_tools if not tools or self._place is None else self._place
-        return self._rendered(*place(messages, [*map(self._described, tools)]), **switches)
+        has_several = isinstance(self._tokenizer.chat_template, dict)
+        shown, handed = handed_to(place, messages, [*map(self._described, tools)], has_several)
+        return self._rendered(shown, handed, **switches)
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], handed: Mapping[str, Any], **switches: Any

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mesh.models.turns import speaks_of_calls
+
 PROBE: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -57,3 +59,14 @@ def place_in(template: str, shows: Callable[[Place], bool]) -> Place | None:
     then; None where it has no place for any."""
     places = (place for hint, place in _PLACES if hint in template)
     return next((place for place in places if shows(place)), None)
+
+
+def handed_to(
+    place: Place, messages: Messages, tools: Tools, has_several: bool
+) -> tuple[Messages, dict[str, Any]]:
+    """The messages, and what else a template is handed. Where a model `has_several`, that for tools
+    is chosen by there being some, be it none, and it may be the only one that knows of calls."""
+    shown, handed = place(messages, tools)
+    if has_several and not tools and any(map(speaks_of_calls, messages)):
+        return shown, {"tools": []}
+    return shown, handed

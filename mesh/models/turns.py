@@ -99,6 +99,12 @@ def plain_transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join((*lines, "assistant:"))
 
 
+def speaks_of_calls(message: Message) -> bool:
+    """Whether it is of calls or their results, which of several templates only that for tools may
+    know."""
+    return message["role"] == "tool" or "tool_calls" in message
+
+
 def in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The same with what is said as a list of parts, which all are text."""
     return [

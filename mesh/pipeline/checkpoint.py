@@ -21,6 +21,7 @@ from mesh.models.pooling import NO_POOLING, Pooling, read_pooling
 from mesh.models.progress import Progress
 from mesh.models.rope import short_positions
 from mesh.models.tokenizer import Tokenizer
+from mesh.models.turns import speaks_of_calls
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
@@ -158,8 +159,7 @@ class CheckpointText:
     def _tools(self, request: GenerationRequest) -> tuple[dict[str, Any], ...]:
         """Those for the template. Raises BadRequest where the model was taught none."""
         messages = request.messages or ()
-        speaks = any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-        if request.tools is None and not speaks:
+        if request.tools is None and not any(map(speaks_of_calls, messages)):
             return ()
         param = "messages" if request.tools is None else "tools"
         if not self._takes_tools:

@@ -196,3 +196,17 @@ def test_functions_go_where_a_template_takes_them_from(template: str, shown: str
     assert tokenizer.decode(tokenizer.encode_chat([asked])) == "|hi"
     said = {"role": "system", "content": "Be brief."}
     assert "Be brief." in tokenizer.decode(tokenizer.encode_chat([said, asked], tools=[tool]))
+
+
+def test_of_several_templates_that_for_tools_is_given_earlier_calls() -> None:
+    plain = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('role') }}"
+    made = tokenizer_with("")
+    made.chat_template = {
+        "default": plain + "{% endif %}{{ m.content }}{% endfor %}",
+        "tool_use": "{% for t in tools %}{{ t.function.name }}{% endfor %}<tool_call>"
+        "{% for m in messages %}{{ m.role[0] }}{% for c in m.tool_calls %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+    }
+    tokenizer = Tokenizer(made, frozenset({EOS}))
+    assert tokenizer.decode(tokenizer.encode_chat(TALK)) == "<tool_call>ualook{}look{}tt"
+    assert tokenizer.decode(tokenizer.encode_chat(TALK[:1])) == "hi"
