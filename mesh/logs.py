@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakSet
 
 if sys.platform != "win32":
     import fcntl
@@ -174,6 +175,13 @@ class _Outlet:
         self._file = file
         self._waiting: deque[tuple[str, int]] = deque()
         """Lines, each with how many before it were lost; the first is being written."""
+        self.begin()
+        _outlets.add(self)
+
+    def begin(self) -> None:
+        """With nothing to write, and no thread yet: as a process that was forked finds it, of which
+        the thread is the other's, and may have held the lock."""
+        self._waiting.clear()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._put = self._done = self._lost = 0
@@ -202,7 +210,7 @@ class _Outlet:
         """Nothing is held back here, and nobody waits for what is."""
 
     def _have_thread(self) -> None:
-        if self._thread is None or not self._thread.is_alive():  # as after a fork
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="log", daemon=True)
             self._thread.start()
 
@@ -233,6 +241,17 @@ class _Outlet:
         except OSError:
             return False
         return True
+
+
+_outlets: WeakSet[_Outlet] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    for outlet in _outlets:
+        outlet.begin()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 class LogHandler(logging.StreamHandler[Any]):
