@@ -462,10 +462,11 @@ def _takes_no_more(hop: RouteHop, error: MeshError) -> LinkLost:
 class GenerationHop(HopSession):
     """One hop of one generation: a session, its inputs, and what of its answers was handed on.
 
-    Two things are counted apart: how many positions went in (`history.length`) and how many came
-    out and were handed on (`delivered`). A replacement starts with the old counts and an empty
-    cache; it is sent the history again, and what it answers is cut to what the next hop has not
-    seen. Replay, a repeated answer and an undisturbed step are then the same code path.
+    Three things are counted apart: how many positions went in (`history.length`), how many came
+    out and were handed on (`delivered`), and how many this very session has answered. A replacement
+    starts with the first two and an empty cache; it is sent the history again, and what it answers
+    is cut to what the next hop has not seen. Replay, a repeated answer and an undisturbed step are
+    then the same code path.
     `on_output(hop, tensor)` gets new rows only.
     """
 
@@ -484,6 +485,7 @@ class GenerationHop(HopSession):
         self.on_output: Callable[[GenerationHop, WireTensor], None] = lambda hop, tensor: None
         self.terms = terms
         self._observer = observer
+        self._answered = 0
         self._latest: tuple[int, WireTensor] | None = None
 
     @property
@@ -511,7 +513,7 @@ class GenerationHop(HopSession):
         """The hop holds the first `positions` of `other`, and all behind it know them as well."""
         self.history = other.history.copy()
         self.history.cut(positions)
-        self.delivered = self._fed = positions
+        self.delivered = self._fed = self._answered = positions
 
     def accept(self, tensor: WireTensor) -> None:
         """The next rows of input: remember them and send them on their way."""
@@ -530,12 +532,13 @@ class GenerationHop(HopSession):
 
     def go_on(self, max_rows: int) -> bool:
         """Where it refused a step, which leaves its session as it was: send what it has not
-        answered once more, as it was sent. Whether that can be."""
+        answered once more, as it came. Whether that can be."""
         if self._resting or self._link.is_closed:
             return False
         self.error = None
         self._claim.renew()
-        for position, tensor in self.history.chunks(max_rows, self.delivered, joined=1):
+        first = min(self.delivered, self._answered)  # of a replay less may be there than was seen
+        for position, tensor in self.history.chunks(max_rows, first, joined=1):
             self.step(position, tensor)
         return True
 
@@ -588,6 +591,7 @@ class GenerationHop(HopSession):
         if sent.is_row:
             return tensor, self._observer.gave_row(self.hop, self._said(sent.position), tensor)
         tensor = self.terms.aligned(layers, sent.rows, tensor)
+        self._answered = sent.position + sent.rows
         self._latest = sent.position, tensor
         return tensor, self._observer.answered(self, sent.position, tensor, sent.kept, elapsed_s)
 

@@ -11,6 +11,7 @@ import pytest
 from mesh.clock import SystemClock
 from mesh.errors import CacheFull
 from mesh.pipeline.commands import GenerationFrame
+from mesh.pipeline.history import CHUNK_ROWS
 from mesh.pipeline.terms import FIRST_ANSWER
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
@@ -160,6 +161,29 @@ async def test_a_hop_without_room_that_ends_meanwhile_is_replaced_in_the_same_fa
     done = frames[-1]
     assert isinstance(done, Done)
     assert done.failovers == 1
+    await sessions.close()
+
+
+async def test_a_replay_without_room_goes_on_from_what_the_new_hop_has_of_it() -> None:
+    """Which is less than the next hop has seen of the lost one."""
+    prompt = [7 * at % 90 + 1 for at in range(CHUNK_ROWS + 12)]
+    network = ToyNetwork()
+    lost, heir = network.add("0-7"), network.add("0-7", name="z")
+    heir.room = CHUNK_ROWS
+    orchestrator, sessions = toy_orchestrator(network)
+    frames: list[StreamFrame] = []
+    async with asyncio.timeout(5):
+        async for frame in orchestrator.chat(toy_request(prompt, 8)):
+            frames.append(frame)
+            if len(tokens_of(frames)) == 3:
+                lost.kill()
+            if isinstance(frame, ShardStatus) and frame.status == "full":
+                heir.kv_tokens = 0
+                asyncio.get_running_loop().call_later(0.015, setattr, heir, "room", None)
+    assert tokens_of(frames) == expected_tokens(prompt, 8)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert done.failovers == 2
     await sessions.close()
 
 
