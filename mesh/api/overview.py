@@ -19,6 +19,7 @@ from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics, NodeNow, PeerNow
 from mesh.health.skew import skew
+from mesh.identity.naming import called
 from mesh.models.local import LocalModel
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
@@ -367,7 +368,7 @@ def _model(
         "runnable": reason is None,
         "missing": _missing(shards, model.total_layers),
         "reason": reason,
-        "nodes": sorted({shard.descriptor.node_name for shard in shards}),
+        "nodes": [*called({(s.descriptor.host, s.descriptor.node_name) for s in shards}).values()],
         "weights_sha256": model.weights_sha256,
     }
 
