@@ -148,8 +148,9 @@ class PipelineOrchestrator:
                 while not answer.finish_reason:
                     try:
                         if answer.end > seat.session.route.terms.limit:
-                            async for notice in self._outgrown(seat, steps):
-                                yield notice
+                            async with aclosing(self._outgrown(seat, steps)) as places:
+                                async for notice in places:
+                                    yield notice
                             ids = [*prompt, *answer.token_ids][steps.feed.length :]
                         async for notice in steps.advance(ids):
                             yield notice
@@ -215,9 +216,11 @@ class PipelineOrchestrator:
         session of its own. Raises as `chat`, CacheFull where nobody holds so much."""
         answer, before = steps.answer, seat.session
         self._sessions.release(before, keep=False)
+        known = [*answer.prompt, *answer.token_ids]
         try:
-            async for place in self._seated(seat, [*answer.prompt, *answer.token_ids]):
-                yield place
+            async with aclosing(self._seated(seat, known)) as places:
+                async for place in places:
+                    yield place
         except ContextTooLong as error:
             raise CacheFull(error.message, fix=error.fix) from error
         seat.session.failovers += before.failovers
@@ -352,7 +355,7 @@ def _done(session: GenerationSession, opened: _Opened, steps: DecodeSteps) -> Do
         first_token_ms=answer.first_token_ms,
         tokens_per_second=answer.tokens_per_second,
         hops=tuple(hop.times.of(hop.hop) for hop in session.route.hops),
-        widened=session.route.widened - opened.widened,
+        widened=max(0, session.route.widened - opened.widened),  # it may be a later session
         note=answer.note,
         embedding=answer.embedding,
         drafted_tokens=steps.drafter.drafted,
