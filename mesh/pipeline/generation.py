@@ -76,11 +76,13 @@ Started = tuple[GenerationSession, list[StreamFrame]]
 
 @dataclass(slots=True)
 class _Seat:
-    """Where a request is answered: its `session`, once it has one, and what is to be said of it."""
+    """Where a request is answered: its `session`, once it has one, and what is to be said of it.
+    `stop` is the position that its answer may reach."""
 
     request: GenerationRequest
     wire_dtype: WireDtype
     home: LocalModel | None
+    stop: int
     session: GenerationSession = field(init=False)
     notices: list[StreamFrame] = field(init=False, default_factory=list)
 
@@ -131,13 +133,13 @@ class PipelineOrchestrator:
         started = time.monotonic()
         async with self._prepared(request) as (prompt, constraint, wire_dtype, left_out):
             home = self._local_model if request.fallback_to_local is not False else None
-            seat = _Seat(request, wire_dtype, home)
+            limit = self._token_limit(prompt, request.sampling)
+            seat = _Seat(request, wire_dtype, home, len(prompt) + limit)
             async with aclosing(self._seated(seat, prompt)) as places:
                 async for place in places:
                     yield place
             session = seat.session
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
-            limit = self._token_limit(prompt, request.sampling)
             answer = Completion(self._model.text, request, prompt, limit, started, constraint)
             finished, reader = False, self._reader(request, prompt)
             try:
@@ -203,7 +205,7 @@ class PipelineOrchestrator:
 
     async def _seated(self, seat: _Seat, text: Sequence[int]) -> AsyncGenerator[Queued, None]:
         """Until `seat` has a session for the text; see `_in_turn`."""
-        terms = self._terms(seat.request, text, seat.wire_dtype)
+        terms = self._terms(seat, text)
         async with aclosing(self._in_turn(seat.request, text, terms, seat.home)) as places:
             async for place in places:
                 if isinstance(place, Queued):
@@ -282,15 +284,11 @@ class PipelineOrchestrator:
         session.may_go_home = home is not None and not session.fallback
         yield session, notices
 
-    def _terms(
-        self, request: GenerationRequest, prompt: Sequence[int], wire_dtype: WireDtype
-    ) -> SessionTerms:
-        """What hops are asked for the prompt and at most as many new tokens as it may get."""
-        fed, limit = len(prompt), self._token_limit(prompt, request.sampling)
-        short = self._model.short_positions
+    def _terms(self, seat: _Seat, text: Sequence[int]) -> SessionTerms:
+        """What hops are asked for the text and as many new tokens as may follow it there."""
+        request, fed, short = seat.request, len(text), self._model.short_positions
         is_long = fed > short
-        if not is_long:
-            limit = min(limit, short - fed)
+        limit = seat.stop if is_long else min(seat.stop, short)
         rows, since = self._most_drafted + 1, fed - 1
         if request.scores_prompt:
             rows, since = chunk_rows(self._model.row_size), 0
@@ -298,10 +296,10 @@ class PipelineOrchestrator:
         return SessionTerms(
             self._model.model_id,
             self._model.weights_sha256,
-            fed + min(limit, FIRST_ANSWER),
-            request.wire_dtype or (WireDtype.FP32 if request.scores_prompt else wire_dtype),
+            min(limit, fed + FIRST_ANSWER),
+            request.wire_dtype or (WireDtype.FP32 if request.scores_prompt else seat.wire_dtype),
             request.edits,
-            limit=fed + limit,
+            limit=limit,
             principal=request.principal,
             remote_ends=self._model.remote_ends(
                 candidates, normed=request.embeds, rows=rows, since=since

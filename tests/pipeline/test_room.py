@@ -124,6 +124,20 @@ async def test_an_answer_that_nobody_has_room_for_ends_there_and_says_so() -> No
     await sessions.close()
 
 
+async def test_an_answer_that_becomes_a_long_text_gets_as_many_tokens_as_it_was_to_get() -> None:
+    """All that the model holds are wanted, some of which it has by then."""
+    network = ToyNetwork()
+    network.add("0-7")
+    room, short = len(PROMPT) + 30, len(PROMPT) + 10
+    orchestrator, sessions = toy_orchestrator(network, context=room, short=short)
+    frames = [frame async for frame in orchestrator.chat(toy_request(PROMPT, 30))]
+    assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert not done.note
+    await sessions.close()
+
+
 async def test_an_answer_goes_on_once_there_is_room_for_more_of_it_but_not_for_another() -> None:
     network = ToyNetwork()
     shard = network.add("0-7")

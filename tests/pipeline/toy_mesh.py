@@ -425,10 +425,12 @@ def toy_orchestrator(
     draft: Drafting | None = None,
     links: HopLinks | None = None,
     pooling: Pooling = NO_POOLING,
+    short: int = 0,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
-    model holds `context` positions. `line` is where those wait who find all shards full, `links`
-    are the asker's. The head computes up to 8 rows at once."""
+    model holds `context` positions, of which texts of up to `short` are another kind. `line` is
+    where those wait who find all shards full, `links` are the asker's. The head computes up to 8
+    rows at once."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -445,7 +447,7 @@ def toy_orchestrator(
     )
     model = AskerModel(
         MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText(),
-        head_rows=8, draft=draft, pooling=pooling,
+        head_rows=8, draft=draft, pooling=pooling, short_positions=short,
     )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,
