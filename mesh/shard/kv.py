@@ -128,8 +128,7 @@ class SessionCache(OneSession):
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
-        most = min(self.max_tokens, self.short or self.max_tokens)
-        capacity = roomier(self._capacity, self.length + rows, most)
+        capacity = roomier(self._capacity, self.length + rows, self.max_tokens)
         if capacity == self._capacity:
             return
         # All or nothing: when the device has no room, the old buffers still stand.

@@ -110,7 +110,8 @@ class ChatSession(Session):
         """It may cache so many in all from now on."""
         self.max_tokens = positions
         if self.sequence is not None:
-            self.sequence.cache.max_tokens = positions
+            cache = self.sequence.cache
+            cache.max_tokens = min(positions, cache.short or positions)
 
     def grows_to(self, positions: int) -> None:
         """`has_room`, as it came to the end of what it had."""

@@ -302,7 +302,7 @@ class SlotCache:
     @property
     def _most(self) -> int:
         """How many it may hold: it may be given more while it is open."""
-        return min(self.max_tokens, self.short or self.max_tokens, self.bank.shape.positions)
+        return min(self.max_tokens, self.bank.shape.positions)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
