@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from tests import secure
 from tests.pipeline.toy_mesh import plainly
 
 MODEL = ModelId("spread")
+THIN: tuple[Thin, ...] = ("never", "always")
 
 
 def split(total: int, parts: int) -> list[LayerRange]:
@@ -181,6 +182,22 @@ async def asking(
     mesh = Spread(model, host, model_id)
     yield mesh
     await mesh.close()
+
+
+@asynccontextmanager
+async def asking_both_ways(
+    directory: Path, ways: Iterable[Sequence[LayerRange]], model_id: ModelId, cache_dir: Path
+) -> AsyncIterator[dict[Thin, Spread]]:
+    """Serve the layers of all these ways in one shard process, for who holds the model's ends and
+    for who does not."""
+    loads = loads_of(directory, [span for way in ways for span in way], model_id)
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(secure.hosting(cache_dir, *loads))
+        made: dict[Thin, Spread] = {}
+        for thin in THIN:
+            asker = asking(host, directory, model_id, cache_dir, thin=thin)
+            made[thin] = await stack.enter_async_context(asker)
+        yield made
 
 
 def hugging_face(directory: Path, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:

@@ -4,7 +4,6 @@ Gemma 4 E2B in small."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from mesh.routing.router import ShardRouter
 from mesh.types import LayerRange, ModelId, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
-from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, spread
+from tests.mesh_e2e.spread import Spread, asking_both_ways, greedy, hugging_face, spread
 
 LAYERS, JOINED, COUNT = 8, 2, 40
 WAYS = {
@@ -45,15 +44,9 @@ async def askers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict
     """Who holds the model's ends, and who does not."""
     root = tmp_path_factory.mktemp("given")
     directory = make_checkpoint(root / "model", "gemma4_e", layers=LAYERS)
-    spans = {span for way in WAYS.values() for span in way}
-    loads = loads_of(directory, [*spans], ModelId("given"))
-    async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(secure.hosting(root / "cache", *loads))
-        made = {}
-        for thin in ("never", "always"):
-            asker = asking(host, directory, ModelId("given"), root / "cache", thin=thin)
-            made[thin] = await stack.enter_async_context(asker)
-        yield made
+    ways, model_id = WAYS.values(), ModelId("given")
+    async with asking_both_ways(directory, ways, model_id, root / "cache") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest_asyncio
 
 from mesh.pipeline.commands import Thin
 from mesh.types import LayerRange, ModelId, WireDtype
-from tests import secure
 from tests.checkpoints import LONGROPE, make_checkpoint
-from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, spread
+from tests.mesh_e2e.spread import Spread, asking_both_ways, greedy, hugging_face, spread
 
 LAYERS, COUNT, SHORT = 4, 40, int(LONGROPE["original_max_position_embeddings"])
 WAYS = {
@@ -38,16 +36,10 @@ def made(directory: Path) -> Path:
 async def askers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[Thin, Spread]]:
     """Who holds the model's ends, and who does not."""
     root = tmp_path_factory.mktemp("turned")
-    directory = made(root / "model")
-    spans = {span for way in WAYS.values() for span in way}
-    loads = loads_of(directory, [*spans], ModelId("turned"))
-    async with AsyncExitStack() as stack:
-        host = await stack.enter_async_context(secure.hosting(root / "cache", *loads))
-        found = {}
-        for thin in ("never", "always"):
-            asker = asking(host, directory, ModelId("turned"), root / "cache", thin=thin)
-            found[thin] = await stack.enter_async_context(asker)
-            found[thin].draft_worth = 0.0
+    directory, model_id = made(root / "model"), ModelId("turned")
+    async with asking_both_ways(directory, WAYS.values(), model_id, root / "cache") as found:
+        for asker in found.values():
+            asker.draft_worth = 0.0
         yield found
 
 
