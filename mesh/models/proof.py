@@ -152,9 +152,12 @@ def _narrow_head(config: Any) -> int:
     sixteen; 0 where they may be of any width."""
     part = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
     own = _head_width(config)
+    if own % 16:
+        return own
     if part >= 1 or int(own * part) % 16:
         return 0
-    return next((n for n in range(16, own, 8) if int(n * part) % 16 == 0 < int(n * part)), own)
+    widths = range(16, own, 16)
+    return next((n for n in widths if int(n * part) % 16 == 0 < int(n * part)), own)
 
 
 def _fewer_numbers(rope: dict[str, Any], config: Any, twin: Any) -> dict[str, list[Any]]:

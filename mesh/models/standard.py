@@ -20,14 +20,15 @@ STANDARD = UNEQUAL | {
     "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid", "glm4", "ernie4_5",
     "nemotron_h", "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3",
     "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl", "qwen2_vl_text",
-    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text",
+    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text", "cohere", "cohere2", "gpt_neox",
+    "persimmon", "phi",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {
         "qwen2_moe", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "flex_olmo", "glm4_moe", "dots1",
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
         "qwen3_next", "lfm2_moe", "nemotron_h", "aria_text", "granitemoe_swa", "granitemoeshared",
-        "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text",
+        "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text", "cohere2_moe",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
@@ -50,7 +51,9 @@ MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}) - MIXTURES_BY_TO
 ACTIVATIONS = frozenset(
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
-_ACTIVATION_NAMES = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+_ACTIVATION_NAMES = (
+    "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation",
+)  # fmt: skip
 _ROPES = frozenset(
     {"default", "linear", "llama3", "longrope", "mrope", "proportional", "su", "yarn"}
 )

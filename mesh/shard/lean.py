@@ -170,6 +170,7 @@ class _LeanLayer(nn.Module):
         self._feed = None if parts.feed_forward is None else _lean_feed(parts.feed_forward)
         self._inputs = None if parts.inputs is None else LeanInputs(parts.inputs)
         self._multiplier, self._scale = parts.multiplier, parts.scale
+        self._are_parallel = parts.are_parallel
         self._norms = [
             None if norm is None else LeanNorm(norm)
             for norm in (
@@ -205,12 +206,14 @@ class _LeanLayer(nn.Module):
     ) -> torch.Tensor:
         """(rows, hidden), and its own (rows, width) where it takes some -> (rows, hidden)."""
         before, after, before_feed, after_feed = self._norms
+        given = x
         if self._mix is not None:
             y = self._mix.run(x if before is None else before.run(x), turn, past)
             y = y if after is None else after.run(y)
             x = torch.add(x, y, alpha=self._multiplier)
         if self._feed is not None:
-            y = self._feed(x if before_feed is None else before_feed.run(x))
+            fed = given if self._are_parallel else x
+            y = self._feed(fed if before_feed is None else before_feed.run(fed))
             y = y if self.beside is None else self.beside.run(x, y)
             y = y if after_feed is None else after_feed.run(y)
             x = torch.add(x, y, alpha=self._multiplier)

@@ -153,6 +153,9 @@ class LeanAttention(nn.Module):
         * width)."""
         of, rows, gates = self._of, len(projected), None
         heads = projected.view(rows, -1, of.width)
+        if of.is_interleaved:
+            each = heads.view(rows, of.kv_heads, -1, of.width)
+            heads = torch.cat((each[:, :, :-2].flatten(1, 2), each[:, :, -2], each[:, :, -1]), 1)
         if self.gate is not None:  # of each head, behind its queries
             pairs = heads[:, : 2 * self._heads].view(rows, self._heads, 2, of.width)
             gates = pairs[:, :, 1].reshape(rows, -1)

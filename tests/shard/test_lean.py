@@ -140,7 +140,8 @@ INTERLEAVED = {
 PLAIN = (
     "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
     "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
-    "mellum", "solar_open",
+    "mellum", "solar_open", "cohere", "cohere2", "cohere2_moe", "gpt_neox", "persimmon", "phi",
+    "stablelm",
 )  # fmt: skip
 BY_CONFIG: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},

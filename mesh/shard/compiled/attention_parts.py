@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_PATHS = ("self_attn", "attn", "attention", "self_attention")
+"""What layers call it."""
+_TOGETHER = "query_key_value"
+
+
 @dataclass(frozen=True, slots=True)
 class Growth:
     """Queries are multiplied by ``1 + rate * log(1 + floor(position / first))`` (Llama 4)."""
@@ -64,6 +69,8 @@ class Attention:
     latent: Latent | None = None
     """What all heads' keys are made of: here the one key that they share, and the value as well."""
     rates: tuple[nn.Module, ...] = ()
+    is_interleaved: bool = False
+    """Whether each head's keys are projected beside its values and the queries that see them."""
     sees: int | None = None
     """The layer of the span whose keys and values it sees; None where it makes its own."""
 
@@ -83,7 +90,7 @@ def attention_of(
     reader: PartsReader, config: Any, index: int, path: str | None = None
 ) -> Attention:
     """That which stands at `path` in the layer. Raises NotCompilable."""
-    path = path or ("self_attn" if hasattr(reader.layer, "self_attn") else "attn")
+    path = path or next((each for each in _PATHS if hasattr(reader.layer, each)), _PATHS[0])
     module = reader.get(path)
     if (found := latent_of(reader, module, path)) is not None:
         return _latent_attention(reader, config, index, *found)
@@ -104,7 +111,7 @@ def attention_of(
     query_norm = reader.norm(f"{path}.q_norm", f"{path}.q_layernorm")
     return Attention(
         projections,
-        reader.get(*(f"{path}.{name}_proj" for name in ("o", "c", "out"))),
+        reader.get(*(f"{path}.{name}" for name in ("o_proj", "c_proj", "out_proj", "dense"))),
         heads,
         kv_heads,
         width,
@@ -122,6 +129,7 @@ def attention_of(
         shares_values=kinds == 1,
         turns_pairs=_turns_pairs(module),
         growth=_growth(config),
+        is_interleaved=_is_interleaved(reader, path),
     )
 
 
@@ -178,7 +186,7 @@ def _projections(
 ) -> tuple[tuple[nn.Module, ...], int, int]:
     """Those of attention, how many heads keys have, and whether there are keys only (1) or values
     as well (2)."""
-    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
+    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn", f"{path}.{_TOGETHER}")
     if whole is None:
         queries, keys = (reader.get(f"{path}.{name}_proj") for name in ("q", "k"))
         values = reader.find(f"{path}.v_proj")
@@ -188,9 +196,17 @@ def _projections(
             if values is None
             else ((queries, keys, values), kv_heads, 2)
         )
-    # A config that spells it n_head knows nothing of groups, whatever else it carries.
-    groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
-    return (whole,), groups or config.num_attention_heads, 2
+    return (whole,), (rows_out(whole) // width - config.num_attention_heads) // 2, 2
+
+
+def _is_interleaved(reader: PartsReader, path: str) -> bool:
+    """Raises NotCompilable where keys are kept for every head though several share them."""
+    if reader.find(f"{path}.{_TOGETHER}") is None:
+        return False
+    module = reader.get(path)
+    if getattr(module, "new_decoder_architecture", False):
+        raise NotCompilable("it keeps keys and values for every head that sees them")
+    return not getattr(module, "multi_query", False)
 
 
 def _value_norm(module: Any, width: int) -> Norm | None:
@@ -243,6 +259,8 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
     if not getattr(module, "use_rope", True) or not getattr(module, "is_local_attention", True):
         return None
     if getattr(config, "position_embedding_type", "rope") != "rope":
+        return None
+    if config.model_type.startswith("cohere2") and not module.sliding_window:
         return None
     if (
         hasattr(module, "sliding_window_pattern")

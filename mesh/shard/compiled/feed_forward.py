@@ -19,6 +19,9 @@ ACTIVATION_NAMES = {
 _PATHS = ("mlp", "feed_forward", "shared_mlp")
 """What layers call it."""
 
+_FIRSTS, _SECONDS = ("fc1", "dense_h_to_4h"), ("fc2", "dense_4h_to_h")
+"""Its products where nothing is gated."""
+
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
@@ -35,7 +38,9 @@ class FeedForward:
 def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
     """What stands at `path` in the layer. Raises NotCompilable."""
     path = path or next((each for each in _PATHS if hasattr(reader.layer, each)), _PATHS[0])
-    names = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+    names = (
+        "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation",
+    )  # fmt: skip
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
     activation = ACTIVATION_NAMES.get(str(named or "silu"))
     if activation is None:
@@ -48,10 +53,10 @@ def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -
     elif gate is not None:
         up = (gate, reader.get(f"{path}.up_proj", f"{path}.w3"))
     else:
-        up = (reader.get(f"{path}.c_fc", f"{path}.up_proj"),)
+        up = (reader.get(*(f"{path}.{name}" for name in ("c_fc", "up_proj", *_FIRSTS))),)
     is_gated = both is not None or gate is not None
     width = sum(rows_out(each) for each in up) // (2 if is_gated else 1)
     down = reader.get(
-        *(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2", "output_linear"))
+        *(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2", "output_linear", *_SECONDS))
     )
     return FeedForward(up, down, activation, is_gated, width)

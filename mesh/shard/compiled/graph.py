@@ -52,13 +52,19 @@ from mesh.shard.compiled.parts import (
     NotCompilable,
     StateSpace,
 )
+from mesh.shard.compiled.spreading import spread
 
 
 def front_model(
-    parts: LayerParts, products: Mapping[str, Product], *, is_seen: bool = False
+    parts: LayerParts,
+    products: Mapping[str, Product],
+    *,
+    is_seen: bool = False,
+    spread_from: int = 0,
 ) -> bytes:
     """The serialised graph of what stands before the mixer; other layers see its keys and values
-    if it `is_seen`.
+    if it `is_seen`. If it is not 0, `spread_from` numbers of each head turn and the mixer takes
+    heads that turn in whole (`spreading`).
 
     What it refers to is looked for in its products' folder. For layers that have one.
     """
@@ -68,6 +74,7 @@ def front_model(
     found = graph.product(x, QKV)
     if isinstance(mixer, Attention):
         projected, gate = _before_attention(graph, mixer, found)
+        projected = spread(graph, mixer, projected, spread_from) if spread_from else projected
     elif isinstance(mixer, DeltaNet):
         projected, gate = _before_delta(graph, mixer, found, graph.product(x, RATES))
     elif isinstance(mixer, ChannelDeltaNet):
@@ -99,12 +106,12 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     if parts.beside is not None:
         raise NotCompilable("it has experts beside its feed-forward")
     graph, mixer = GraphBuilder(products), parts.mixer
-    x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
+    x = given = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     if mixer is not None:
         y = graph.product(_gated(graph, mixer), OUTPUT)
         x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_mixer))
     if parts.feed_forward is not None:
-        y = _fed(graph, parts, parts.feed_forward, x)
+        y = _fed(graph, parts, parts.feed_forward, given if parts.are_parallel else x)
         x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
     if parts.inputs is not None:
         x = graph.op("Add", [x, _of_inputs(graph, parts.inputs, x)])
@@ -144,6 +151,9 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
     keys = attention.kv_heads * attention.width
     norms = attention.query_norm, attention.key_norm, attention.value_norm
     gate = ""
+    if attention.is_interleaved:
+        widths = [attention.attended, keys, keys]
+        found = graph.op("Concat", _apart(graph, found, attention.kv_heads, widths), axis=-1)
     if attention.sees is not None:
         shared = graph.input("shared", FLOAT, [1, "rows", 2 * keys])
         q = graph.norm_heads(found, attention.query_norm, attention.heads, attention.width)

@@ -6,7 +6,7 @@ understood a layer is not believed but shown: `proof` runs the graph against the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,9 @@ itself."""
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """``x + multiplier * after(part(before(x)))``, for the mixer and then for feed-forward. One of
-    both may be none: then the layer is the other alone (Nemotron-H)."""
+    """``x + multiplier * after(part(before(x)))``, for the mixer and then for feed-forward; where
+    they `are_parallel`, both take the same `x`. One of both may be none: then the layer is the
+    other alone (Nemotron-H)."""
 
     mixer: Mixer | None
     feed_forward: FeedForward | Experts | None
@@ -87,6 +88,7 @@ class LayerParts:
     """What comes out of the layer is multiplied by that."""
     beside: ExpertsBeside | None = None
     inputs: LayerInputs | None = None
+    are_parallel: bool = False
 
 
 def all_there() -> None:
@@ -101,19 +103,21 @@ def layer_parts(
     experts there, where they are not yet. Raises NotCompilable."""
     reader = PartsReader(layer)
     mixer, feed_forward = _parts(reader, config, index, fill)
-    before, after, before_ff, after_ff = _norms(reader)
+    norms = _norms(reader)
+    shared = _shared_norm(reader, norms)
     parts = LayerParts(
         mixer,
         feed_forward,
-        before,
-        after,
-        before_ff,
-        after_ff,
+        norms[0],
+        norms[1],
+        norms[2] if shared is None else shared,
+        norms[3],
         float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
         config.hidden_size,
         _scale_of(reader),
         _beside(reader, fill),
         inputs_of(reader, config),
+        are_parallel=shared is not None or _is_parallel(layer),
     )
     reader.require_all_read()
     return parts
@@ -174,3 +178,15 @@ def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, 
     if after is None and (before_ff is not None or after_ff is not None):
         return before, second, before_ff, after_ff  # norms on the way out, as Gemma and OLMo2
     return before, after, second if before_ff is None else before_ff, after_ff
+
+
+def _shared_norm(reader: PartsReader, norms: Sequence[Norm | None]) -> Norm | None:
+    """The only one of a layer with a mixer and feed-forward, which takes both there (Cohere)."""
+    first, *others = norms
+    is_alone = hasattr(reader.layer, _ALONE) or any(norm is not None for norm in others)
+    return None if is_alone else first
+
+
+def _is_parallel(layer: nn.Module) -> bool:
+    """Whether it says so (GPT-NeoX, StableLM)."""
+    return bool(getattr(layer, "use_parallel_residual", False))

@@ -85,13 +85,18 @@ def norm_of(module: nn.Module) -> Norm:
     if isinstance(module, nn.LayerNorm):
         beta = torch.zeros_like(weight) if module.bias is None else module.bias
         return Norm(weight.detach().float(), beta.detach().float(), epsilon)
-    # Some multiply by the weight and some by one more than it: what ones become tells which.
-    ones = torch.ones(1, len(weight), dtype=torch.float32, device=weight.device)
+    # Some multiply by the weight, some by one more than it, and some take away the mean before.
+    rows = torch.arange(len(weight), dtype=torch.float32, device=weight.device)[None] + 1
     with torch.inference_mode():
-        found = module(ones)[0].float()
+        found = module(rows)[0].float()
     plain = weight.detach().float()
-    gamma = plain if (found - plain).norm() <= (found - plain - 1).norm() else plain + 1
-    return Norm(gamma, None, epsilon)
+    scaled = (rows * torch.rsqrt(rows.square().mean()))[0]
+    centred = nn.functional.layer_norm(rows, weight.shape)[0]
+    ways = [(scaled, plain), (scaled, plain + 1), (centred, plain)]
+    errors = torch.stack([(found - rows * gamma).norm() for rows, gamma in ways])
+    way = int(errors.argmin())
+    gamma = ways[way][1]
+    return Norm(gamma, torch.zeros_like(gamma) if ways[way][0] is centred else None, epsilon)
 
 
 def rows_out(linear: nn.Module) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy.typing as npt
 import torch
@@ -21,9 +21,10 @@ from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.latent_graph import latent_model
 from mesh.shard.compiled.lone_rows import is_grouped
-from mesh.shard.compiled.parts import Attention, Experts, Mixer, NotCompilable
+from mesh.shard.compiled.parts import Attention, Experts, Mixer
 from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
 from mesh.shard.compiled.slots import Bank
+from mesh.shard.compiled.spreading import needs_spreading, spread_tables
 from mesh.shard.compiled.store import GraphSpan
 from mesh.types import LayerRange
 
@@ -84,14 +85,18 @@ def layer_sessions(
         if mixer is None:
             found.append(LayerSessions(None, None, None, back, {}, 0, 0, is_mixed))
             continue
-        front = compiled(front_model(*of, is_seen=number in sees), threads, layer.folder)
-        tables = _tables(mixer, rotary)
+        tables, of_long = _tables(mixer, rotary), _tables(mixer, long)
+        turned = _turned(tables)
+        if spreads := _goes_by_operator(mixer) and needs_spreading(mixer, turned):
+            tables, of_long = (spread_tables(each, mixer.width) for each in (tables, of_long))
+        model = front_model(*of, is_seen=number in sees, spread_from=turned if spreads else 0)
+        front = compiled(model, threads, layer.folder)
         several, alone = map(session, _models_of(mixer, tables))
         shares = number if number in sees else sees[number]
         found.append(
             LayerSessions(
                 front, several, alone, back, tables, mixer.projected, mixer.attended, is_mixed,
-                _tables(mixer, long), shares,
+                of_long, shares,
             )
         )  # fmt: skip
     return found
@@ -104,12 +109,9 @@ def _models_of(mixer: Mixer, turned: Tables) -> tuple[bytes, bytes]:
     elif mixer.latent is not None:
         any_rows = latent_model(mixer, mixer.latent)
     elif is_grouped(mixer):
-        width = 2 * turned["cos"].shape[1] if turned else 0
+        width = _turned(turned)
         several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
         return several, one
-    elif turned and turned["cos"].shape[1] % 8:
-        width = 2 * turned["cos"].shape[1]
-        raise NotCompilable(f"{width} numbers of each head are turned, which is no multiple of 16")
     else:
         any_rows = attention_model(mixer)
     return any_rows, any_rows
@@ -117,6 +119,16 @@ def _models_of(mixer: Mixer, turned: Tables) -> tuple[bytes, bytes]:
 
 def _seen_by(mixer: Mixer | None) -> int | None:
     return mixer.sees if isinstance(mixer, Attention) else None
+
+
+def _goes_by_operator(mixer: Mixer) -> TypeGuard[Attention]:
+    """Whether `attention_model` computes it."""
+    return isinstance(mixer, Attention) and mixer.latent is None and not is_grouped(mixer)
+
+
+def _turned(tables: Tables) -> int:
+    """How many numbers of a head turn by position."""
+    return 2 * tables["cos"].shape[1] if "cos" in tables else 0
 
 
 def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:

@@ -33,6 +33,7 @@ from mesh.shard.compiled import (
     recurrence_graph,
     recurrences,
     slots,
+    spreading,
     state_slots,
 )
 from mesh.shard.compiled.runtime import CompiledRuntime
@@ -64,7 +65,7 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
 _CODE = (
     attention_graph, attention_parts, builder, engine, experts, experts_graph, feed_forward, graph,
     latent, latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences,
-    slots, state_slots, rotary,
+    slots, spreading, state_slots, rotary,
 )  # fmt: skip
 _GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
 

@@ -39,10 +39,12 @@ def test_a_layer_that_is_off_is_refused() -> None:
         check_kernels(runtime)
 
 
-def test_a_part_of_each_head_that_the_operator_does_not_take_is_refused() -> None:
-    """As StableLM's first turn 20 numbers of 80."""
-    config = StableLmConfig(num_hidden_layers=2)
-    with pytest.raises(NotCompilable, match="no multiple of 16"):
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+
+
+def test_heads_that_the_operator_does_not_take_are_refused() -> None:
+    config = StableLmConfig(num_hidden_layers=2, hidden_size=160, **HEADS)
+    with pytest.raises(NotCompilable, match="heads are 40 wide, which is no multiple of 16"):
         require_compilable(family_of_config(config), None)
 
 
