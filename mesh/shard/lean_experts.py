@@ -37,7 +37,7 @@ def lean_mixture(part: Experts) -> Product:
         others = shared(x)
         if gate is not None:
             others = others * of_each(gate(x), torch.sigmoid)
-        return y + others
+        return (y + others) / 2 if part.averaged else y + others
 
     return mixed
 

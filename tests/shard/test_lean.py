@@ -140,7 +140,7 @@ INTERLEAVED = {
 PLAIN = (
     "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
     "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
-    "mellum", "solar_open", "cohere", "cohere2", "cohere2_moe", "gpt_neox", "persimmon", "phi",
+    "mellum", "solar_open", "cohere", "cohere2", "gpt_neox", "persimmon", "phi",
     "stablelm",
 )  # fmt: skip
 BY_CONFIG: dict[str, dict[str, Any]] = {
@@ -149,6 +149,9 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), INTERLEAVED),
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
+    "cohere2_moe": {
+        "first_k_dense_replace": 1, "num_shared_experts": 2, "expert_selection_fn": "sigmoid",
+    },
 }
 """Types of models of which there are no checkpoints here, and what their publishers say."""
 

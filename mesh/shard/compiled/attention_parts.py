@@ -260,7 +260,9 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
         return None
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
-    if config.model_type.startswith("cohere2") and not module.sliding_window:
+    if config.model_type.startswith("cohere2") and not (
+        module.sliding_window or getattr(module, "force_rope", False)
+    ):
         return None
     if (
         hasattr(module, "sliding_window_pattern")

@@ -61,7 +61,8 @@ class Router:
 class Experts:
     """``down(g * sigmoid(slope * g) * (u + shift))`` of `count` experts, each `width` wide inside,
     where g and u are limited to `limit` if there is one; and what is `shared`, which every row goes
-    through, added to that, as far as the sigmoid of what its `shared_gate` gives, if it has one."""
+    through, added to that, as far as the sigmoid of what its `shared_gate` gives, if it has one.
+    Where both are `averaged`, what comes out is half of that."""
 
     router: Router
     up: ExpertMatrices
@@ -79,6 +80,7 @@ class Experts:
     widening: nn.Module | None = None
     """What rows go through before these experts, and what they give behind them, where that is of
     another width than the layer's rows."""
+    averaged: bool = False
 
 
 class ExpertMatrices(nn.Module):
@@ -214,6 +216,7 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
         None if limit is None else float(limit), _shared(reader, config, block),
         reader.find(f"{block}.shared_expert_gate"), is_gated,
         *(_linear(reader, f"{block}.{name}") for name in ("fc1_latent_proj", "fc2_latent_proj")),
+        averaged=getattr(reader.get(block), "shared_expert_combination_strategy", "") == "average",
     )  # fmt: skip
 
 
@@ -246,15 +249,18 @@ def _router(reader: PartsReader, block: str) -> Router:
     correction = getattr(
         statics or found, "e_score_correction_bias", getattr(owner, "expert_bias", None)
     )
-    bias = getattr(found, "bias", None)
+    bias, said = getattr(found, "bias", None), getattr(found, "expert_selection_fn", None)
+    is_sigmoid = statics is None and (
+        said == "sigmoid" or correction is not None or hasattr(owner, "use_expert_bias")
+    )
     return Router(
         weight.detach().float().clone(),
         None if bias is None else bias.detach().float().clone(),
         None if correction is None else correction.detach().float().flatten().clone(),
         int(found.top_k),
-        is_sigmoid=statics is None
-        and (correction is not None or hasattr(owner, "use_expert_bias")),
-        normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method"))),
+        is_sigmoid=is_sigmoid,
+        normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method")))
+        or said == "softmax",
         scale=float(getattr(found, "routed_scaling_factor", getattr(found, "route_scale", 1.0))),
         groups=_groups(found),
         module=found,

@@ -133,6 +133,8 @@ def _fed(graph: GraphBuilder, parts: LayerParts, part: FeedForward | Experts, x:
                 share = graph.op("Sigmoid", [graph.product(normed, SHARED_GATE)])
                 shared = graph.op("Mul", [shared, share])
             y = graph.op("Add", [y, shared])
+            if part.averaged:
+                y = graph.op("Mul", [y, graph.constant(np.array(0.5, np.float32))])
         return y
     return _feed_forward(graph, part, normed)
 
