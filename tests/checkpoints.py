@@ -283,6 +283,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
         "phi3": {"sliding_window": None},
+        "cohere": {"logit_scale": 0.25, "use_qk_norm": True, "attention_bias": True},
+        "cohere2": head | {"logit_scale": 0.25, "sliding_window": WINDOW},
         "phi4_mini": {
             "sliding_window": None, "rope_parameters": LONGROPE,
             "original_max_position_embeddings": LONGROPE["original_max_position_embeddings"],

@@ -44,6 +44,7 @@ _ARCHITECTURES = {
     "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
     "apertus": gguf.MODEL_ARCH.APERTUS, "dots1": gguf.MODEL_ARCH.DOTS1,
     "exaone_moe": gguf.MODEL_ARCH.EXAONE_MOE, "afmoe": gguf.MODEL_ARCH.AFMOE,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R, "cohere2": gguf.MODEL_ARCH.COHERE2,
     "kimi_linear": gguf.MODEL_ARCH.KIMI_LINEAR, "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
 }  # fmt: skip
 _TURNED = (
@@ -242,7 +243,10 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         return
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(_epsilon(config))
+    if config.get("layer_norm_eps"):
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(_epsilon(config))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])

@@ -544,6 +544,18 @@ def divisors(config: dict[str, Any]) -> list[float]:
     return [1.0] * turned + [1e30] * (far // 2 - turned)
 
 
+def _of_cohere(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_logit_scale(config["logit_scale"])
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+
+
+def _of_cohere2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_cohere(writer, config)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+
+
 SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "qwen3_5_text": _of_qwen35,
     "nemotron_h": _of_nemotron,
@@ -570,5 +582,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "kimi_linear": _of_kimi_linear,
     "lfm2": _of_lfm2,
     "lfm2_moe": _of_lfm2_moe,
+    "cohere": _of_cohere,
+    "cohere2": _of_cohere2,
 }
 """By model type, what its file says beside what all do."""

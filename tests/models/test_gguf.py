@@ -37,7 +37,7 @@ FAMILIES = (
     "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
-    "kimi_linear", "nemotron_h", "nemotron_h_dense",
+    "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6

@@ -150,7 +150,9 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
     "cohere2_moe": {
-        "first_k_dense_replace": 1, "num_shared_experts": 2, "expert_selection_fn": "sigmoid",
+        "first_k_dense_replace": 1,
+        "num_shared_experts": 2,
+        "expert_selection_fn": "sigmoid",
     },
 }
 """Types of models of which there are no checkpoints here, and what their publishers say."""

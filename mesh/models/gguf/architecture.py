@@ -76,6 +76,15 @@ def attentive(
     said: GgufSettings, model_type: str, class_name: str, groups: int | None = None
 ) -> dict[str, Any]:
     """The same without its feed forward network, which may be experts in each layer."""
+    return unnormed(said, model_type, class_name, groups) | {
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon")
+    }
+
+
+def unnormed(
+    said: GgufSettings, model_type: str, class_name: str, groups: int | None = None
+) -> dict[str, Any]:
+    """The same without what it normalises by."""
     hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
     return {
         "model_type": model_type,
@@ -86,7 +95,6 @@ def attentive(
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": groups or said.whole("attention.head_count_kv", heads),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not said.has("output.weight"),
     }
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mesh.models.gguf import (
+    coheres,
     deepseeks,
     ernies,
     falcons,
@@ -51,6 +52,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
         "gemma4": gemmas.GEMMA4,
+        "command-r": coheres.COMMAND_R,
+        "cohere2": coheres.COHERE2,
         "phi3": others.PHI3,
         "glm4": others.GLM4,
         "glm4moe": deepseeks.GLM4_MOE,

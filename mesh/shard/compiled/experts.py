@@ -215,7 +215,7 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
         router, up, down, up.shape[0], down.shape[2], slope, shift,
         None if limit is None else float(limit), _shared(reader, config, block),
         reader.find(f"{block}.shared_expert_gate"), is_gated,
-        *(_linear(reader, f"{block}.{name}") for name in ("fc1_latent_proj", "fc2_latent_proj")),
+        _linear(reader, f"{block}.fc1_latent_proj"), _linear(reader, f"{block}.fc2_latent_proj"),
         averaged=getattr(reader.get(block), "shared_expert_combination_strategy", "") == "average",
     )  # fmt: skip
 
