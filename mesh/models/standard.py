@@ -21,7 +21,7 @@ STANDARD = UNEQUAL | {
     "nemotron_h", "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3",
     "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl", "qwen2_vl_text",
     "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text", "cohere", "cohere2", "gpt_neox",
-    "persimmon", "phi",
+    "persimmon", "phi", "apertus", "hunyuan_v1_dense", "hyperclovax", "nanochat", "olmo",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {
@@ -29,6 +29,7 @@ STANDARD_MIXTURES = frozenset(
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
         "qwen3_next", "lfm2_moe", "nemotron_h", "aria_text", "granitemoe_swa", "granitemoeshared",
         "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text", "cohere2_moe",
+        "hunyuan_v1_moe",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
@@ -49,7 +50,17 @@ LATENT = frozenset(
 MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
-    {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
+    {
+        "silu",
+        "swish",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_pytorch_tanh",
+        "relu",
+        "relu2",
+        "xielu",
+    }
 )
 _ACTIVATION_NAMES = (
     "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation",
@@ -138,9 +149,15 @@ def experts_met(config: Mapping[str, Any]) -> float:
     kinds = next((said for name in _KINDS if (said := text.get(name))), None)
     if isinstance(kinds, str | list) and not any(kind in kinds for kind in _MIXED):
         return 1.0
-    count = next((n for name in _EXPERTS if isinstance(n := text.get(name), int) and n > 1), 1)
-    met = next((n for name in _MET if isinstance(n := text.get(name), int) and n > 0), 1)
+    count = next((n for name in _EXPERTS if (n := _most(text.get(name))) > 1), 1)
+    met = next((n for name in _MET if (n := _most(text.get(name))) > 0), 1)
     return min(1.0, met / count)
+
+
+def _most(said: Any) -> int:
+    """A count, which may be said of each layer."""
+    each = said if isinstance(said, list) else [said]
+    return max((n for n in each if isinstance(n, int)), default=0)
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -147,6 +147,7 @@ class LeanLayers(nn.Module):
         if kind.table is None:
             return None
         cos, sin = self._rotary.halves(hidden, positions, kind.table, are_long)
+        sin = -sin if kind.is_back else sin
         rows = cos.shape[0] * cos.shape[1]
         if kind.is_of_pairs:
             cos, signed = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
@@ -241,7 +242,7 @@ _LeanMixer = LeanAttention | LeanOthersAttention | _States
 def _turning(part: Mixer | None) -> RotaryKind:
     if not isinstance(part, Attention):
         return RotaryKind()
-    return RotaryKind(part.table, part.growth, part.turns_pairs)
+    return RotaryKind(part.table, part.growth, part.turns_pairs, part.turns_back)
 
 
 def _lean_mixer(mixer: Mixer, index: int) -> _LeanMixer:

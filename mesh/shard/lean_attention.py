@@ -24,6 +24,7 @@ class RotaryKind:
     table: str | None = None
     growth: Growth | None = None
     is_of_pairs: bool = False
+    is_back: bool = False
 
 
 class Rotation(NamedTuple):
@@ -134,10 +135,12 @@ class LeanAttention(nn.Module):
         """(rows, hidden) normalised -> (rows, hidden)."""
         rows = len(x)
         both, values, gates = self._parted(self._qkv(x))
-        if self.query_norm is not None:
+        if self.query_norm is not None and not self._of.normed_turned:
             both = self._normed(both)
         if turn is not None:
             both = _turned(both, turn).to(x.dtype)  # some families turn in fp32
+        if self._of.normed_turned:
+            both = self._normed(both)
         queries = both[:, : self._heads]
         if turn is not None and turn.growth is not None:
             queries = queries * turn.growth.to(x.dtype)

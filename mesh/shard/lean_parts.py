@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mesh.shard.compiled.feed_forward import Xielu
 from mesh.shard.compiled.parts import FeedForward, LayerInputs, Norm, NotCompilable
 from mesh.shard.compiled.parts_reader import OutputGate
 from mesh.shard.int4 import Int4Linear
@@ -111,7 +112,8 @@ class LeanInputs(nn.Module):
 
 def lean_feed_forward(part: FeedForward) -> Product:
     up, down = lean_product(part.up), lean_product((part.down,))
-    activated, width = _ACTIVATIONS[part.activation], part.width
+    curve, width = part.xielu, part.width
+    activated = _ACTIVATIONS[part.activation] if curve is None else partial(_xielu, by=curve)
     if not part.is_gated:
         return lambda x: down(activated(up(x)))
 
@@ -120,6 +122,12 @@ def lean_feed_forward(part: FeedForward) -> Product:
         return down(activated(both[:, :width]).mul_(both[:, width:]))
 
     return gated
+
+
+def _xielu(x: torch.Tensor, by: Xielu) -> torch.Tensor:
+    wide = x.float()
+    below = (torch.expm1(wide.clamp(max=by.limit)) - wide) * by.negative
+    return (torch.where(wide > 0, by.positive * wide * wide, below) + by.beta * wide).to(x.dtype)
 
 
 def lean_product(linears: Sequence[Any]) -> Product:

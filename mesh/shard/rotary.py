@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ class Rotary:
         named = "rotary_emb" if hasattr(module, "rotary_emb") else "pos_emb"
         self._of: Any = getattr(module, named, None)
         self.short = short_positions(module.config)
-        like = next(module.parameters())
-        positions = torch.arange(_PROBED, device=like.device)[None]
+        # Some norms have no weights, and those of products are packed.
+        device = next(chain(module.parameters(), module.buffers())).device
+        like = torch.empty(0, device=device)
+        positions = torch.arange(_PROBED, device=device)[None]
         self._once = {name: self._said_once(like, positions, name) for name in set(names)}
 
     def halves(

@@ -47,12 +47,13 @@ from tests.shard.spans import runtime as by_modules
 
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
 LATENT = "made of latents"
-SINGULAR = {"minicpm3": LATENT, "apertus": "activation is xielu"}
+SINGULAR = {"minicpm3": LATENT, "mimo_v2_flash": "widths of their own"}
 """Families whose layers are not standard, and what is said of them."""
 MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
 BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3", "nemotron_h", "nemotron_h_latent")
 ALSO = (
     "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", "nemotron_h_dense",
+    "hunyuan_v1_dense",
     *BY_TORCH,
 )  # fmt: skip
 """Families that have what none of the others has."""
@@ -133,6 +134,7 @@ def test_what_only_long_sessions_come_to_is_computed_and_looked_at() -> None:
 
 SIDES = {"rope_type": "default", "rope_theta": 1e6}
 IN_PAIRS = SIDES | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+IN_GROUPS = {"head_dim": 128, "num_key_value_heads": 8}
 IN_THIRDS = {"rope_parameters": SIDES | {"mrope_section": [16, 24, 24]}}
 INTERLEAVED = {
     "rope_parameters": SIDES | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -140,8 +142,8 @@ INTERLEAVED = {
 PLAIN = (
     "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
     "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
-    "mellum", "solar_open", "cohere", "cohere2", "gpt_neox", "persimmon", "phi",
-    "stablelm",
+    "mellum", "solar_open", "cohere", "cohere2", "gpt_neox", "persimmon", "phi", "stablelm",
+    "hyperclovax", "nanochat", "olmo",
 )  # fmt: skip
 BY_CONFIG: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
@@ -149,6 +151,8 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), INTERLEAVED),
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
+    **dict.fromkeys(("apertus", "hunyuan_v1_dense"), IN_GROUPS),
+    "hunyuan_v1_moe": IN_GROUPS | {"num_experts": 8, "moe_topk": [2, 2]},
     "cohere2_moe": {
         "first_k_dense_replace": 1,
         "num_shared_experts": 2,

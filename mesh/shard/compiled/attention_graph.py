@@ -12,6 +12,8 @@
   ``at`` (1,) int64 is how many positions there were before, ``end`` (1,) int64 where the last row
   stands, the padding's included, and one more, ``positions`` (1, rows and padding) int64 where each
   stands. Keys are multiplied where they lie, those that there is room for behind the end as well.
+  Where queries and keys are normalised once they have turned, ``query_gamma`` and ``key_gamma``
+  (width,).
 
 Floats are fp32 throughout. The rows of a piece of a prompt, and one that comes by itself, are given
 to kernels that add up in the same order: a row has the same bits in whatever chunk it comes.
@@ -142,6 +144,8 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
         graph.input("positions", TensorProto.INT64, [1, "given"])
     if attention.table is not None:
         q, k = _turned(graph, attention, turned, q, k)
+    if attention.normed_turned:
+        q, k = _normed(graph, attention, q, k)
     at, end = (graph.input(name, TensorProto.INT64, [1]) for name in ("at", "end"))
     seen = []
     for name, new in (("keys", k), ("values", v)):
@@ -228,6 +232,24 @@ def _turned(
         for x, n in ((q, attention.heads), (k, attention.kv_heads))
     )
     return q, k
+
+
+def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:
+    """Queries and keys normalised by what ``query_gamma`` and ``key_gamma`` (width,) have."""
+    found = []
+    for x, heads, norm, name in (
+        (q, attention.heads, attention.query_norm, "query_gamma"),
+        (k, attention.kv_heads, attention.key_norm, "key_gamma"),
+    ):
+        assert norm is not None  # noqa: S101 - says `may_group`
+        width = attention.width
+        gamma = graph.input(name, FLOAT, [width])
+        each = graph.op("Reshape", [x, graph.numbers(0, 0, heads, width)])
+        each = graph.op(
+            "SimplifiedLayerNormalization", [each, gamma], axis=-1, epsilon=norm.epsilon
+        )
+        found.append(graph.op("Reshape", [each, graph.numbers(0, 0, heads * width)]))
+    return found[0], found[1]
 
 
 def _grown(graph: GraphBuilder, q: str) -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PATHS = ("self_attn", "attn", "attention", "self_attention")
 """What layers call it."""
 _TOGETHER = "query_key_value"
+_TURNED_NORM = "query_layernorm"
+_HEAD_NORMS = ("q_norm", "q_layernorm", _TURNED_NORM), ("k_norm", "k_layernorm", "key_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class Attention:
     """Whether values are what keys are made of, and there is no projection to them."""
     turns_pairs: bool = False
     """Whether neighbours turn by position and not halves of a head."""
+    turns_back: bool = False
+    """Whether they turn the other way."""
     growth: Growth | None = None
     """Of queries that turn by position."""
     latent: Latent | None = None
@@ -71,6 +75,8 @@ class Attention:
     rates: tuple[nn.Module, ...] = ()
     is_interleaved: bool = False
     """Whether each head's keys are projected beside its values and the queries that see them."""
+    normed_turned: bool = False
+    """Whether those of queries and keys come behind turning, and not before."""
     sees: int | None = None
     """The layer of the span whose keys and values it sees; None where it makes its own."""
 
@@ -108,7 +114,9 @@ def attention_of(
         projections = (*projections, gate)
         rows += rows_out(gate)
     sinks = getattr(module, "sinks", None)
-    query_norm = reader.norm(f"{path}.q_norm", f"{path}.q_layernorm")
+    query_norm, key_norm = (
+        reader.norm(*(f"{path}.{name}" for name in names), width=width) for names in _HEAD_NORMS
+    )
     return Attention(
         projections,
         reader.get(*(f"{path}.{name}" for name in ("o_proj", "c_proj", "out_proj", "dense"))),
@@ -120,16 +128,18 @@ def attention_of(
         _window(config, index),
         _table(module, config, index),
         query_norm,
-        reader.norm(f"{path}.k_norm", f"{path}.k_layernorm"),
+        key_norm,
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
         gate=None if rows == plain else OutputGate("sigmoid"),
         gate_is_last=gate is not None,
         value_norm=_value_norm(module, width),
         shares_values=kinds == 1,
-        turns_pairs=_turns_pairs(module),
+        turns_pairs=_turned_by(module) == [-1.0, 0.0, -3.0, 2.0],
+        turns_back=_turned_by(module) == [2.0, 3.0, 0.0, -1.0],
         growth=_growth(config),
         is_interleaved=_is_interleaved(reader, path),
+        normed_turned=hasattr(module, _TURNED_NORM),
     )
 
 
@@ -218,12 +228,12 @@ def _value_norm(module: Any, width: int) -> Norm | None:
     return Norm(torch.ones(width), None, norm.eps)
 
 
-def _turns_pairs(module: nn.Module) -> bool:
+def _turned_by(module: nn.Module) -> list[float]:
+    """What a quarter of a turn makes of four numbers that count up from 0."""
     known = vars(sys.modules[type(module).__module__])
     # Where images are turned otherwise than text, it says which.
     rotate = known.get("rotate_half_llm", known.get("rotate_half"))
-    pairs = torch.tensor([-1.0, 0.0, -3.0, 2.0])
-    return rotate is not None and torch.equal(rotate(torch.arange(4.0)), pairs)
+    return [] if rotate is None else [float(each) for each in rotate(torch.arange(4.0))]
 
 
 def _turns_complex(module: nn.Module) -> bool:

@@ -226,7 +226,8 @@ def _linear(reader: PartsReader, path: str) -> nn.Module | None:
 
 
 def _shared(reader: PartsReader, config: Any, block: str) -> FeedForward | None:
-    paths = f"{block}.shared_experts", f"{block}.shared_expert", "shared_mlp"
+    within = (f"{block}.{name}" for name in ("shared_experts", "shared_expert", "shared_mlp"))
+    paths = *within, "shared_mlp"
     path = next((each for each in paths if reader.find(each) is not None), None)
     return None if path is None else feed_forward_of(reader, config, path)
 
@@ -240,9 +241,11 @@ def _require_silu(module: Any) -> None:
 def _router(reader: PartsReader, block: str) -> Router:
     owner: Any = reader.get(block)
     found: Any = reader.get(f"{block}.gate", f"{block}.router")
-    linear = reader.find(f"{block}.router.gate")  # Arcee's; others score by themselves
+    # Arcee's and Hunyuan's; others score by themselves
+    linear = reader.find(f"{block}.router.gate", f"{block}.gate.wg")
     weight = getattr(linear or found, "weight", None)
-    if weight is None or weight.dim() != 2:
+    # Of one that is packed nothing is told: who needs it has not packed anything.
+    if weight is None or (weight.dim() != 2 and weight.numel()):
         raise NotCompilable(f"its experts are chosen by {type(found).__name__}")
     # ERNIE's is beside counts of how often each was chosen, and those are by softmax.
     statics: Any = reader.find(f"{block}.gate.moe_statics")

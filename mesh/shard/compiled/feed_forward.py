@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import functional
+
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader, rows_out
 
 if TYPE_CHECKING:
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu", "relu2": "squared_relu",
+    "xielu": "xielu",
 }  # fmt: skip
 
 
@@ -24,15 +27,28 @@ _FIRSTS, _SECONDS = ("fc1", "dense_h_to_4h"), ("fc2", "dense_4h_to_h")
 
 
 @dataclass(frozen=True, slots=True)
+class Xielu:
+    """``positive * x² + beta * x`` above 0, and ``negative * (exp(min(x, limit)) - 1 - x) + beta *
+    x`` below (https://arxiv.org/abs/2411.13010)."""
+
+    positive: float
+    negative: float
+    beta: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class FeedForward:
     """`up` gives the gate and what it is multiplied with: one module for both, or one for each;
-    or, where nothing `is_gated`, just what is activated."""
+    or, where nothing `is_gated`, just what is activated. `xielu` are the numbers of an activation
+    that each layer has learned for itself."""
 
     up: tuple[nn.Module, ...]
     down: nn.Module
     activation: str
     is_gated: bool
     width: int
+    xielu: Xielu | None = None
 
 
 def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
@@ -59,4 +75,15 @@ def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -
     down = reader.get(
         *(f"{path}.{name}" for name in ("down_proj", "c_proj", "w2", "output_linear", *_SECONDS))
     )
-    return FeedForward(up, down, activation, is_gated, width)
+    xielu = _xielu_of(reader, path) if activation == "xielu" else None
+    return FeedForward(up, down, activation, is_gated, width, xielu)
+
+
+def _xielu_of(reader: PartsReader, path: str) -> Xielu:
+    module: Any = reader.get(f"{path}.act_fn")
+    beta = float(module.beta)
+    positive, negative = (
+        float(functional.softplus(each.detach().float()))
+        for each in (module.alpha_p, module.alpha_n)
+    )
+    return Xielu(positive, beta + negative, beta, float(module.eps))

@@ -39,6 +39,7 @@ from mesh.shard.compiled.builder import (
     GraphBuilder,
     Product,
 )
+from mesh.shard.compiled.feed_forward import Xielu
 from mesh.shard.compiled.latent_graph import before_latents, behind_latents
 from mesh.shard.compiled.parts import (
     Attention,
@@ -162,6 +163,8 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
         return graph.op("Concat", [q, shared], axis=-1), gate
     if attention.latent is not None:
         return before_latents(graph, attention, attention.latent, found), gate
+    if attention.normed_turned:
+        return found, gate
     if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
         return found, gate
     if attention.gate_is_last:
@@ -245,11 +248,25 @@ def _feed_forward(
 ) -> str:
     """`first` and `second` name its products."""
     up = graph.product(x, first)
+    if part.xielu is not None:
+        return graph.product(_xielu(graph, up, part.xielu), second)
     if not part.is_gated:
         return graph.product(_activated(graph, up, part.activation), second)
     gate, multiplied = graph.split(up, [part.width, part.width])
     active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
     return graph.product(active, second)
+
+
+def _xielu(graph: GraphBuilder, x: str, by: Xielu) -> str:
+    def number(value: float) -> str:
+        return graph.constant(np.array(value, np.float32))
+
+    above = graph.op("Mul", [graph.op("Mul", [x, x]), number(by.positive)])
+    grown = graph.op("Exp", [graph.op("Min", [x, number(by.limit)])])
+    below = graph.op("Sub", [graph.op("Sub", [grown, number(1.0)]), x])
+    below = graph.op("Mul", [below, number(by.negative)])
+    curve = graph.op("Where", [graph.op("Greater", [x, number(0.0)]), above, below])
+    return graph.op("Add", [curve, graph.op("Mul", [x, number(by.beta)])])
 
 
 def _of_inputs(graph: GraphBuilder, part: LayerInputs, x: str) -> str:

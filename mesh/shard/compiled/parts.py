@@ -103,7 +103,7 @@ def layer_parts(
     experts there, where they are not yet. Raises NotCompilable."""
     reader = PartsReader(layer)
     mixer, feed_forward = _parts(reader, config, index, fill)
-    norms = _norms(reader)
+    norms = _norms(reader, config.hidden_size)
     shared = _shared_norm(reader, norms)
     parts = LayerParts(
         mixer,
@@ -165,16 +165,25 @@ def _beside(reader: PartsReader, fill: Callable[[], None]) -> ExpertsBeside | No
     )
 
 
-def _norms(reader: PartsReader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+_NORMS = (
+    ("input_layernorm", "ln_1", "operator_norm", "attention_layernorm"),
+    ("post_attention_layernorm", "ln_2", "ffn_norm", "feedforward_layernorm"),
+    ("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm"),
+    ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2"),
+    ("post_self_attn_layernorm", "post_norm1"),
+)
+"""What layers call the first and the second of two, and those beside these: before and behind
+feed-forward, and behind the mixer."""
+
+
+def _norms(reader: PartsReader, width: int) -> tuple[Norm | None, ...]:
     """Before and after the mixer, before and after feed-forward."""
     if hasattr(reader.layer, _ALONE):
         before = reader.norm("norm")
         return before, None, before, None
-    before = reader.norm("input_layernorm", "ln_1", "operator_norm")
-    before_ff = reader.norm("pre_feedforward_layernorm", "pre_ff_layernorm", "pre_mlp_layernorm")
-    after_ff = reader.norm("post_feedforward_layernorm", "post_mlp_layernorm")
-    after = reader.norm("post_self_attn_layernorm")
-    second = reader.norm("post_attention_layernorm", "ln_2", "ffn_norm")
+    before, second, before_ff, after_ff, after = (
+        reader.norm(*paths, width=width) for paths in _NORMS
+    )
     if after is None and (before_ff is not None or after_ff is not None):
         return before, second, before_ff, after_ff  # norms on the way out, as Gemma and OLMo2
     return before, after, second if before_ff is None else before_ff, after_ff

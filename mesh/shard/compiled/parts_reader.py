@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+_OWN_EPSILON = 1e-5
+"""Of OLMo's norms, which say none."""
+
 
 class NotCompilable(Exception):
     """The layer does something that no graph is built for; the text says what."""
@@ -62,10 +65,11 @@ class PartsReader:
             raise NotCompilable(f"it has no {paths[0]}")
         return found
 
-    def norm(self, *paths: str) -> Norm | None:
-        """The norm there, if there is one. Raises NotCompilable for what is none."""
+    def norm(self, *paths: str, width: int = 0) -> Norm | None:
+        """The norm there, if there is one; some know no `width`. Raises NotCompilable for what is
+        none."""
         found = self.find(*paths)
-        return None if found is None else norm_of(found)
+        return None if found is None or isinstance(found, nn.Identity) else norm_of(found, width)
 
     def require_all_read(self) -> None:
         """Raise NotCompilable when a module with weights was passed over."""
@@ -75,11 +79,15 @@ class PartsReader:
                 raise NotCompilable(f"it has a {type(module).__name__} called {name}")
 
 
-def norm_of(module: nn.Module) -> Norm:
-    """What it does. Raises NotCompilable for what is no norm."""
-    epsilon = getattr(module, "variance_epsilon", None)
-    epsilon = getattr(module, "eps", None) if epsilon is None else epsilon
+def norm_of(module: nn.Module, width: int = 0) -> Norm:
+    """What it does over so many numbers, which most know. Raises NotCompilable for what is no
+    norm."""
+    named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    epsilon = next((each for each in named if each is not None), None)
     weight = getattr(module, "weight", None)
+    if weight is None and width and not any(True for _ in module.parameters()):
+        weight = torch.ones(width)
+        epsilon = _OWN_EPSILON if hasattr(module, "normalized_shape") else epsilon
     if epsilon is None or weight is None or weight.dim() != 1:
         raise NotCompilable(f"it normalises by {type(module).__name__}")
     if isinstance(module, nn.LayerNorm):

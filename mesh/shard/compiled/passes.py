@@ -21,7 +21,7 @@ from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.latent_graph import latent_model
 from mesh.shard.compiled.lone_rows import is_grouped
-from mesh.shard.compiled.parts import Attention, Experts, Mixer
+from mesh.shard.compiled.parts import Attention, Experts, Mixer, NotCompilable
 from mesh.shard.compiled.recurrence_graph import recurrence_model, tables_of
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.spreading import needs_spreading, spread_tables
@@ -112,6 +112,8 @@ def _models_of(mixer: Mixer, turned: Tables) -> tuple[bytes, bytes]:
         width = _turned(turned)
         several, one = (grouped_model(mixer, width, alone=alone) for alone in (False, True))
         return several, one
+    elif mixer.normed_turned:
+        raise NotCompilable("it normalises queries and keys that have turned, one to one")
     else:
         any_rows = attention_model(mixer)
     return any_rows, any_rows
@@ -134,8 +136,14 @@ def _turned(tables: Tables) -> int:
 def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:
     if not isinstance(mixer, Attention):
         return tables_of(mixer)
-    sinks = {} if mixer.sinks is None else {"sinks": mixer.sinks}
-    return {**rotary.get(mixer.table, {}), **sinks}
+    own = {} if mixer.sinks is None else {"sinks": mixer.sinks}
+    if mixer.normed_turned:
+        norms = {"query_gamma": mixer.query_norm, "key_gamma": mixer.key_norm}
+        own |= {name: norm.gamma for name, norm in norms.items() if norm is not None}
+    turning = dict(rotary.get(mixer.table, {}))
+    if turning and mixer.turns_back:
+        turning["sin"] = -turning["sin"]
+    return {**turning, **own}
 
 
 @dataclass(frozen=True, slots=True)
