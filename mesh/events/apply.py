@@ -78,6 +78,29 @@ def unfrozen(state: State, author: NodeId) -> State:
     return replace(state, stale=state.stale | {author})
 
 
+def gathered(
+    state: State, author: NodeId, known: Mapping[Subject, Fact], chain: Iterable[Event]
+) -> Mapping[Subject, Fact]:
+    """The facts that an author has said in these events, which follow each other, or before, by
+    what is `known`; where it forked its chain does not matter."""
+    state = unfrozen(state, author)
+    return _extend(state, author, replace(_blank(state, author), facts=known), chain).facts
+
+
+def joined(state: State, author: NodeId, facts: Mapping[Subject, Fact]) -> State:
+    """The state with these facts, which the author has said in another history, as well."""
+    fold = state.authors.get(author)
+    if fold is None or not facts:
+        return state
+    both = dict(fold.facts)
+    for subject, fact in facts.items():
+        if subject not in both or outranks(subject[0], fact, both[subject]):
+            both[subject] = fact
+    for kind in MOST_SUBJECTS:
+        _keep_newest(both, kind)
+    return replace(state, authors={**state.authors, author: replace(fold, facts=both)})
+
+
 def refold(state: State, author: NodeId, chain: Iterable[Event]) -> State:
     """The state with a stale author's whole chain folded under its present standing."""
     if author not in state.stale:

@@ -14,6 +14,7 @@ from mesh.errors import LogRefused
 from mesh.events import decision as decisions
 from mesh.events.decision import DecisionDraft, DecisionId, SignedDecision
 from mesh.events.intake import Intake, Report
+from mesh.events.recalling import Recalled
 from mesh.events.rules import Membership
 from mesh.events.state import State
 from mesh.events.types import GENESIS, Draft, Event, EventId, Payload, Place, Sign, seal
@@ -46,6 +47,7 @@ class Author:
         self.node_id = settings.own
         self.head: Place = (0, 0)
         self.restarts = False
+        self.recalled = Recalled(settings.own, intake.chains)
         self._settings = settings
         self._intake = intake
         self._sign = sign

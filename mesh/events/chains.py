@@ -128,6 +128,11 @@ class Chains:
             return len(chain)
         return min(len(chain), limit[1]) if limit[0] == chain.generation else 0
 
+    def last_for(self, reader: NodeId | None, author: NodeId) -> int:
+        """The author's last sequence number that a reader gets: what counts, and of what it said
+        itself all that is here."""
+        return self.stored(author) if reader == author else self.height(author)
+
     def is_full(self, author: NodeId) -> bool:
         """Whether the author's next event was refused because nothing more of it is kept."""
         return self._full.get(author) == self.stored(author)
@@ -159,6 +164,10 @@ class Chains:
         return (
             max(1, self.generation(author)), height + 1, self.id_at(author, height) or GENESIS
         )  # fmt: skip
+
+    def is_signed(self, event: Event) -> bool | None:
+        """Whether its author signed it; None while nobody has let that one in."""
+        return self._verify(event, self.state.membership)
 
     # Changing it.
 
@@ -257,7 +266,7 @@ class Chains:
         frozen = self.state.frozen.get(first.author)
         if frozen is not None and frozen < first.place:
             return EventVerdict.KNOWN
-        checks = [self._is_signed(first), self._is_signed(second)]
+        checks = [self.is_signed(first), self.is_signed(second)]
         if None in checks:
             return EventVerdict.HELD
         if not all(checks):
@@ -293,7 +302,7 @@ class Chains:
         return forked or (cut is not None and event.place > cut)
 
     def _judge_conflict(self, event: Event) -> EventVerdict:
-        signed = self._is_signed(event)
+        signed = self.is_signed(event)
         if signed is None:
             return EventVerdict.VOID
         if not signed:
@@ -304,7 +313,7 @@ class Chains:
         return EventVerdict.FORKED
 
     def _take_in(self, event: Event) -> EventVerdict:
-        signed = self._is_signed(event)
+        signed = self.is_signed(event)
         if not signed:
             return EventVerdict.HELD if signed is None else EventVerdict.FORGED
         transaction = self._transaction()
@@ -351,9 +360,6 @@ class Chains:
             self.accounts.hold(principal, Resource.EVENT_BYTES_STORED),
         )
         return holds
-
-    def _is_signed(self, event: Event) -> bool | None:
-        return self._verify(event, self.state.membership)
 
     def _flush(self) -> None:
         """Apply what was accepted and note whose waiting events that may help."""

@@ -47,6 +47,7 @@ class GossipSettings:
     max_turns: int = 1024
     """Of one exchange: half a million events; what is more comes in those after it."""
     max_exchange_s: float = 120.0
+    recall_s: float = 20.0
 
 
 class LogGossip:
@@ -95,6 +96,19 @@ class LogGossip:
         gone = self._peers.pop(peer, None)
         if gone is not None:
             await _end(gone.tasks)
+            gone.recalled.set()
+
+    async def recall(self) -> None:
+        """Have each linked peer give back what this node has said by its log and not by this one,
+        where it forked: what that is goes once this node begins again. Waits no longer than that
+        takes, nor than `recall_s`."""
+        peers = list(self._peers.values())
+        for peer in peers:
+            peer.recall()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._means.settings.recall_s):
+                for peer in peers:
+                    await peer.recalled.wait()
 
     def receive(self, peer: NodeId, message: LogMessage) -> None:
         """A message has come; never blocks. What a peer sends too much of is dropped."""
@@ -142,10 +156,16 @@ class _Peer:
         self._asked_at = -inf
         self._due = asyncio.Event()
         self._due.set()
+        self.recalled = asyncio.Event()
         self.tasks = [
             asyncio.create_task(self._ask(), name=f"gossip ask {peer}"),
             asyncio.create_task(self._answer(), name=f"gossip answer {peer}"),
         ]
+
+    def recall(self) -> None:
+        """Ask it for what this node itself has said by its log; then `recalled` is set."""
+        self.recalled.clear()
+        self._due.set()
 
     def receive(self, message: LogMessage) -> None:
         """Sort a message to the task it is for; drop it when that one is not ready for it."""
@@ -171,6 +191,7 @@ class _Peer:
                 failures += 1
                 why = str(error) or "no answer in time"
                 logger.info("gossip failed: peer=%s reason=%s", self._peer, why)
+            self.recalled.set()
             if failures:
                 wait_s = backoff_s(failures, _FIRST_BACKOFF_S, self._settings.max_backoff_s)
                 await asyncio.sleep(jittered_s(wait_s, self._rng))
@@ -187,6 +208,8 @@ class _Peer:
                 outcome = await self._log.ingest(turn.ingest, self._peer)
                 turn = exchange.ingested(outcome)
             if turn.send is None:
+                if not self.recalled.is_set():
+                    await self._recall()
                 self._on_exchange()
                 return not turn.fruitless
             if self._log.muted(self._peer) or asyncio.get_running_loop().time() > until:
@@ -194,6 +217,13 @@ class _Peer:
             message = turn.send
         logger.info("gossip goes on later: peer=%s", self._peer)
         return False
+
+    async def _recall(self) -> None:
+        """What this node has itself said by the peer's log and not by its own, where it forked."""
+        copy = self._log.peers_copy()
+        while (wanted := copy.wanted) is not None:
+            page = await self._request(Pull(self._number, (wanted,)))
+            await copy.take(page.events if isinstance(page, Page) else ())
 
     async def _request(self, message: LogMessage) -> LogMessage:
         loop = asyncio.get_running_loop()
@@ -227,7 +257,7 @@ class _Peer:
         peer, accounts = of_peer(self._peer), self._log.chains.accounts
         accounts.require(peer, Resource.EVENT_BYTES_PER_MINUTE)
         with accounts.hold(peer, Resource.PULLS, 1):
-            page = await self._log.page(pull)
+            page = await self._log.page(pull, self._peer)
         size_bytes = sum(len(a) + len(b) for a, b in (*page.events, *page.decisions))
         accounts.charge(peer, Resource.EVENT_BYTES_PER_MINUTE, size_bytes)
         return Page.of(pull.number, page)

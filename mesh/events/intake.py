@@ -183,8 +183,8 @@ class Intake:
                     "facts_forked", first.author,
                     f"{first.author} has signed two different facts with number {first.seq}: its"
                     " log was restored from a backup, or its key copied.",
-                    "It says again by itself what it serves and what its own log has of other"
-                    " facts; deploy again what `hearthnet status` misses. If it was not restored,"
+                    "It says again by itself what its own log and the machines linked to it have of"
+                    " both; deploy again what `hearthnet status` misses. If it was not restored,"
                     " revoke it.",
                 )
             )  # fmt: skip

@@ -27,6 +27,7 @@ from mesh.events.decision import SignedDecision
 from mesh.events.docket import Docket, Signed
 from mesh.events.intake import Deliberated, Intake, IntakeOutcome, Received, Report
 from mesh.events.messages import Pull
+from mesh.events.recalling import PeersCopy
 from mesh.events.rules import Membership, Rules, Verify
 from mesh.events.state import State
 from mesh.events.store import (
@@ -192,7 +193,11 @@ class EventLog:
             outcome += found
         return outcome
 
-    async def page(self, pull: Pull) -> Received:
+    def peers_copy(self) -> PeersCopy:
+        """What reads from one peer what this node itself has said in another history."""
+        return PeersCopy(self._author.recalled)
+
+    async def page(self, pull: Pull, reader: NodeId | None = None) -> Received:
         """What is pulled, as much as one page takes: decisions first, then proofs, then events."""
         decided: list[Signed] = []
         room = MAX_PAGE_BYTES
@@ -204,7 +209,7 @@ class EventLog:
         found = await self._store.proofs(pull.proofs, room) if room > 0 else []
         room -= sum(len(a[0]) + len(b[0]) + PROOF_OVERHEAD_BYTES for a, b in found)
         counting = [
-            (author, generation, first, min(last, self.chains.height(author)))
+            (author, generation, first, min(last, self.chains.last_for(reader, author)))
             for author, generation, first, last in pull.ranges
             if generation == self.chains.generation(author)
         ]
@@ -359,12 +364,13 @@ class EventLog:
                 await self._snapshot()
 
     async def _said(self) -> State:
-        """The state with all that this node has said by its own log: where it forked its chain,
-        what it said after that counts for nobody before it is said again."""
+        """The state with all that this node has said: where it forked its chain, what either of its
+        histories says after that counts for nobody before it is said again."""
         own, state = self._author.node_id, self.chains.state
         if own not in state.frozen:
             return state
-        return await self._folded(applying.unfrozen(state, own), own)
+        folded = await self._folded(applying.unfrozen(state, own), own)
+        return self._author.recalled.added_to(folded)
 
     async def _refold(self) -> None:
         for author in self.chains.state.stale:

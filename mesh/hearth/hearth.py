@@ -215,6 +215,8 @@ class Hearth:
     async def publish(self, event_type: str, payload: dict[str, Any]) -> None:
         """Sign a fact that is not about members. Raises what `EventLog.append` raises."""
         await self.heard()
+        if self._gossip is not None and self.key.node_id in self._log.state.frozen:
+            await self._gossip.recall()
         await self._log.append(event_type, payload)
 
     def revoked_tokens(self) -> frozenset[str]:

@@ -169,6 +169,31 @@ async def test_a_restored_founder_that_hears_from_a_member_goes_on(household: Ho
             assert set(hearth.log.state.models()) == {"m", "n"}
 
 
+async def test_the_facts_of_both_histories_count_again(household: Household) -> None:
+    """Of one only others know, each of them perhaps another part."""
+    in_vain = Waits(alone_s=0.0)
+    async with household.open("attic", waits=in_vain) as attic:
+        await attic.decide(added(household.keys["shed"], "shed"))
+    back_up(household, "attic")
+    async with household.open("attic") as attic, household.open("barn") as barn:
+        link(attic, barn)
+        for model in ("before", "both"):
+            await attic.publish("model.published", {"model_id": model})
+        await attic.publish("token.revoked", {"token_id": "t"})
+        await until(lambda: "t" in barn.revoked_tokens())
+    async with household.open("attic", "attic-backup", in_vain) as attic:
+        for model in ("since", "both"):
+            await attic.publish("model.published", {"model_id": model})
+        async with household.open("barn") as barn, household.open("shed") as shed:
+            link(attic, shed, barn)
+            await until(lambda: household.key("attic") in attic.log.state.frozen)
+            await attic.publish("model.published", {"model_id": "now"})
+            for hearth in (attic, barn, shed):
+                await until(lambda hearth=hearth: len(hearth.log.state.models()) == 4)
+                assert not hearth.log.state.frozen
+                await until(lambda hearth=hearth: hearth.revoked_tokens() == {"t"})
+
+
 async def fork(home: Household, stack: AsyncExitStack) -> tuple[Hearth, Hearth]:
     """Attic decides, is restored from before that, and decides again while all are off."""
     back_up(home, "attic")
