@@ -174,13 +174,8 @@ class ShardSupervisor(Supervisor):
         if self.pid is None:
             return 0
         leaving = self._known[name].leaving or self._leave(name, grace_s)
-        try:
-            async with asyncio.timeout(grace_s + LOAD_TIMEOUT_S):  # it may be loading just now
-                return await asyncio.shield(leaving)
-        except ProcessLost:
-            return 0
-        except TimeoutError:
-            raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
+        await _over(leaving, grace_s + LOAD_TIMEOUT_S, name)
+        return 0 if isinstance(leaving.exception(), ProcessLost) else leaving.result()
 
     def distrust(self, name: ShardId, error: MeshError) -> None:
         """Load it anew, if it is here."""
@@ -383,7 +378,7 @@ class ShardSupervisor(Supervisor):
     async def _left(self, name: ShardId) -> None:
         """Until it is unloaded, where it is to go: what loaded meanwhile would be taken for it."""
         while (leaving := self._known[name].leaving) is not None:
-            await asyncio.wait([leaving])
+            await _over(leaving, LOAD_TIMEOUT_S, name)
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""
@@ -392,6 +387,12 @@ class ShardSupervisor(Supervisor):
         before, now = shard.health.memory, report.health.memory
         shard.report, shard.rss_mb = report, rss_mb
         return before is None or now is None or abs(before.total_mb - now.total_mb) > _NOTABLE_MB
+
+
+async def _over(leaving: asyncio.Future[int], within_s: float, name: ShardId) -> None:
+    done, _ = await asyncio.wait([leaving], timeout=within_s)
+    if not done:  # it may be loading, from a disk that hangs
+        raise InternalError(f"{name} was not unloaded in time.", fix="See the log.")
 
 
 def _alone(name: ShardId) -> str:

@@ -16,6 +16,7 @@ import pytest
 from mesh.errors import (
     BadCheckpoint,
     BadRequest,
+    InternalError,
     LinkLost,
     MeshError,
     NotEnoughMemory,
@@ -98,7 +99,7 @@ class Process:
         if request.shard_id in self.held:
             raise BadRequest("It is already loaded.", fix="")
         self.loading = request.shard_id
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(self._host.load_s)
         self.loading = None
         if (error := self._host.why_none()) is not None:
             raise error
@@ -117,6 +118,7 @@ class Host(ShardSupervisor):
         super().__init__(secure.start_command(), [], lambda: None)
         self.process: Process | None = None
         self.asked_twice = 0
+        self.load_s = 0.2
         self.failures: list[MeshError | None] = []
 
     def why_none(self) -> MeshError | None:
@@ -207,6 +209,24 @@ def test_what_is_wanted_is_loaded_as_it_is_wanted_though_this_node_asks_otherwis
         here = await host.ensure(wish())
         assert here.descriptor.dtype == "fp32"
         assert host.held == {wanted.shard_id: wanted}
+
+    run_virtually(main)
+
+
+def test_a_load_that_never_ends_keeps_no_wish_waiting_for_ever() -> None:
+    async def main() -> None:
+        host, asked = Host(), wish()
+        host.load_s = 100 * LONG_S
+        await host.begins()
+        serving = asyncio.create_task(host.serve(asked))
+        await asyncio.sleep(1.0)
+        serving.cancel()
+        await asyncio.wait([serving])
+        with pytest.raises(InternalError, match="not unloaded in time"):
+            async with asyncio.timeout(2 * LONG_S):
+                await host.serve(wish(dtype="fp32"))
+        assert host.wanted == {}
+        host.ends()
 
     run_virtually(main)
 
