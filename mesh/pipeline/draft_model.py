@@ -75,9 +75,9 @@ class DraftModel:
 
     # What follows blocks, and runs on the thread.
 
-    def new_cache(self) -> KeyValueCache:
-        """For one text of any length that it can hold."""
-        return self._runtime.new_cache(self._model.max_positions)
+    def new_cache(self, positions: int) -> KeyValueCache:
+        """For one text, of so many at most."""
+        return self._runtime.new_cache(positions)
 
     def read(self, cache: KeyValueCache, ids: Sequence[int]) -> torch.Tensor:
         """The logits (vocab,) of what follows `ids`, entered behind what `cache` holds."""
@@ -90,10 +90,16 @@ class DraftModel:
         """The token that it would say."""
         return int(logits[: self._vocab_size].argmax())
 
+    def positions_for(self, text: Sequence[int]) -> int:
+        """How long a text may become that is turned as this one is: where short texts are turned
+        otherwise than long ones (`mesh.models.rope`), a short one stays short."""
+        short = self._model.short_positions
+        return short if len(text) <= short else self._model.max_positions
+
     def can_read(self, text: Sequence[int], more: int = 0) -> bool:
         """Whether `text` may have `more` tokens behind it, and none that this model does not know:
         larger ones of a family may have a few."""
-        fits = len(text) + more <= self._model.max_positions
+        fits = len(text) + more <= self.positions_for(text)
         return fits and max(text) < self._model.vocab_size
 
 
@@ -105,11 +111,14 @@ class DraftReader:
         self._thread = thread
         self._cache: KeyValueCache | None = None
         self._held: list[int] = []
+        self._positions = 0
+        """For so long a text it has been read."""
         self._reading: Future[list[int]] | None = None
 
     def prepare(self, text: Sequence[int]) -> None:
         """Read `text` while something else is waited for; until that is done there is no guess."""
         if self._model is not None and self._model.can_read(text):
+            self._positions = self._model.positions_for(text)
             reading = self._thread.submit(self._guess, self._model, list(text), 0)
             self._model.readings.add(reading)
             reading.add_done_callback(self._model.readings.discard)
@@ -125,6 +134,9 @@ class DraftReader:
         if model is None or not is_ready or not model.can_read(text, count):
             return []
         if model.readings - {reading}:
+            return []
+        if model.positions_for(text) != self._positions:  # as a long text it is to be read anew
+            self.prepare(text)
             return []
         working = asyncio.wrap_future(self._thread.submit(self._guess, model, list(text), count))
         try:
@@ -152,8 +164,8 @@ class DraftReader:
         """On the thread; stops soon after `close`."""
         if self._is_closed():
             return []
-        if self._cache is None:
-            self._cache = model.new_cache()
+        if self._cache is None or self._cache.max_tokens != self._positions:
+            self._cache, self._held = model.new_cache(self._positions), []
         cache, held = self._cache, self._held
         # The last token is entered anew where it is there already: the next one comes from it.
         known = cache.held(min(common_prefix(held, text), len(text) - 1))

@@ -22,8 +22,9 @@ from mesh.pipeline.draft_model import MAX_TEXTS, DraftModel, load_asker_and_draf
 from mesh.pipeline.model import AskerModel, TextReader
 from mesh.processes.memory_budget import MemoryCaps
 from mesh.types import Done, Edit, GenerationRequest, ModelId, Site
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import LONGROPE, make_checkpoint
 from tests.health.watched import tokens_of
+from tests.mesh_e2e.spread import hugging_face
 from tests.pipeline.toy_mesh import (
     ToyNetwork,
     expected_tokens,
@@ -164,6 +165,32 @@ async def test_it_goes_on_as_the_model_would(model: AskerModel) -> None:
     assert model.draft.texts == 0
 
 
+async def test_it_reads_a_text_as_a_short_one_until_it_is_long(tmp_path: Path) -> None:
+    """Of a model that turns long texts otherwise, all of them."""
+    short = int(LONGROPE["original_max_position_embeddings"])
+    own = make_checkpoint(tmp_path / "own", "phi4_mini", layers=2, hidden=256)
+    shutil.copytree(own, other := tmp_path / "other")
+    options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache", draft_model=other)
+    model, _ = await asyncio.to_thread(load_asker_and_draft, own, ModelId("own"), options)
+    assert isinstance(model.draft, DraftModel)
+    prompt = [7 + i % 9 for i in range(short - 20)]
+    text = prompt + (await asyncio.to_thread(hugging_face, own, prompt, 40))[0]
+    reader = model.draft.read_along()
+    assert reader is not None
+    reader.prepare(prompt)
+
+    async def right(known: int, count: int) -> int:
+        guess = await guessed(reader, text[:known], count)
+        return sum(a == b for a, b in zip(guess, text[known:], strict=False))
+
+    assert await right(len(prompt), 20) > 15, "it is rounded to 8 bits"
+    assert await reader.guess(prompt, 21) == [], "the last of them is none of a short text"
+    assert await right(short + 1, 15) > 11
+    assert await right(short + 4, 12) > 9
+    reader.close()
+    model.draft.close()
+
+
 async def test_only_so_many_answers_are_read_along(model: AskerModel) -> None:
     assert isinstance(model.draft, DraftModel)
     readers = [model.draft.read_along() for _ in range(MAX_TEXTS)]
@@ -182,7 +209,7 @@ async def test_only_so_many_answers_are_read_along(model: AskerModel) -> None:
 class Counted:
     """As much of a cache as reading takes."""
 
-    length = 0
+    length, max_tokens = 0, 0
 
     def held(self, positions: int) -> int:
         return min(positions, self.length)
@@ -199,8 +226,10 @@ class Gated(DraftModel):
         self.began, self.gate = threading.Event(), threading.Event()
         self.twos = 0
 
-    def new_cache(self) -> KeyValueCache:
-        return cast("KeyValueCache", Counted())
+    def new_cache(self, positions: int) -> KeyValueCache:
+        cache = Counted()
+        cache.max_tokens = positions
+        return cast("KeyValueCache", cache)
 
     def can_read(self, text: Sequence[int], more: int = 0) -> bool:
         return True
