@@ -53,13 +53,16 @@ _DEEPSEEK = (
 )
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+"""Ends of words such as "don't"."""
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _KIMI = (
-    rf"\p{{Han}}+|{_BEFORE}{_UPPER}*{_LOWER}+{_AFTER}|{_BEFORE}{_UPPER}+{_LOWER}*{_AFTER}"
+    rf"\p{{Han}}+|{_BEFORE}{_UPPER}*{_LOWER}+{_SHORTENED}?"
+    rf"|{_BEFORE}{_UPPER}+{_LOWER}*{_SHORTENED}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _EXAONE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    _SHORTENED + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 _THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
@@ -103,12 +106,12 @@ _CUT_BY = {
     "kimi-k2": (_KIMI,),
     "minicpm5": (
         r"\p{N}{1,3}",
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+"
+        _SHORTENED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
     "hunyuan-dense": _DEEPSEEK,
     "seed-coder": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        _SHORTENED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
     ),
 }
