@@ -43,11 +43,15 @@ SMALL_FILES = frozenset(
         "chat_template.json", MODULES, POOLING_CONFIG,
     }
 )  # fmt: skip
+_TEMPLATES = "additional_chat_templates"
+_TEMPLATE = re.compile(rf"{_TEMPLATES}/\w[\w.-]{{0,60}}\.jinja")
+"""Where transformers looks for chat templates beside the usual one, such as `tool_use`."""
+_MOST_TEMPLATES = 16
 _WEIGHTS_FILE = re.compile(rf"[\w][\w.-]{{0,200}}(\.safetensors|{re.escape(SUFFIX)})")
 
 
 def _is_small(name: str) -> None:
-    if name not in SMALL_FILES:
+    if name not in SMALL_FILES and _TEMPLATE.fullmatch(name) is None:
         raise ValueError("is not a file of a checkpoint that may be fetched")
 
 
@@ -182,8 +186,18 @@ def small_files(manifest: Manifest) -> tuple[SmallFile, ...]:
 
 
 def small_names(manifest: Manifest) -> frozenset[str]:
-    """What small files of it may be called; what lies beside a GGUF file is none of it."""
-    return SMALL_FILES if manifest.gguf is None else frozenset()
+    """What small files of it may be called; what lies beside a GGUF file is none of it. Blocks."""
+    if manifest.gguf is not None:
+        return frozenset()
+    templates = (manifest.directory / _TEMPLATES).glob("*.jinja")
+    return SMALL_FILES | small_among(f"{_TEMPLATES}/{file.name}" for file in templates)
+
+
+def small_among(names: Iterable[str]) -> frozenset[str]:
+    """Those that small files of a checkpoint may be called."""
+    found = frozenset(names)
+    templates = sorted(name for name in found if _TEMPLATE.fullmatch(name))
+    return frozenset([*(found & SMALL_FILES), *templates[:_MOST_TEMPLATES]])
 
 
 def encode(document: Document) -> bytes:
@@ -227,7 +241,9 @@ def _require_bounded(document: Document) -> None:
     files = [small.name for small in document.small] + [file.name for file in document.weights]
     heads = sum(file.header for file in document.weights)
     small = sum(file.size for file in document.small)
-    if len(set(files)) != len(files) or heads > MAX_SMALL_BYTES or small > _MAX_ALL_SMALL_BYTES:
+    names = {file.name for file in document.small}
+    is_odd = len(set(files)) != len(files) or names != small_among(names)
+    if is_odd or heads > MAX_SMALL_BYTES or small > _MAX_ALL_SMALL_BYTES:
         raise BadCheckpoint(
             f"The description of a checkpoint names {len(files)} files, {len(set(files))} of them"
             f" different, whose headers have {heads} bytes, and {small} bytes of small files; the"

@@ -22,7 +22,7 @@ from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, read_record
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk, take_place
-from mesh.transfers.documents import SMALL_FILES
+from mesh.transfers.documents import small_among
 from mesh.transfers.hub import Hub, HubFile, Repository, origin_of
 from mesh.types import ModelId
 
@@ -58,9 +58,9 @@ class HubModel:
 
 
 async def read_small(
-    hub: Hub, repository: Repository, names: Collection[str] = SMALL_FILES
+    hub: Hub, repository: Repository, names: Collection[str] | None = None
 ) -> dict[str, bytes]:
-    """Those of the small files of these names that there are, config first.
+    """Those of the small files of these names, or all, that there are, config first.
 
     Raises BadCheckpoint for a repository without a config, UnsupportedFamily for weights in a
     quantised format that is not read, TransferFailed for bytes that are not the file's, and what
@@ -73,7 +73,8 @@ async def read_small(
             fix="Use another repository.",
         )
     found: dict[str, bytes] = {}
-    for name in sorted(names & files.keys(), key=lambda name: (name != _CONFIG, name)):
+    wanted = small_among(files) if names is None else names & files.keys()
+    for name in sorted(wanted, key=lambda name: (name != _CONFIG, name)):
         content = found[name] = await hub.read(repository, name, 0, files[name].length)
         files[name].check(content)
         if name == _CONFIG:

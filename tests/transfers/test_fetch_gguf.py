@@ -198,6 +198,11 @@ def test_a_description_has_no_more_of_small_files_than_memory_takes(tmp_path: Pa
     many = replace(said, small=(*small, documents.SmallFile("vocab.txt", 1, "0" * 64)))
     with pytest.raises(BadCheckpoint, match="bytes of small files"):
         documents.decode(documents.encode(many), toy.weights_sha256)
+    named = [f"additional_chat_templates/{n:02}.jinja" for n in range(17)]
+    small = [documents.SmallFile(name, 1, "0" * 64) for name in named]
+    documents.decode(documents.encode(replace(said, small=tuple(small[1:]))), toy.weights_sha256)
+    with pytest.raises(BadCheckpoint, match="names 18 files"):
+        documents.decode(documents.encode(replace(said, small=tuple(small))), toy.weights_sha256)
 
 
 def test_a_description_is_of_what_was_asked_for_and_names_no_file_elsewhere(

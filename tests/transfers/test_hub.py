@@ -28,6 +28,8 @@ from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import progress, right, weights_bytes
 
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
@@ -35,6 +37,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
         tmp_path_factory.mktemp("whole"), "llama", layers=8, hidden=256, vocab=9000
     )
     make_embedding_model(directory)
+    (directory / TEMPLATE).parent.mkdir()
+    (directory / TEMPLATE).write_text("{{ tools }}")
     return read_manifest(directory, model_id=MODEL)
 
 
@@ -80,7 +84,8 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
         directory = await two.supervisor.pull("org/toy", [LayerRange(2, 6)], ends=False)
         wanted = whole.layer_tensors(LayerRange(2, 6))
         assert await asyncio.to_thread(right, directory, whole) == {e.name for e in wanted}
-        assert await asyncio.to_thread((directory / POOLING_CONFIG).exists)
+        for file in (POOLING_CONFIG, TEMPLATE):
+            assert await asyncio.to_thread((directory / file).exists)
         assert weights_sent(hub) - before == sum(
             entry.nbytes for entry in whole.layer_tensors(LayerRange(4, 6))
         )
@@ -116,7 +121,8 @@ async def pulled(
         await up(one)
         directory = await one.supervisor.pull("org/toy")
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
-        assert await asyncio.to_thread((directory / POOLING_CONFIG).exists)
+        for file in (POOLING_CONFIG, TEMPLATE):
+            assert await asyncio.to_thread((directory / file).exists)
         return one
 
 
