@@ -109,6 +109,12 @@ def refused_by_disk(directory: Path, error: OSError) -> DiskFull:
             f"The disk of {directory} is full.",
             fix="Free some room, or remove models with `hearthnet rm`; what was fetched is kept.",
         )
+    if error.errno == errno.EFBIG:
+        return DiskFull(
+            f"The file system of {directory} takes no file of the size of the model's: FAT takes up"
+            " to 4 GiB.",
+            fix="Name a models_dir on another file system.",
+        )
     return DiskFull(
         f"{directory} cannot be written: {error.strerror}.",
         fix="Check the disk, and that this user may write there; what was fetched is kept.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.clock import set_within
-from mesh.errors import Busy, MeshError, UnsupportedFamily
+from mesh.errors import Busy, DiskFull, MeshError, UnsupportedFamily
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
 from mesh.processes.tasks import end, spawn
@@ -19,7 +19,7 @@ from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
 from mesh.transfers.fetching import Fetch, WantedLayers, fetching
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-from mesh.transfers.peers import Dial, PeerSources, agreed_files, nobody, prepare
+from mesh.transfers.peers import Dial, PeerSources, agreed_files, create, hear, nobody
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId
 
@@ -182,15 +182,18 @@ class Fetches:
         while True:
             having, asked, is_slow = self._having(sha256), self._asked(running.order), False
             for peer in asked:
+                said = None
                 try:
-                    files = agreed_files(having)
-                    limit = limit_s if len(asked) > 1 else None
-                    await prepare(directory, sha256, peer, self._dial, files, limit)
-                except UnsupportedFamily:
-                    raise  # no other peer's are of use
+                    async with asyncio.timeout(limit_s if len(asked) > 1 else None):
+                        said = await hear(sha256, peer, self._dial, agreed_files(having))
+                    await asyncio.to_thread(create, directory, said)
                 except TimeoutError:
                     is_slow, errors[peer.node_name] = True, f"It said too little in {limit_s:g} s."
                 except MeshError as error:
+                    if isinstance(error, UnsupportedFamily) or (
+                        said and isinstance(error, DiskFull)
+                    ):
+                        raise  # no other peer's are of use
                     errors[peer.node_name] = error.message
                     logger.info("peer=%s does not say: %s", peer.node_name, error)
                 else:

@@ -59,27 +59,8 @@ def agreed_files(having: Sequence[PeerHolding]) -> str:
     return files
 
 
-async def prepare(
-    directory: Path,
-    sha256: str,
-    peer: PeerHolding,
-    dial: Dial,
-    files_sha256: str,
-    limit_s: float | None = None,
-) -> None:
-    """Make the partial checkpoint, without a tensor, from what this peer says of it.
-
-    Raises BadCheckpoint for what is not the checkpoint, or has another `files_sha256` than this
-    (see `agreed_files`), UnsupportedFamily for weights that are stored quantised, what the link
-    raises, and TimeoutError where not all of it was said within `limit_s`.
-    """
-    async with asyncio.timeout(limit_s):
-        said = await _said(sha256, peer, dial, files_sha256)
-    await asyncio.to_thread(_create, directory, said)
-
-
 @dataclass(frozen=True, slots=True)
-class _Said:
+class Said:
     """All of a checkpoint but its tensors; `complete` names those that are here with the rest."""
 
     document: Document
@@ -88,7 +69,12 @@ class _Said:
     complete: set[str]
 
 
-async def _said(sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str) -> _Said:
+async def hear(sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str) -> Said:
+    """What this peer says of the checkpoint.
+
+    Raises BadCheckpoint for what is not the checkpoint, or has another `files_sha256` than this
+    (see `agreed_files`), and what the link raises.
+    """
     link = await dial(peer)
     try:
         document = await _document(link, sha256)
@@ -115,7 +101,7 @@ async def _said(sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str) -
             sparse[file.name] = SparseFile(headers[file.name], file.size, pieces)
     finally:
         link.close("it is known now what there is")
-    return _Said(document, sparse, small, complete)
+    return Said(document, sparse, small, complete)
 
 
 async def _settings(
@@ -139,7 +125,9 @@ async def _settings(
     return found
 
 
-def _create(directory: Path, said: _Said) -> None:
+def create(directory: Path, said: Said) -> None:
+    """Make the partial checkpoint of it, without a tensor. Blocks. Raises BadCheckpoint, DiskFull,
+    and UnsupportedFamily for weights that are stored quantised."""
     document, complete = said.document, said.complete
     tensors = {each.name: each.sha256 for each in document.tensors}
     record = PartialRecord(1, document.model_id, document.weights_sha256, document.origin, tensors)

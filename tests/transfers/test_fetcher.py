@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import Busy, ModelInUse, TransferFailed
+from mesh.errors import Busy, DiskFull, ModelInUse, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
@@ -141,6 +142,25 @@ async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:
         await up(empty)
         with pytest.raises(TransferFailed, match="No node that is up can give"):
             await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another process's limits are Linux's to set")
+async def test_a_disk_that_takes_no_file_so_large_is_said_at_once(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    """FAT takes four gigabytes; who has the model has no part in it."""
+    async with house(tmp_path, "full", "empty") as made:
+        full, empty = made.start("full", whole.directory), made.start("empty")
+        await up(full, empty)
+        made.introduce()
+        assert empty.supervisor.pid is not None
+        before = resource.prlimit(empty.supervisor.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(empty.supervisor.pid, resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        async with asyncio.timeout(20):
+            with pytest.raises(DiskFull, match="takes no file of the size"):
+                await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        resource.prlimit(empty.supervisor.pid, resource.RLIMIT_FSIZE, before)
+        await empty.supervisor.ensure(MODEL, whole.weights_sha256)
 
 
 async def test_two_give_each_a_part_and_a_third_from_who_is_at_it(
