@@ -18,6 +18,11 @@ class FairLine:
     def __len__(self) -> int:
         return len(self._owner_of)
 
+    @property
+    def next_owner(self) -> Hashable:
+        """Whose turn it is; None without anybody."""
+        return next(iter(self._waiting), None)
+
     def has_place(self, owner: Hashable, places: int) -> bool:
         """Whether one more of this owner's may wait where `places` are, half of them for one owner
         at most."""

@@ -105,6 +105,41 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
     await queue.stop(0)
 
 
+async def test_keys_take_turns_over_all_models(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    await hand_in(queue, "wait 0", BEN)
+    await runner_of(queue).began.get()
+    for number in range(4):
+        await hand_in(queue, f"greedy {number}", BEN, model=f"m{number}")
+    await hand_in(queue, "modest 0", CARL, model="other")
+    await hand_in(queue, "modest 1", CARL, model="another")
+    runner_of(queue).proceed.set()
+    await all_done(queue)
+    order = ["wait 0", "modest 0", "greedy 0", "modest 1", "greedy 1", "greedy 2", "greedy 3"]
+    assert runner_of(queue).words == order
+    await queue.stop(0)
+
+
+async def test_who_has_fewer_places_is_next(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, concurrent=2)
+    await queue.start()
+    runner = runner_of(queue)
+    long = [await hand_in(queue, f"wait {n}", BEN, model=f"m{n}") for n in range(3)]
+    for _ in range(2):
+        await runner.began.get()
+    await hand_in(queue, "wait 3", CARL, model="other")
+    gone = await hand_in(queue, "never", DORA, model="another")
+    await queue.kill(gone.job_id, DORA, "It is not wanted.")
+    await queue.kill(long[0].job_id, BEN, "It is not wanted.")
+    await runner.began.get()
+    assert runner.words[2:] == ["wait 3"]
+    runner.proceed.set()
+    await all_done(queue)
+    assert runner.words[3:] == ["wait 2"]
+    await queue.stop(0)
+
+
 class HalfWriter(ScriptedRunner):
     """Leaves of each result a part, and fails."""
 

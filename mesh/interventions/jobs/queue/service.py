@@ -19,6 +19,7 @@ from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.keeping import KeptResults
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
+from mesh.interventions.jobs.queue.places import Places
 from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.records import JobRecords
 from mesh.interventions.jobs.queue.spool import Incoming, Spool, unstored
@@ -85,7 +86,7 @@ class JobQueue:
         self._arriving: dict[str, Job] = {}
         self.uploads: dict[Incoming, Principal] = {}
         """Payloads that are being sent, and by whom."""
-        self._slots = asyncio.Semaphore(settings.concurrent)
+        self._places = Places(settings.concurrent)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
 
@@ -301,7 +302,7 @@ class JobQueue:
         lane.put(ticket)
         if not lane.workers:
             work = Work(
-                self._slots, self.runner, self.spool, self.results.make_room, self._file.change,
+                self._places, self.runner, self.spool, self.results.make_room, self._file.change,
                 self._finish, self._tell,
             )  # fmt: skip
             worker = RunLoop(lane, self._tickets, work, self.settings, self._clock)

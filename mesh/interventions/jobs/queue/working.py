@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from mesh.clock import Clock
 from mesh.errors import Busy, Forbidden, JobFailed, MeshError, NoRoute, StorageFull
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
+from mesh.interventions.jobs.queue.places import Places
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobRunner, JobSpec
@@ -69,10 +70,10 @@ class Work:
     """What a worker uses of the queue: `record` writes a job down, `finish` ends it, `make_room`
     has room on the disk for somebody if that can be.
 
-    `slots` are what the jobs of all models share.
+    `places` are what the jobs of all models share.
     """
 
-    slots: asyncio.Semaphore
+    places: Places
     runner: JobRunner
     spool: Spool
     make_room: Callable[[Principal, int], Awaitable[bool]]
@@ -105,7 +106,7 @@ class RunLoop:
             await self._lane.wait()
             obstacle: Exception | BringingUp | None
             try:
-                async with self._work.slots:
+                async with self._work.places.taken(lambda: self._lane.line.next_owner):
                     obstacle = await self._run_next()
                 if obstacle is not None:
                     await self._hold(obstacle)
