@@ -49,9 +49,15 @@ class KubernetesApi:
         """Find the API server; nothing is asked yet. Raises StoreUnavailable."""
         await self.close()
         library = await asyncio.to_thread(_library)
-        async with self.translated():
+        try:
             configuration = await asyncio.to_thread(self._configuration, library)
             self._client = library.client.ApiClient(configuration)
+        except Exception as error:  # whatever foreign code raises over a file that somebody wrote
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise StoreUnavailable(
+                f"What leads to the Kubernetes API server cannot be used: {why.rstrip('.')}.",
+                fix="Check coordination.kubeconfig, or the file that this account has.",
+            ) from error
 
     async def close(self) -> None:
         """Close the connections."""

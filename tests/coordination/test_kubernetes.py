@@ -288,9 +288,13 @@ async def test_what_is_not_allowed_or_not_set_up_is_said(
     with pytest.raises(StoreUnavailable, match="503"):
         async with connected(kubeconfig):
             pass
-    with pytest.raises(StoreUnavailable, match="kubeconfig"):
-        async with connected(tmp_path / "missing"):
-            pass
+    damaged = tmp_path / "damaged"
+    for text in (None, "", "clusters: [", "current-context: here\ncontexts: 3\n"):
+        if text is not None:
+            await asyncio.to_thread(damaged.write_text, text)
+        with pytest.raises(StoreUnavailable, match="kubeconfig"):
+            async with connected(damaged):
+                pass
     text = await asyncio.to_thread(kubeconfig.read_text)
     await asyncio.to_thread(kubeconfig.write_text, text.replace("a-service", "no-service"))
     server.unavailable = False
