@@ -162,7 +162,8 @@ class Bank:
         self.rooms = [shape.least_room] * SLOTS
         """For how many positions each head of a slot has room. What nobody wrote is zero there."""
         self._free = list(range(SLOTS))
-        self._lock = threading.Lock()
+        # A cache in a cycle may be found, and give its slot back, on the thread that takes one.
+        self._lock = threading.RLock()
 
     @property
     def is_full(self) -> bool:

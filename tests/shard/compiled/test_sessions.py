@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from mesh.errors import Busy
 from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape, SlotCache
 from tests.shard.asker import Attic, CountedLoader
 from tests.shard.compiled.spans import compiled
 from tests.shard.spans import rows
@@ -51,3 +54,23 @@ async def test_who_is_refused_takes_no_slot(runtime: CompiledRuntime) -> None:
                 await asker.open(number)
         mine, next_one = session.sequence.cache, runtime.new_cache(8)
         assert (mine.slot, next_one.slot) == (0, 1)
+
+
+@pytest.mark.usefixtures("_no_collections")
+@pytest.mark.timeout(10)
+def test_a_slot_is_taken_though_a_forgotten_session_is_found_meanwhile() -> None:
+    bank = Bank(CacheShape((KeyShape(1, 4),), positions=8))
+    forgotten: Any = SlotCache(bank, 8)
+    forgotten.itself = forgotten
+    del forgotten
+
+    def collect(_: object, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ == "remove":
+            gc.collect()
+
+    sys.setprofile(collect)
+    try:
+        other = SlotCache(bank, 8)
+    finally:
+        sys.setprofile(None)
+    assert (other.slot, bank.take()) == (1, 0)
