@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from mesh.errors import BadCheckpoint, MeshError, UnsupportedFamily
 from mesh.models.families import family_of
+from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
@@ -89,6 +91,30 @@ def test_words_without_an_embedding(checkpoint: Checkpoint, tmp_path: Path) -> N
     )
     with pytest.raises(BadCheckpoint, match="no list of at most 384 words"):
         read_manifest(file)
+
+
+def test_nonsense_in_settings_of_the_tokenizer(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    names = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", "pre")
+    are_read = set()
+    for name in names:
+        for value in (-1, 1 << 40, [1, 2], "x"):
+            file = write_gguf(
+                checkpoint("llama", layers=2),
+                tmp_path / "odd.gguf",
+                edit=lambda writer, name=name, value=value: _say_odd(writer, name, value),
+            )
+            with suppress(BadCheckpoint):
+                gguf_tokenizer(file, None)
+                are_read.add((name, str(value)))
+    # That there is none.
+    assert are_read >= {(name, "-1") for name in names[1:4]}
+
+
+def _say_odd(writer: Any, name: str, value: Any) -> None:
+    key = f"tokenizer.ggml.{name}"
+    writer.kv_data[0].pop(key, None)
+    add = {int: writer.add_int64, list: writer.add_array}
+    add.get(type(value), writer.add_string)(key, value)
 
 
 def _said(writer: Any) -> list[str]:

@@ -166,9 +166,8 @@ def gguf_tokenizer(file: Path, cache_dir: Path | None) -> PreTrainedTokenizerFas
             text = backend.to_str()
             write_json_atomically(place, {"sha256": _hash(text), "tokenizer": text})
     tokens = {
-        name: backend.id_to_token(token)
+        name: _word(backend, metadata.get(f"tokenizer.ggml.{key}"))
         for name, key in _SPECIAL.items()
-        if type(token := metadata.get(f"tokenizer.ggml.{key}")) is int
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -209,7 +208,7 @@ def _built(file: Path, metadata: Any) -> Any:
         raise _refused(
             file, f"transformers {transformers.__version__} is too old for it"
         ) from error
-    kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "")
+    kind, split = metadata["tokenizer.ggml.model"], str(metadata.get("tokenizer.ggml.pre", ""))
     if kind not in ("gpt2", "llama", "gemma4"):
         raise _refused(file, f"it is of the kind {str(kind)[:40]!r}")
     known = made_by.GGUF_PRE_TOKENIZER_SPLITS.keys() | _AS_GPT2 | _DIGIT_BY_DIGIT | _ALIKE.keys()
@@ -279,7 +278,7 @@ def _set_ends(file: Path, backend: Any, metadata: Any, *, begins: bool) -> None:
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if not metadata.get(f"tokenizer.ggml.add_{name}_token", default) or token_id is None:
             continue
-        token = backend.id_to_token(token_id) if type(token_id) is int else None
+        token = _word(backend, token_id)
         if token is None:
             raise _refused(file, f"its {name} token {str(token_id)[:20]} is none of its words")
         special.append((token, token_id))
@@ -287,6 +286,14 @@ def _set_ends(file: Path, backend: Any, metadata: Any, *, begins: bool) -> None:
     backend.post_processor = processors.TemplateProcessing(
         single=template, pair=[*template, "$B"], special_tokens=special
     )
+
+
+def _word(backend: Any, token_id: object) -> str | None:
+    """The one of that number; None where there is none, as where a file says -1 for it."""
+    if type(token_id) is not int or not 0 <= token_id < 1 << 32:
+        return None
+    token: str | None = backend.id_to_token(token_id)
+    return token
 
 
 def _refused(file: Path, why: str) -> BadCheckpoint:
