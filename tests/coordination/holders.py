@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ class Told:
 
     def __call__(self, why: str) -> None:
         self.warnings.append(why)
+
+
+def sqlite_threads() -> set[threading.Thread]:
+    """Those of aiosqlite: each keeps a process from its end."""
+    return {each for each in threading.enumerate() if "connection_worker" in each.name}
 
 
 @dataclass

@@ -53,12 +53,13 @@ async def test_who_waits_goes_on_when_the_last_worker_is_ready(coordinator: Coor
     waiting = asyncio.create_task(wait_ready(coordinator, 30))
     some = await wait_ready(coordinator, 30, "1-2")
     assert [each.worker_rank for each in some.workers] == [1]
-    half = replace(READY, stability_verified=False)
-    await coordinator.mark_ready(MODEL, 2, half)
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    for half in (replace(READY, stability_verified=False), replace(READY, ready=False)):
+        await coordinator.mark_ready(MODEL, 2, half)
+        await asyncio.sleep(0.03)
+        assert not waiting.done()
     await coordinator.mark_ready(MODEL, 2, READY)
-    assert [each.worker_rank for each in (await waiting).workers] == [1, 2]
+    async with asyncio.timeout(0.5):  # less than he looks again after by himself
+        assert [each.worker_rank for each in (await waiting).workers] == [1, 2]
 
 
 async def test_who_waits_in_vain_is_told_for_what(coordinator: Coordinator) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.coordination.custom_resource import resource_name
+from mesh.coordination.custom_resource import PARTS, resource_name
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import ModelRef, WorkerKind
@@ -308,6 +308,11 @@ async def test_what_is_no_record_is_named_and_left_out_of_the_list(
 ) -> None:
     await store.publish(MODEL, [worker(1)])
     await store.publish(OTHER, [worker(1)])
+    config_map = server.config_maps[f"{resource_name(MODEL)}-tensors-worker-1"]
+    for parts in ("x", "0", "257"):
+        config_map["metadata"]["annotations"] = {PARTS: parts}
+        with pytest.raises(BadRecord, match="must be 1 to 256"):
+            await store.get(MODEL)
     status_of(server)["workers"][0]["nixlMetadata"] = "bm9uc2Vuc2U="
     with pytest.raises(BadRecord, match="is no record"):
         await store.get(MODEL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
@@ -30,7 +29,15 @@ from mesh.coordination.store import RecordStore
 from mesh.errors import RankTaken, RecordsFull, StoreUnavailable
 from mesh.types import ModelId
 from tests.coordination.api_server import ApiServer, api_server
-from tests.coordination.holders import MODEL, OTHER, Told, redis_server, until, worker
+from tests.coordination.holders import (
+    MODEL,
+    OTHER,
+    Told,
+    redis_server,
+    sqlite_threads,
+    until,
+    worker,
+)
 from tests.health.clock import ManualClock
 
 PACE = StoreTimes(visit_s=5.0, refresh_s=0.1, first_retry_s=0.05, last_retry_s=0.2, stop_s=5.0)
@@ -131,11 +138,6 @@ async def layered(
         await records.stop()
 
 
-def connections() -> set[threading.Thread]:
-    """The threads of aiosqlite: each keeps a process from its end."""
-    return {each for each in threading.enumerate() if "connection_worker" in each.name}
-
-
 def lock(file: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
     connection.execute("BEGIN IMMEDIATE")
@@ -192,13 +194,13 @@ async def test_a_restart_reads_back_what_was_written(tmp_path: Path) -> None:
 async def test_a_store_that_cannot_be_written_at_the_end_is_let_go_all_the_same(
     tmp_path: Path,
 ) -> None:
-    file, before = tmp_path / "records.db", connections()
+    file, before = tmp_path / "records.db", sqlite_threads()
     async with layered(SqliteStore(file), pace=replace(PACE, stop_s=0.1)) as records:
         await read_back(records)
         with closing(await asyncio.to_thread(lock, file)):
             await records.publish(MODEL, [worker(1)])
             await records.stop()
-    await until(lambda: asyncio.sleep(0, connections() == before))
+    await until(lambda: asyncio.sleep(0, sqlite_threads() == before))
 
 
 async def test_what_is_published_before_the_store_is_read_back_stays(tmp_path: Path) -> None:
@@ -361,7 +363,7 @@ class TestDirect:
     ) -> None:
         clock, told = ManualClock(), Told()
         records = DirectRecords(shared.open(), ReadyFlags(clock), clock, told)
-        assert await records.get(MODEL) is None
+        assert not records.state()["reachable"]
         await shared.stop()
         with pytest.raises(StoreUnavailable):
             await records.get(MODEL)
@@ -369,12 +371,16 @@ class TestDirect:
         with pytest.raises(StoreUnavailable) as first:
             await records.get(MODEL)
         await shared.start()
+        clock.time += 1.5
         with pytest.raises(StoreUnavailable) as second:
             await records.get(MODEL)
         assert second.value is first.value
-        clock.time += 3.0
+        state = records.state()
+        assert (state["reachable"], state["error"]) == (False, str(first.value))
+        clock.time += 1.5
         assert await records.get(MODEL) is None
-        assert records.state()["reachable"]
+        state = records.state()
+        assert (state["reachable"], state["error"]) == (True, None)
         assert len(told.warnings) == 1
         await records.stop()
 

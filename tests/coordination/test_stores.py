@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -16,13 +17,21 @@ import redis.asyncio
 
 from mesh.clock import SystemClock
 from mesh.coordination.kubernetes import KubernetesStore
-from mesh.coordination.records import ModelRef
+from mesh.coordination.records import MAX_MODELS, ModelRef
 from mesh.coordination.redis import INDEX, RedisStore, record_key
 from mesh.coordination.sqlite import SqliteStore
 from mesh.coordination.store import RecordStore
 from mesh.errors import BadRecord, RankTaken, StoreRefused, StoreUnavailable
 from tests.coordination.api_server import ApiServer, api_server
-from tests.coordination.holders import MODEL, OTHER, RedisServer, redis_server, worker
+from tests.coordination.holders import (
+    MODEL,
+    OTHER,
+    RedisServer,
+    redis_server,
+    sqlite_threads,
+    until,
+    worker,
+)
 
 Open = Callable[[], Awaitable[RecordStore]]
 
@@ -152,18 +161,45 @@ class TestSqlite:
         await store.close()
 
     async def test_a_newer_file_is_left_alone(self, tmp_path: Path) -> None:
-        file = tmp_path / "records.db"
+        file, before = tmp_path / "records.db", sqlite_threads()
+        store = SqliteStore(file)
+        await store.connect()
+        await store.close()
 
         def newer() -> None:
             with sqlite3.connect(file) as connection:
+                assert connection.execute("PRAGMA user_version").fetchone() == (1,)
                 connection.execute("PRAGMA user_version = 2")
             connection.close()
 
         await asyncio.to_thread(newer)
-        store = SqliteStore(file)
         with pytest.raises(StoreUnavailable, match="newer hearthnet"):
             await store.connect()
-        await store.close()
+        await until(lambda: asyncio.sleep(0, sqlite_threads() == before))
+
+    async def test_what_cannot_be_opened_is_not_put_aside_as_damaged(self, tmp_path: Path) -> None:
+        (tmp_path / "records.db").mkdir()
+        with pytest.raises(StoreUnavailable, match="unable to open"):
+            await SqliteStore(tmp_path / "records.db").connect()
+        assert (tmp_path / "records.db").is_dir()
+
+    async def test_it_is_open_once_for_its_owner_alone_and_tells_of_no_others(
+        self, tmp_path: Path
+    ) -> None:
+        file, before = tmp_path / "records.db", sqlite_threads()
+        store = SqliteStore(file)
+        try:
+            await store.connect()
+            await store.connect()
+            await until(lambda: asyncio.sleep(0, len(sqlite_threads() - before) == 1))
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await store.changed(0.0)
+        finally:
+            await store.close()
+        with pytest.raises(StoreUnavailable, match="not open"):
+            await store.models()
 
     async def test_a_row_that_is_no_worker_is_named(self, tmp_path: Path) -> None:
         store = SqliteStore(tmp_path / "records.db")
@@ -179,6 +215,10 @@ class TestSqlite:
         with pytest.raises(BadRecord, match="Delete the file"):
             await store.get(MODEL)
         await store.close()
+
+
+async def _are_connected(client: Any, count: int) -> bool:
+    return len(await client.client_list()) == count
 
 
 class TestRedis:
@@ -217,7 +257,14 @@ class TestRedis:
             with pytest.raises(StoreRefused, match="Redis refuses"):
                 await store.publish(OTHER, [worker(1)])
             await client.sadd(INDEX, "somebody/else-s", MODEL.key)
+            await store.connect()
             assert await store.models() == [MODEL]
+            await until(lambda: _are_connected(client, 2))
+            await client.sadd(INDEX, *range(MAX_MODELS - 2))
+            assert await store.models() == [MODEL]
+            await client.sadd(INDEX, "one more")
+            with pytest.raises(BadRecord, match="more than 1024"):
+                await store.models()
         finally:
             await client.aclose()
             await store.close()
