@@ -15,7 +15,7 @@ from mesh.coordination.opening import open_coordinator
 from mesh.coordination.ready import READY_LIMIT_S, ReadyFlags, ReadySignal
 from mesh.coordination.records import ModelRecord, ModelRef, WorkerKind
 from mesh.errors import NotReady
-from mesh.types import LayerRange
+from mesh.types import LayerRange, ModelId
 from tests.coordination.holders import MODEL, OTHER, Told, until, worker
 from tests.health.clock import ManualClock
 
@@ -87,6 +87,7 @@ async def test_who_knows_only_a_name_waits_for_the_first_checkpoint_of_it_that_i
             MODEL.name, timeout_s=timeout_s, weights_sha256=digest, layers=all_of
         )
 
+    coordinator.hear({replace(MODEL, name=ModelId("another")): [worker(1)]})
     with pytest.raises(NotReady, match="every worker of deepseek"):
         await wait(0.0)
     waiting = asyncio.create_task(wait(30))  # before anybody has published it
@@ -128,6 +129,7 @@ async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(
     assert record is not None
     await coordinator.withdraw(MODEL, [1])
     assert coordinator.ready(record).workers == ()
+    assert await coordinator.lookup(MODEL) is None
 
 
 async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> None:

@@ -171,10 +171,11 @@ async def test_memory_is_bounded() -> None:
             await records.publish(MODEL, [worker(n, count=0) for n in range(1025)])
         for n in range(1024):
             await records.publish(ModelRef(ModelId(f"m{n}"), "ab" * 32), [worker(n, count=0)])
+        await records.publish(ModelRef(ModelId("m5"), "ab" * 32), [worker(5), worker(6)])
         with pytest.raises(RecordsFull, match="1024 models"):
             await records.publish(MODEL, [worker(1)])
-        await records.withdraw(ModelRef(ModelId("m5"), "ab" * 32), [5])
-        await records.publish(MODEL, [worker(1)])
+        await records.withdraw(ModelRef(ModelId("m5"), "ab" * 32), [5, 6])
+        await records.publish(MODEL, [worker(n, count=0) for n in range(1024)])
 
 
 async def test_a_restart_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -225,6 +226,10 @@ async def test_two_nodes_see_each_other_through_a_store(shared: SharedStore) -> 
             await until(lambda records=records: _is(ranks(records), [1, 2]))  # type: ignore[misc]
         await one.withdraw(MODEL, [1])
         await until(lambda: _is(ranks(two), [2]))
+        await two.publish(MODEL, [worker(1, holder="study")])
+        await until(lambda: _is(ranks(one), [1, 2]))
+        await two.withdraw(MODEL, [1])
+        await until(lambda: _is(ranks(one), [2]))
         # Somebody empties the store: who holds something says so again.
         async with opened(shared) as store:
             await store.withdraw(MODEL, [1, 2])
@@ -248,12 +253,34 @@ async def test_a_store_that_is_down_costs_a_warning_and_nothing_else(shared: Sha
         await asyncio.sleep(0.5)
         assert [why for why in told.warnings if "memory only" in why] == told.warnings
         assert len(told.warnings) == 1
-        assert records.state()["unwritten"] == 2
+        state = records.state()
+        assert state["unwritten"] == 2
+        assert state["error"]
         await shared.start()
         await until(lambda: _answers(records, reachable=True))
         await until(lambda: _written(records))
     async with opened(shared) as store:
         assert await ranks(store) == [1, 2]
+
+
+class _Silent(SqliteStore):
+    """Says each time that it is asked, and never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.asked = 0
+
+    async def connect(self) -> None:
+        self.asked += 1
+        raise StoreUnavailable("It is silent.", fix="Wait.")
+
+
+async def test_a_store_that_never_answers_is_asked_less_and_less() -> None:
+    store, told = _Silent(), Told()
+    async with layered(store, told, replace(PACE, first_retry_s=0.03, last_retry_s=0.12)):
+        await asyncio.sleep(0.5)
+    assert 2 <= store.asked <= 8
+    assert len(told.warnings) == 1
 
 
 async def read_back(records: LayeredRecords) -> None:
@@ -323,6 +350,9 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
             await until(lambda: _written(two))
             await until(lambda: _is(ranks(one, OTHER), [2]))
             assert await _phase(server, "Ready")
+            server.requests.clear()
+            await asyncio.sleep(0.2)
+            assert [each for each in server.requests if "update" in each] == []
             # What is lost there, and so written anew, is shown as it was.
             server.resources.clear()
             await two.withdraw(OTHER, [2])
