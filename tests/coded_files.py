@@ -192,12 +192,15 @@ def gptq(
     return Form(said | {"desc_act": shuffled} | form, write)
 
 
-def packed(bits: int, group: int | None, *, symmetric: bool) -> Form:
-    """compressed-tensors' `pack-quantized`; one group for each row where `group` is None."""
+def packed(bits: int, group: int | None, *, symmetric: bool, shuffled: bool = False) -> Form:
+    """compressed-tensors' `pack-quantized`; one group for each row where `group` is None.
+    `shuffled` as with `actorder`."""
 
     def write(weight: torch.Tensor) -> Written:
-        size = group or weight.shape[1]
-        made = integers(weight, bits, size, torch.bfloat16, symmetric=symmetric)
+        order = np.arange(weight.shape[1]) // (group or weight.shape[1])
+        if shuffled:
+            order = np.random.default_rng(weight.shape[1]).permutation(order)
+        made = integers(weight, bits, 0, torch.bfloat16, symmetric=symmetric, order=order)
         stored = {
             "weight_packed": _words(made.codes, bits),
             "weight_scale": made.scales,
@@ -205,24 +208,30 @@ def packed(bits: int, group: int | None, *, symmetric: bool) -> Form:
         }
         if not symmetric:
             stored["weight_zero_point"] = _words(made.zeros.T, bits).t()
+        if shuffled:
+            stored["weight_g_idx"] = torch.from_numpy(order.astype(np.int32))
         return Written(stored, made.numbers)
 
     weights = {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group,
-        "strategy": "group" if group else "channel",
+        "strategy": "group" if group else "channel", "actorder": "group" if shuffled else None,
     }  # fmt: skip
     return Form(_compressed("pack-quantized", weights), write)
 
 
-def rows_of_int8() -> Form:
+def rows_of_int8(*, symmetric: bool = True) -> Form:
     """compressed-tensors' `int-quantized`, w8a8."""
 
     def write(weight: torch.Tensor) -> Written:
-        made = integers(weight, 8, weight.shape[1], torch.bfloat16, symmetric=True)
-        codes = torch.from_numpy((made.codes - 128).astype(np.int8))
-        return Written({"weight": codes, "weight_scale": made.scales}, made.numbers)
+        made = integers(weight, 8, weight.shape[1], torch.bfloat16, symmetric=symmetric)
+        codes, zeros = (
+            torch.from_numpy((each - 128).astype(np.int8)) for each in (made.codes, made.zeros)
+        )
+        stored = {"weight": codes, "weight_scale": made.scales}
+        more = {} if symmetric else {"weight_zero_point": zeros}
+        return Written(stored | more, made.numbers)
 
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel"}
     return Form(_compressed("int-quantized", weights), write)
 
 

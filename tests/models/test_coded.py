@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.errors import BadCheckpoint
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.coded.gathering import gathered
 from mesh.models.coded.numbers import decoded
-from mesh.models.coded.scheme import scheme_of
+from mesh.models.coded.scheme import Scheme, scheme_of
 from mesh.models.header import TensorEntry
 from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
@@ -81,6 +83,80 @@ def _compare(manifest: Manifest, plain: Path) -> None:
         assert torch.equal(step, other)
 
 
+_MATRICES = FORMS | {
+    "packed int4 out of order": (
+        coded_files.packed(4, 32, symmetric=False, shuffled=True), "packed-int4",
+    ),
+    "int8 by rows with zero points": (coded_files.rows_of_int8(symmetric=False), "int8"),
+}  # fmt: skip
+_USELESS_ALONE = ("weight_shape", "input_scale", "activation_scale", "bias")
+_NEED_NOT_BE = ("weight_zero_point", "weight_g_idx", "g_idx")
+
+
+@pytest.mark.parametrize("form", _MATRICES)
+def test_a_matrix_is_what_its_writer_means_and_no_part_may_be_another(form: str) -> None:
+    written, dtype = _MATRICES[form]
+    # Its rows are no whole number of words of zero points, where that may be.
+    rows = 60 if form.startswith(("packed", "int8", "fp8")) else 64
+    weight = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)) + 0.3
+    found = written.write(weight)
+    stored = {
+        f"x.{end}": TensorEntry(
+            f"x.{end}", Path("f"), _DTYPES[part.dtype], tuple(part.shape), 0, part.nbytes
+        )
+        for end, part in found.stored.items()
+    }
+    scheme = scheme_of({"quantization_config": written.config}, "m")
+    entry = gathered(stored, scheme)["x.weight"]
+    assert entry.coding is not None
+    assert entry.dtype.lower() == dtype
+    parts = {
+        what: found.stored[part.name.removeprefix("x.")].contiguous()
+        for what, part in entry.coding.parts.items()
+    }
+    assert torch.equal(decoded(entry, parts, torch.float32), found.numbers)
+    says_size = None if form.startswith(("awq", "gptq")) else entry.coding.parts["codes"]
+    for name, part in stored.items():
+        if not name.endswith(_USELESS_ALONE):
+            for spoilt in _spoilt(part, says_size=says_size is part):
+                with pytest.raises(BadCheckpoint):
+                    gathered(stored | {name: spoilt}, scheme)
+            if not name.endswith(_NEED_NOT_BE):
+                with pytest.raises(BadCheckpoint):
+                    gathered({other: stored[other] for other in stored if other != name}, scheme)
+
+
+@pytest.mark.parametrize(("group", "is_said"), [(96, True), (128, False), (256, True)])
+def test_a_last_group_that_is_shorter_is_not_taken_for_two_that_are_alike(
+    group: int, is_said: bool
+) -> None:
+    """Of 192 columns, where nothing says in which group a column is."""
+    written = coded_files.gptq(4, group, symmetric=False)
+    found = written.write(torch.randn(64, 192, generator=torch.Generator().manual_seed(1)))
+    del found.stored["g_idx"], found.stored["bias"]
+    stored = {
+        f"x.{end}": TensorEntry(f"x.{end}", Path("f"), _DTYPES[part.dtype], tuple(part.shape), 0, 8)
+        for end, part in found.stored.items()
+    }
+    scheme = scheme_of({"quantization_config": written.config}, "m")
+    if not is_said:
+        with pytest.raises(BadCheckpoint):
+            gathered(stored, scheme)
+        return
+    entry = gathered(stored, scheme)["x.weight"]
+    assert entry.coding is not None
+    parts = {w: found.stored[part.name[2:]].contiguous() for w, part in entry.coding.parts.items()}
+    assert torch.equal(decoded(entry, parts, torch.float32), found.numbers)
+
+
+def _spoilt(part: TensorEntry, *, says_size: bool) -> list[TensorEntry]:
+    """Of another shape, unless it alone says that, or of numbers of another kind."""
+    shape, sizes = part.shape, (0,) if says_size else (0, 7)
+    shapes = [(*shape[:at], size, *shape[at + 1 :]) for at in range(len(shape)) for size in sizes]
+    wrong = [replace(part, shape=each) for each in (*shapes, *([] if says_size else [(*shape, 2)]))]
+    return [*wrong, replace(part, dtype="I64")]
+
+
 _SIZES = st.sampled_from([0, 1, 2, 8, 16, 32, 64, 128])
 _DTYPES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
@@ -113,6 +189,53 @@ def _written(form: str) -> tuple[Form, coded_files.Tensors]:
     is_mxfp4 = form == "mxfp4"
     written = coded_files.mxfp4() if is_mxfp4 else FORMS[form][0]
     return written, written.write(torch.ones(2, 64, 64) if is_mxfp4 else torch.ones(64, 64)).stored
+
+
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128}
+_FP8 = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 64]}
+
+
+def _compressed(*weights: object, **more: object) -> dict[str, Any]:
+    groups = {str(number): {"weights": each} for number, each in enumerate(weights)}
+    said = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    return {"quantization_config": said | {"config_groups": groups} | more}
+
+
+def test_what_a_config_says_of_compressed_tensors() -> None:
+    assert scheme_of(_compressed(_INT4 | {"actorder": "group"}, _FP8), "m") == Scheme(
+        "compressed-tensors", 4, 128, (128, 64), reorders=True
+    )
+    text = _FP8 | {"block_structure": "128x64"}
+    assert scheme_of(_compressed(text), "m") == Scheme("compressed-tensors", block=(128, 64))
+    by_rows = _INT4 | {"strategy": "channel", "group_size": None}
+    plain = _compressed(by_rows, sparsity_config={"format": "dense"})
+    assert scheme_of(plain, "m") == Scheme("compressed-tensors", 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (_compressed(), "the form mixed"),
+        (_compressed(3), "no weights"),
+        (_compressed(_INT4, format="sparse"), "the form sparse"),
+        (_compressed(config_groups={"0": 3}), "no weights"),
+        (_compressed(config_groups={"0": {"weights": _INT4, "format": "nvfp4"}}), "form nvfp4"),
+        (_compressed(_INT4 | {"strategy": "tensor"}), "as int by tensor"),
+        (_compressed(_INT4 | {"type": "sparse"}), "as sparse by group"),
+        (_compressed(_INT4 | {"group_size": 0}), "blocks of 0"),
+        (_compressed(_INT4 | {"group_size": True}), "blocks of True"),
+        (_compressed(_FP8 | {"num_bits": 4}), "in 4 bits"),
+        (_compressed(_FP8 | {"block_structure": "128x"}), "blocks of"),
+        (_compressed(_FP8, _FP8 | {"block_structure": [64, 64]}), "several kinds"),
+        (_compressed(_INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
+        (_compressed(_INT4, sparsity_config="x"), "sparsity_config"),
+        ({"quantization_config": {"quant_method": "gptq", "dynamic": ["x"]}}, "rules"),
+        ({"quantization_config": 3}, "in an unknown way"),
+    ],
+)
+def test_what_is_not_read_is_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedFamily, match=reason):
+        scheme_of(config, "m")
 
 
 def test_a_bias_that_the_model_has_no_place_for_is_refused(

@@ -209,7 +209,9 @@ def _words(stored: Mapping[str, TensorEntry], codes: TensorEntry, scheme: Scheme
         _require(order.dtype == "I32" and order.shape == (width,), order)
         parts["order"] = order
     columns = -(-width // groups)
-    _require(order is not None or width % groups == 0, scales)
+    # The last group of a row may be shorter, which only the order of its columns says.
+    fits = width % groups == 0 and scheme.group in (None, width // groups)
+    _require(order is not None or fits or groups == 1, scales)
     kind: Literal["awq", "gptq"] = "awq" if scheme.method == "awq" else "gptq"
     coding = Coding(
         kind, parts, 1, columns, scheme.bits, scheme.zero_added, in_order=not scheme.reorders

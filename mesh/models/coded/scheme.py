@@ -116,7 +116,9 @@ def _gptq(said: Mapping[str, Any]) -> Scheme:
         raise _NotReadError("with rules of their own for some layers, which are not read")
     added = 1 if form == "gptq" else 0
     bits = _bits(said.get("bits"), 4, 8)
-    return Scheme("gptq", bits=bits, zero_added=added, reorders=bool(said.get("desc_act")))
+    size, reorders = said.get("group_size"), bool(said.get("desc_act"))
+    group = size if type(size) is int and size > 0 else None
+    return Scheme("gptq", bits, group, zero_added=added, reorders=reorders)
 
 
 def _compressed(said: Mapping[str, Any]) -> Scheme:
