@@ -23,7 +23,7 @@ from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.types import LayerRange
 from tests import coded_files
-from tests.coded_files import Form, write_coded
+from tests.coded_files import Form, Written, write_coded
 from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
 from tests.models.conftest import Checkpoint
 
@@ -100,21 +100,12 @@ def test_a_matrix_is_what_its_writer_means_and_no_part_may_be_another(form: str)
     rows = 60 if form.startswith(("packed", "int8", "fp8")) else 64
     weight = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)) + 0.3
     found = written.write(weight)
-    stored = {
-        f"x.{end}": TensorEntry(
-            f"x.{end}", Path("f"), _DTYPES[part.dtype], tuple(part.shape), 0, part.nbytes
-        )
-        for end, part in found.stored.items()
-    }
+    stored = _entries(found)
     scheme = scheme_of({"quantization_config": written.config}, "m")
     entry = gathered(stored, scheme)["x.weight"]
     assert entry.coding is not None
     assert entry.dtype.lower() == dtype
-    parts = {
-        what: found.stored[part.name.removeprefix("x.")].contiguous()
-        for what, part in entry.coding.parts.items()
-    }
-    assert torch.equal(decoded(entry, parts, torch.float32), found.numbers)
+    assert torch.equal(_meant(entry, found), found.numbers)
     says_size = None if form.startswith(("awq", "gptq")) else entry.coding.parts["codes"]
     for name, part in stored.items():
         if not name.endswith(_USELESS_ALONE):
@@ -126,6 +117,16 @@ def test_a_matrix_is_what_its_writer_means_and_no_part_may_be_another(form: str)
                     gathered({other: stored[other] for other in stored if other != name}, scheme)
 
 
+@pytest.mark.parametrize("form", ["fp8 in blocks", "packed int4"])
+def test_a_matrix_that_is_decoded_in_parts(form: str) -> None:
+    """Of 262 rows, which are no whole number of blocks; the last is shorter."""
+    written, _ = FORMS[form]
+    found = written.write(torch.randn(270, 4000, generator=torch.Generator().manual_seed(1)))
+    stored = _entries(found)
+    entry = gathered(stored, scheme_of({"quantization_config": written.config}, "m"))["x.weight"]
+    assert torch.equal(_meant(entry, found), found.numbers)
+
+
 @pytest.mark.parametrize(("group", "is_said"), [(96, True), (128, False), (256, True)])
 def test_a_last_group_that_is_shorter_is_not_taken_for_two_that_are_alike(
     group: int, is_said: bool
@@ -134,19 +135,31 @@ def test_a_last_group_that_is_shorter_is_not_taken_for_two_that_are_alike(
     written = coded_files.gptq(4, group, symmetric=False)
     found = written.write(torch.randn(64, 192, generator=torch.Generator().manual_seed(1)))
     del found.stored["g_idx"], found.stored["bias"]
-    stored = {
-        f"x.{end}": TensorEntry(f"x.{end}", Path("f"), _DTYPES[part.dtype], tuple(part.shape), 0, 8)
-        for end, part in found.stored.items()
-    }
+    stored = _entries(found)
     scheme = scheme_of({"quantization_config": written.config}, "m")
     if not is_said:
         with pytest.raises(BadCheckpoint):
             gathered(stored, scheme)
         return
     entry = gathered(stored, scheme)["x.weight"]
+    assert torch.equal(_meant(entry, found), found.numbers)
+
+
+def _entries(found: Written) -> dict[str, TensorEntry]:
+    """What is stored of a matrix x."""
+    return {
+        f"x.{end}": TensorEntry(f"x.{end}", Path("f"), _DTYPES[part.dtype], tuple(part.shape), 0, 8)
+        for end, part in found.stored.items()
+    }
+
+
+def _meant(entry: TensorEntry, found: Written) -> torch.Tensor:
     assert entry.coding is not None
-    parts = {w: found.stored[part.name[2:]].contiguous() for w, part in entry.coding.parts.items()}
-    assert torch.equal(decoded(entry, parts, torch.float32), found.numbers)
+    parts = {
+        what: found.stored[part.name.removeprefix("x.")].contiguous()
+        for what, part in entry.coding.parts.items()
+    }
+    return decoded(entry, parts, torch.float32)
 
 
 def _spoilt(part: TensorEntry, *, says_size: bool) -> list[TensorEntry]:

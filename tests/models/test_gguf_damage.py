@@ -93,6 +93,20 @@ def test_words_without_an_embedding(checkpoint: Checkpoint, tmp_path: Path) -> N
         read_manifest(file)
 
 
+@pytest.mark.parametrize("numbers", [None, [0.5], [0.5] * 3])
+def test_a_number_for_each_layer_is_there_for_each(
+    numbers: list[float] | None, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def edit(writer: Any) -> None:
+        del writer.kv_data[0]["xielu.beta"]
+        if numbers is not None:
+            writer.add_array("xielu.beta", numbers)
+
+    file = write_gguf(checkpoint("apertus", layers=2), tmp_path / "odd.gguf", edit=edit)
+    with pytest.raises(BadCheckpoint, match=r"xielu\.beta is no number for each of 2 layers"):
+        read_manifest(file)
+
+
 def test_nonsense_in_settings_of_the_tokenizer(checkpoint: Checkpoint, tmp_path: Path) -> None:
     names = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id", "pre")
     are_read = set()

@@ -33,16 +33,21 @@ _EXACT: list[tuple[str, Quant]] = [
 ]  # fmt: skip
 
 
-def _entry(file: Path, kind: str, unlike: Difference | None = None) -> TensorEntry:
+def _entry(
+    file: Path,
+    kind: str,
+    unlike: Difference | None = None,
+    shape: tuple[int, int] = (_ROWS, _COLUMNS),
+) -> TensorEntry:
     """Any bytes are blocks; of their scales the sign and the exponent are made harmless."""
     size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    blocks = np.random.default_rng(1).integers(0, 256, (_ROWS * _COLUMNS // 32, size), np.uint8)
+    count = shape[0] * shape[1] // 32
+    blocks = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
     for half in range(2 if kind == "Q4_1" else 1):
         blocks[:, 2 * half + 1] = blocks[:, 2 * half + 1] & 0x87 | 0x28
     file.write_bytes(bytes(64) + blocks.tobytes())
-    shape = (_ROWS, _COLUMNS)
     if unlike is not None and unlike.kind == "transposed":
-        shape = (_COLUMNS, _ROWS)
+        shape = shape[::-1]
     return TensorEntry("w", file, kind, shape, 64, blocks.nbytes, unlike=unlike)
 
 
@@ -80,6 +85,19 @@ def test_other_blocks_are_decoded_and_rounded(kind: str, tmp_path: Path) -> None
         assert apart or not is_exact(kind, quant)
         found = matrix_of_blocks(entry, quant)
         assert torch.equal(found.dense(), quantise(dense, quant).dense())
+
+
+def test_what_is_decoded_and_rounded_in_parts_is_what_its_rows_are(tmp_path: Path) -> None:
+    """Parts of 256 rows, of 32 and of 64; the last is shorter."""
+    entry = _entry(tmp_path / "blocks", "Q4_1", shape=(270, 4096))
+    stored = np.frombuffer(entry.file.read_bytes()[64:], np.uint8).reshape(270, -1)
+    expected = gguf.quants.dequantize(stored, GGMLQuantizationType.Q4_1)
+    dense = decode(Pages.of_file(entry.file), entry, torch.float32)
+    assert torch.equal(dense, torch.from_numpy(expected))
+    edges = [0, 31, 32, 63, 64, 255, 256, 269]
+    for quant in ("int8", "int4"):
+        of_rows = torch.cat([quantise(dense[row : row + 1], quant).dense() for row in edges])
+        assert torch.equal(matrix_of_blocks(entry, quant).dense()[edges], of_rows)
 
 
 _OF_32 = {"linear_num_value_heads": 6, "linear_value_head_dim": 32}

@@ -67,7 +67,7 @@ def test_keys_that_a_window_hides_are_left_out_and_change_nothing(family: str) -
     assert relative_error(found, whole_model(family, hidden)) < 1e-4
     runtime = compiled("int8", family, positions=512)
     expected = in_pieces(runtime, hidden, 430)
-    for sizes in ([1], [7], [200, 1, 64]):
+    for sizes in ([1], [7, 2], [200, 1, 64]):
         assert torch.equal(in_pieces(runtime, hidden, *sizes), expected), sizes
 
 
@@ -107,6 +107,7 @@ def test_one_bit_of_a_row_that_is_alone_is_seen() -> None:
 def test_a_long_piece_is_computed_in_parts_that_see_those_before() -> None:
     bank = Bank(CacheShape((KeyShape(1, 4),), positions=8))
     whole = PassPlace(bank, 2, 10, 7)
-    parts = [(part.slot, part.start, part.rows) for part in whole.pieces(4)]
-    assert parts == [(2, 10, 4), (2, 14, 3)]
-    assert list(whole.pieces(8)) == [whole]
+    parts = [(part.slot, part.start, part.rows, part.reads) for part in whole.pieces(3)]
+    assert parts == [(2, 10, 3, 0), (2, 13, 3, 1), (2, 16, 1, 1)]
+    assert {part.writes for part in whole.pieces(3)} == {1}
+    assert list(whole.pieces(7)) == [whole]
