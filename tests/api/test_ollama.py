@@ -192,6 +192,33 @@ async def test_options_reach_the_generation(http: httpx.AsyncClient, api: Served
     assert once.sampling.max_tokens == 50
     assert once.messages == twice.messages == ({"role": "system", "content": "be brief"}, *HELLO)
     assert first["logprobs"][0]["token"] == "hello"  # noqa: S105 - no secret
+    # Of a provider of Vercel's AI SDK, beside the options.
+    beside = {"temperature": 0.25, "top_p": 0.75, "max_output_tokens": 30}
+    for chosen in ({}, {"temperature": 0, "num_predict": 9}):
+        await said(http, **beside, options=chosen)
+        sampling = api.generations.requests[-1].sampling
+        assert (sampling.temperature, sampling.top_p) == (chosen.get("temperature", 0.25), 0.75)
+        assert sampling.max_tokens == chosen.get("num_predict", 30)
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ("auto", (False, "")),
+        ("required", (True, "")),
+        ({"type": "function", "function": {"name": "look"}}, (True, "look")),
+        ({"type": "function", "name": "look"}, (True, "look")),
+    ],
+)
+async def test_a_choice_of_functions_is_heeded(
+    http: httpx.AsyncClient, api: Served, choice: Any, told: tuple[bool, str]
+) -> None:
+    await said(http, tools=[LOOK], tool_choice=choice)
+    use = api.generations.requests[-1].tools
+    assert use is not None
+    assert (use.required, use.named) == told
+    await said(http, tools=[LOOK], tool_choice="none")
+    assert api.generations.requests[-1].tools is None
 
 
 def _told(**fields: Any) -> dict[str, Any]:
@@ -218,6 +245,7 @@ def _told(**fields: Any) -> dict[str, Any]:
         ("chat", _told(tool_name="look"), "role tool"),
         ("chat", _told(name="look"), "role tool"),
         ("chat", {"tools": [LOOK, LOOK]}, "two of them are called look"),
+        ("chat", {"tool_choice": {"type": "function", "name": "hear"}}, "there is no tool 'hear'"),
         ("chat", {"top_logprobs": 2}, "logprobs to be true"),
         ("generate", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("generate", {"prompt": "a", "template": "b"}, "template"),

@@ -74,9 +74,14 @@ class Options(TokenChoice):
             )
         return self
 
-    def sampling(self, num_predict: int | None, logprobs: int | None) -> SamplingParams:
-        """How tokens are chosen; `num_predict` where the options have none, `logprobs` as there."""
-        limit = self.num_predict or num_predict or -1
+    def filled(self, **beside: float | None) -> Self:
+        """The same, and what stands beside the options where they say nothing."""
+        unsaid = {name: value for name, value in beside.items() if getattr(self, name) is None}
+        return self.model_copy(update=unsaid)
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        """How tokens are chosen; `logprobs` as there."""
+        limit = self.num_predict or -1
         return SamplingParams(
             temperature=_TEMPERATURE if self.temperature is None else self.temperature,
             top_k=max(_TOP_K if self.top_k is None else self.top_k, 0),

@@ -12,22 +12,26 @@ from pydantic import Field, field_validator, model_validator
 from mesh.api.bodies import Strict, only, require_plain
 from mesh.api.ollama.messages import OllamaMessage, to_turns
 from mesh.api.ollama.options import NumPredict, Options
-from mesh.api.openai.sampling import Hint
-from mesh.api.openai.tools import MAX_TOOLS, Tool, require_choosable
-from mesh.types import GenerationRequest, ModelId, Principal, ToolUse
+from mesh.api.openai.sampling import Hint, Temperature, TopP
+from mesh.api.openai.tools import ToolsBody
+from mesh.types import GenerationRequest, ModelId, Principal
 
 _MAX_MESSAGES = 4096
 _ZERO = frozenset({"0", "0s", "0m", "0h", "0ms"})
 
 
 class _AnswerBody(Strict):
-    """What both endpoints share. Open WebUI's limit of titles stands in `num_predict` here."""
+    """What both endpoints share. What clients put beside the options counts where those say
+    nothing: Open WebUI `num_predict` of titles, a provider of Vercel's AI SDK the other three."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
     format: Literal["json"] | dict[str, Any] | None = None
     options: Options | None = None
     num_predict: NumPredict | None = None
+    max_output_tokens: NumPredict | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -57,15 +61,20 @@ class _AnswerBody(Strict):
         value = self.keep_alive
         return value in _ZERO if isinstance(value, str) else value == 0
 
+    def _options(self) -> Options:
+        return (self.options or Options()).filled(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            num_predict=self.num_predict or self.max_output_tokens,
+        )
+
     def _request(
         self, model: ModelId, request_id: str, principal: Principal, **asked: Any
     ) -> GenerationRequest:
         return GenerationRequest(
             request_id=request_id,
             model=model,
-            sampling=(self.options or Options()).sampling(
-                self.num_predict, (self.top_logprobs or 0) if self.logprobs else None
-            ),
+            sampling=self._options().sampling((self.top_logprobs or 0) if self.logprobs else None),
             principal=principal,
             schema={"type": "object"} if self.format == "json" else self.format or None,
             think=bool(self.think) if self.think is not None else None,
@@ -74,11 +83,12 @@ class _AnswerBody(Strict):
         )
 
 
-class OllamaChatBody(_AnswerBody):
+class OllamaChatBody(_AnswerBody, ToolsBody):
     """The body of `POST /api/chat`. `format` is `json` or a JSON schema. `think` false has a model
     not think whose chat template has a switch for that; `low`, `medium` and `high` are for those
     whose template asks how hard to. What a model thinks is in `thinking`, apart from the answer.
-    `system` stands before messages without one of that role, `num_predict` for that of the options.
+    `system` stands before messages without one of that role; `num_predict`, `max_output_tokens`,
+    `temperature` and `top_p` count where the options say nothing. `tool_choice` is as OpenAI's.
     What the assistant said last is the beginning of the answer, which does not repeat it.
     The oldest messages are left out where the context has no room for all, as in Ollama, unless
     `truncate` is false.
@@ -86,14 +96,15 @@ class OllamaChatBody(_AnswerBody):
     """
 
     messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     system: str | None = None
     truncate: bool | None = None
 
-    @model_validator(mode="after")
-    def _tools_differ(self) -> Self:
-        require_choosable([tool.function for tool in self.tools or ()], None, "")
-        return self
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _named_flat(cls, value: Any) -> Any:
+        """As Responses name the function, which that provider does as well."""
+        is_flat = isinstance(value, dict) and value.keys() == {"type", "name"}
+        return {"type": value["type"], "function": {"name": value["name"]}} if is_flat else value
 
     @property
     def is_empty(self) -> bool:
@@ -104,7 +115,6 @@ class OllamaChatBody(_AnswerBody):
         self, model: ModelId, request_id: str, principal: Principal
     ) -> GenerationRequest:
         """The generation this body asks of `model`, on behalf of `principal`."""
-        tools = tuple(tool.function.to_template() for tool in self.tools or ())
         has_own = any(message.role == "system" for message in self.messages)
         said, begun = to_turns(self.messages)
         return self._request(
@@ -113,7 +123,7 @@ class OllamaChatBody(_AnswerBody):
             principal,
             messages=(*_first(None if has_own else self.system), *said),
             begun=begun,
-            tools=ToolUse(tools, in_pieces=False) if tools else None,
+            tools=self.tool_use(in_pieces=False),
             truncates=self.truncate is not False,
         )
 

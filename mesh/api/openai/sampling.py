@@ -75,6 +75,7 @@ LogitBias = Annotated[
 ]
 """By token ids, as text."""
 
+Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda chance: max(chance, 1e-6))]
 """At 0, too, the likeliest token is left."""
 
@@ -83,7 +84,7 @@ class TokenChoice(Strict):
     """How tokens are chosen and where the text ends, in whatever API's words; nothing is said of
     what is left out."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -273,7 +273,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
             self._limit,
             self._rivals,
             messages=to_template(self.messages),
-            tools=self.tool_use(),
+            tools=self.tool_use(in_pieces=bool(self.stream)),
             truncates=self.truncation == "auto",
             **self._bound(self.response_format)
             | template.asked()

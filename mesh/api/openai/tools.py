@@ -137,7 +137,6 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ToolsBody(Strict):
     """The fields of a chat that are about calls."""
 
-    stream: bool | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -155,8 +154,9 @@ class ToolsBody(Strict):
     def _named(self) -> str:
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else ""
 
-    def tool_use(self) -> ToolUse | None:
-        """What the answer may call; None where that is nothing."""
+    def tool_use(self, *, in_pieces: bool) -> ToolUse | None:
+        """What the answer may call, and whether calls are told in pieces; None where that is
+        nothing."""
         if self.tool_choice == "none":
             return None
         return tool_use(
@@ -164,7 +164,7 @@ class ToolsBody(Strict):
             named=self._named,
             required=self.tool_choice == "required",
             parallel=self.parallel_tool_calls is not False,
-            in_pieces=bool(self.stream),
+            in_pieces=in_pieces,
         )
 
 
