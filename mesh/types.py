@@ -450,7 +450,8 @@ class GenerationRequest:
     `sampling` asks for any. `trace_id` is what the log calls it, no secret as `request_id` may be.
     `think`: whether the model is to think before it answers `messages`; None leaves it to its chat
     template, as one that has no switch for it does anyway. `effort`: how hard it is to, for a
-    template that asks; empty leaves it to that. `truncates`: the oldest of `messages` may be left
+    template that asks; empty leaves it to that. `keeps_thoughts`: whether it is shown what it
+    thought in earlier turns, likewise. `truncates`: the oldest of `messages` may be left
     out where the context has no room for all, or the end of a `prompt`. `embeds`: the embedding of
     the prompt is wanted, and no token.
     """
@@ -477,6 +478,7 @@ class GenerationRequest:
     trace_id: str = ""
     think: bool | None = None
     effort: str = ""
+    keeps_thoughts: bool | None = None
     truncates: bool = False
     embeds: bool = False
 

@@ -27,6 +27,7 @@ from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
 from mesh.models.splitting import without
 from mesh.models.text_lengths import MAX_GROWN_BYTES, longest_token_bytes, most_growth
+from mesh.models.thinking import AS_IT_IS, Thinking, takes_effort
 from mesh.models.tokenizer_files import load_tokenizer
 from mesh.models.tool_places import PROBE, Place, as_tools, handed_to, place_in
 from mesh.models.turns import Wants, in_parts, plain_transcript, turned, wants_of
@@ -42,13 +43,6 @@ _OBJECTIONS = (
     RecursionError,
 )  # fmt: skip
 """What a template raises that does not take a conversation."""
-
-
-_THINK_SWITCHES = ("enable_thinking", "thinking")
-"""What chat templates ask whether to think: the first those of Qwen 3, GLM 4.5 and SmolLM 3, the
-second those of DeepSeek 3.1 and Granite 3."""
-_EFFORT = "reasoning_effort"
-"""What gpt-oss's asks how hard to."""
 
 
 class Tokenizer:
@@ -99,7 +93,7 @@ class Tokenizer:
 
     def takes_effort(self) -> bool:
         """Whether the chat template asks how hard the model is to think."""
-        return _EFFORT in str(self._tokenizer.chat_template or "")
+        return takes_effort(str(self._tokenizer.chat_template or ""))
 
     def takes_tools(self) -> bool:
         """Whether the chat template says to the model which functions it may call."""
@@ -133,12 +127,11 @@ class Tokenizer:
         most: int | None = None,
         begun: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
-        think: bool | None = None,
-        effort: str = "",
+        thinking: Thinking = AS_IT_IS,
     ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer behind what it has `begun`,
-        which may call the `tools` where the template takes them. `think` and `effort` are for
-        templates that have switches for that.
+        which may call the `tools` where the template takes them. `thinking` is for templates that
+        have switches for that.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
@@ -158,10 +151,10 @@ class Tokenizer:
             return self.encode(plain_transcript(messages) + begun, most)
         has_calls = any("tool_calls" in message for message in messages)
         shown = turned(messages, self._wants if has_calls else Wants())
-        text = self._render(shown, tools, think, effort)
+        text = self._render(shown, tools, thinking)
         if begun and (marks := self.reasoning_marks()) is not None:
             if marks.are_open_in(text) and not begun.lstrip().startswith(marks.opens_with):
-                text = self._render(shown, tools, False, effort)
+                text = self._render(shown, tools, replace(thinking, wanted=False))
                 text += f"{marks.closing}\n\n" if marks.are_open_in(text) else ""
             text += marks.answers_with
         return self._encode(text + begun, most, special=False)
@@ -201,12 +194,9 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
-        think: bool | None = None,
-        effort: str = "",
+        thinking: Thinking = AS_IT_IS,
     ) -> str:
-        switches: dict[str, Any] = {} if think is None else dict.fromkeys(_THINK_SWITCHES, think)
-        if effort:
-            switches[_EFFORT] = effort
+        switches = thinking.told()
         place = as_tools if not tools or self._place is None else self._place
         has_several = isinstance(self._tokenizer.chat_template, dict)
         shown, handed = handed_to(place, messages, [*map(self._described, tools)], has_several)

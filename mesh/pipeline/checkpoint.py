@@ -20,6 +20,7 @@ from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.pooling import NO_POOLING, Pooling, read_pooling
 from mesh.models.progress import Progress
 from mesh.models.rope import short_positions
+from mesh.models.thinking import Thinking
 from mesh.models.tokenizer import Tokenizer
 from mesh.models.turns import speaks_of_calls
 from mesh.pipeline.commands import AskerOptions
@@ -115,8 +116,10 @@ class CheckpointText:
         if request.prompt_ids is None and request.messages is not None:
             tools = self._tools(request)
             self._require_thinks(request)
-            chat = request.messages, most, request.begun, tools, request.think, request.effort
-            return self._tokenizer.encode_chat(*chat)
+            thinking = Thinking(request.think, request.effort, request.keeps_thoughts)
+            return self._tokenizer.encode_chat(
+                request.messages, most, request.begun, tools, thinking
+            )
         if request.prompt_ids is None and request.prompt is not None:
             if request.embeds and self._end is not None:
                 return self._ended(request.prompt, most, self._end)

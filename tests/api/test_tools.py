@@ -308,6 +308,8 @@ async def test_what_vllm_hands_to_a_template_says_whether_to_think() -> None:
         for switch, told in (({"enable_thinking": False}, True), ({"thinking": True}, False)):
             await whole(client, extra_body={"chat_template_kwargs": switch})
             assert ("no thoughts" in asker.prompt()) is told
+        await whole(client, extra_body={"enable_thinking": False})  # pi's, and Alibaba's own
+        assert "no thoughts" in asker.prompt()
         both = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "none"}
         await whole(client, extra_body=both)
         assert "no thoughts" in asker.prompt()
@@ -316,6 +318,12 @@ async def test_what_vllm_hands_to_a_template_says_whether_to_think() -> None:
         with pytest.raises(openai.BadRequestError, match="mood") as refused:
             await whole(client, extra_body={"chat_template_kwargs": {"mood": "good"}})
         assert refused.value.param == "chat_template_kwargs.mood"
+    keeps = THINKS + "{% if preserve_thinking %}all thoughts{% endif %}"
+    async with asking(keeps, "so.") as (client, asker):
+        for kept in (True, False):
+            kwargs = {"enable_thinking": False, "preserve_thinking": kept}
+            await whole(client, extra_body={"chat_template_kwargs": kwargs})
+            assert ("all thoughts" in asker.prompt()) is kept
     async with asking(HERMES, "so.") as (client, _):
         with pytest.raises(openai.BadRequestError, match="does not support thinking"):
             await whole(client, extra_body={"chat_template_kwargs": {"enable_thinking": True}})

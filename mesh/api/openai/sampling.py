@@ -35,11 +35,14 @@ class TemplateKwargs(Strict):
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
+    preserve_thinking: bool | None = None
     reasoning_effort: Effort | None = None
 
     def asked(self) -> dict[str, Any]:
         """What a generation is told of it."""
         told = thinking(self.reasoning_effort)
+        if self.preserve_thinking is not None:
+            told["keeps_thoughts"] = self.preserve_thinking
         switches = {self.enable_thinking, self.thinking} - {None}
         return told | ({"think": all(switches)} if switches else {})
 

@@ -216,9 +216,10 @@ class ChatBody(_ChoicesBody, ToolsBody):
     """The body of `POST /v1/chat/completions`. As OpenAI has it, `temperature` and `top_p` are 1
     where they are left out. Without a limit an answer may fill the context. `reasoning_effort` is
     for models whose chat template asks for it; `none` has those not think that can be told so, as
-    `enable_thinking` of `chat_template_kwargs` does, which vLLM's clients know. With `truncation`
-    `auto` the oldest messages are left out where the context has no room for all, and the answer's
-    `hearthnet` says how many, in `left_out_messages`.
+    `enable_thinking` does, alone or in `chat_template_kwargs`, which vLLM's clients know; with
+    `preserve_thinking` in these a template that asks shows what was thought in earlier turns. With
+    `truncation` `auto` the oldest messages are left out where the context has no room for all, and
+    the answer's `hearthnet` says how many, in `left_out_messages`.
     With `n` there are so many answers, each a choice; a `seed` is that of the first."""
 
     messages: Annotated[
@@ -229,6 +230,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     truncation: Truncation | None = None
     # OpenAI's, not here
@@ -267,6 +269,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
     def to_requests(self, request_id: str, principal: Principal) -> list[GenerationRequest]:
         """The generations this body asks for, on behalf of `principal`, one for each answer."""
         template = self.chat_template_kwargs or TemplateKwargs()
+        switched = TemplateKwargs(enable_thinking=self.enable_thinking)
         asked = self._generation(
             request_id,
             principal,
@@ -277,6 +280,7 @@ class ChatBody(_ChoicesBody, ToolsBody):
             truncates=self.truncation == "auto",
             **self._bound(self.response_format)
             | template.asked()
+            | switched.asked()
             | thinking(self.reasoning_effort),
         )
         return self._answers(asked)
