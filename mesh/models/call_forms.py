@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from mesh.models.channels import CALL, CHANNEL, CONSTRAIN, MESSAGE, call_to
 from mesh.models.gemma_calls import GemmaCalls
 from mesh.models.python_calls import PythonCalls
-from mesh.models.tagged_calls import GLM, MINICPM, MINIMAX, QWEN, SEED
+from mesh.models.tagged_calls import GLM, MINICPM, MINIMAX, QWEN, SEED, hunyuan_tags
+from mesh.models.template_marks import spelled_out
 from mesh.models.written_calls import NamedObjects, Objects, Writing
 
 
@@ -142,6 +143,14 @@ HUNYUAN = CallForm(
     separator="", between=("```", _TAG_END),
 )  # fmt: skip
 """Hunyuan's small models; A13B writes as Apriel does."""
+
+
+def _hunyuan_3(suffix: str) -> CallForm:
+    return CallForm(f"<tool_calls{suffix}>", f"</tool_calls{suffix}>", hunyuan_tags(suffix))
+
+
+HUNYUAN_3, HUNYUAN_3_OPEN = _hunyuan_3(""), _hunyuan_3(":opensource")
+"""Hunyuan 3 (HY 3), whose marks end with what its tokenizer says."""
 APERTUS = CallForm(
     "<|tools_prefix|>",
     "<|tools_suffix|>",
@@ -227,6 +236,8 @@ _TAUGHT: tuple[tuple[CallForm | None, tuple[str, ...]], ...] = (
     (HARMONY, (CALL, CHANNEL)),
     (DEEPSEEK, (DEEPSEEK.opening, "```json")),
     (DEEPSEEK_PLAIN, (DEEPSEEK_PLAIN.opening,)),
+    (HUNYUAN_3, (HUNYUAN_3.opening, "<tool_sep>")),
+    (HUNYUAN_3_OPEN, (HUNYUAN_3_OPEN.opening,)),
     (APRIEL, (APRIEL.opening + "[",)),
     (HUNYUAN, (HUNYUAN.opening, _TAG, "json")),
     (QWEN_TAGS, (QWEN_TAGS.opening, "<function=")),
@@ -262,5 +273,6 @@ are looked for."""
 
 def form_in(template: str) -> CallForm | None:
     """The form that a chat template teaches; None where it is none of those known here."""
+    template = spelled_out(template)
     found = (form for form, texts in _TAUGHT if all(text in template for text in texts))
     return next(found, None)

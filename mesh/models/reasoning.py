@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mesh.models.channels import CHANNEL, MESSAGE, ChannelMarks
 from mesh.models.splitting import Splitter, first_of, most_overlap, overlap
+from mesh.models.template_marks import spelled_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class ReasoningMarks:
 _THINK = ReasoningMarks("<think>", "</think>")
 _PAIRS = (
     _THINK,
+    ReasoningMarks("<think:opensource>", "</think:opensource>"),
     ReasoningMarks("[THINK]", "[/THINK]"),
     ReasoningMarks("<seed:think>", "</seed:think>"),
     ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -83,6 +85,7 @@ _FRAMES = (
 
 def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
     """The marks that a chat template speaks of, or None; without their tokens."""
+    template = spelled_out(template)
     if f"{CHANNEL}analysis{MESSAGE}" in template:
         return ChannelMarks()
     for marks in _PAIRS:

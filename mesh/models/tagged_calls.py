@@ -21,7 +21,8 @@ class Tagged:
 
     The first group of `head` is the name; those of `parameter` are key and value. `lead` is what a
     head begins with, where that is no name; `opens` is what a parameter begins with, and `shuts`
-    what it ends with. A call ends at `closing` as well, which is not read.
+    what it ends with; `inner` are the texts between. A call ends at `closing` as well, which is not
+    read.
     """
 
     lead: str
@@ -31,11 +32,12 @@ class Tagged:
     shuts: str
     end: str
     closing: str
+    inner: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts in it that a tokenizer may have special tokens for."""
-        found = (self.lead, self.opens, self.shuts, self.end)
+        found = (self.lead, self.opens, *self.inner, self.shuts, self.end)
         return tuple(mark for mark in found if mark)
 
     def begun(self, held: str, schemas: Schemas) -> tuple[int, WrittenCall] | None:
@@ -104,6 +106,23 @@ GLM = Tagged(
 )
 
 
+def hunyuan_tags(suffix: str) -> Tagged:
+    """Hunyuan 3's, all of which end with a suffix, which is empty or its maker's."""
+    lead, sep = f"<tool_call{suffix}>", f"<tool_sep{suffix}>"
+    key, key_end = f"<arg_key{suffix}>", f"</arg_key{suffix}>"
+    value, value_end = f"<arg_value{suffix}>", f"</arg_value{suffix}>"
+    return Tagged(
+        lead=lead,
+        head=re.compile(rf"{lead}\s*([\w.-]{{1,256}})\s*{sep}\s*"),
+        opens=key,
+        parameter=re.compile(rf"{key}([^<\n]+){key_end}\s*{value}(.*?){value_end}\s*", re.DOTALL),
+        shuts=value_end,
+        end=f"</tool_call{suffix}>",
+        closing=f"</tool_calls{suffix}>",
+        inner=(sep, key_end, value),
+    )
+
+
 class TaggedCall(WrittenCall):
     """One call so written: a parameter is told when it is whole.
 
@@ -165,7 +184,7 @@ class TaggedCall(WrittenCall):
 
     def _none(self) -> str:
         """What stands behind a tag that has no name, or names nothing else can have."""
-        _, mark, rest = self._left.partition(">")
+        _, mark, rest = self._left.removeprefix(self._tags.lead).partition(">")
         self.is_ended = bool(mark) or len(self._left) > _LONGEST_HEAD
         self.text = self.text[: len(self.text) - len(rest)]
         return rest

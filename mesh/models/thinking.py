@@ -13,6 +13,8 @@ _SWITCHES = ("enable_thinking", "thinking")
 second those of DeepSeek 3.1 and Granite 3."""
 _EFFORT = "reasoning_effort"
 """What gpt-oss's asks how hard to."""
+_NO_EFFORT = "no_think"
+"""The level of Hunyuan 3's that is none. It has no other switch, and without a level it is that."""
 _KEEPS = "preserve_thinking"
 """What those of Qwen 3.6, Laguna and LFM2.5 ask about earlier turns."""
 
@@ -27,11 +29,13 @@ class Thinking:
     effort: str = ""
     keeps: bool | None = None
 
-    def told(self) -> dict[str, Any]:
-        """What a template is handed for it."""
+    def told_to(self, template: str) -> dict[str, Any]:
+        """What this template is handed for it."""
         told: dict[str, Any] = {}
         if self.wanted is not None:
             told = dict.fromkeys(_SWITCHES, self.wanted)
+            if f"'{_NO_EFFORT}'" in template:
+                told[_EFFORT] = "high" if self.wanted else _NO_EFFORT
         if self.effort:
             told[_EFFORT] = self.effort
         if self.keeps is not None:

@@ -196,7 +196,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]],
         thinking: Thinking = AS_IT_IS,
     ) -> str:
-        switches = thinking.told()
+        switches = thinking.told_to(str(self._tokenizer.chat_template or ""))
         place = as_tools if not tools or self._place is None else self._place
         has_several = isinstance(self._tokenizer.chat_template, dict)
         shown, handed = handed_to(place, messages, [*map(self._described, tools)], has_several)

@@ -33,6 +33,7 @@ GEMMA = ReasoningMarks("<|channel>", "<channel|>", label="thought")
 COHERE = ReasoningMarks(
     "<|START_THINKING|>", "<|END_THINKING|>", frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 )
+OPEN = ReasoningMarks("<think:opensource>", "</think:opensource>")
 APRIEL = ReasoningMarks(
     "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", frame=("", "[END FINAL RESPONSE]")
 )
@@ -206,6 +207,7 @@ def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -
         ),
         ("{{ x.split('</think>')[-1] }}<｜Assistant｜>", MARKS),
         ("<|im_start|>assistant\\n<think>", MARKS),
+        ("set t = ':opensource' '</think{}>'.format(t)", OPEN),
         ("say 'Here is my response:'", None),
         (
             "{{ x.split('<answer>')[-1].strip('</answer>') }}<think>\\n\\n</think>",

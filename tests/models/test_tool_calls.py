@@ -25,6 +25,8 @@ from mesh.models.call_forms import (
     HARMONY,
     HERMES,
     HUNYUAN,
+    HUNYUAN_3,
+    HUNYUAN_3_OPEN,
     KIMI,
     LFM,
     LLAMA,
@@ -374,6 +376,23 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
     ),
     (HUNYUAN, "<tool_calls><tool_call>no", "<tool_calls><tool_call>no", []),
     (
+        HUNYUAN_3,
+        "So.<tool_calls>\n<tool_call>look<tool_sep>\n<arg_key>city</arg_key>\n"
+        "<arg_value>Bad <Ems>\n</arg_value>\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
+        "</tool_call>\n<tool_call>add<tool_sep>\n</tool_call>\n</tool_calls>",
+        "So.",
+        [("look", '{"city": "Bad <Ems>\\n", "a": 3}'), ("add", "{}")],
+    ),
+    (
+        HUNYUAN_3_OPEN,
+        "<tool_calls:opensource><tool_call:opensource>look<tool_sep:opensource><arg_key:opensource>"
+        "list</arg_key:opensource><arg_value:opensource>[1]</arg_value:opensource>"
+        "</tool_call:opensource></tool_calls:opensource>",
+        "",
+        [("look", '{"list": [1]}')],
+    ),
+    (HUNYUAN_3, "<tool_calls><tool_call>a b<tool_sep>", "<tool_calls><tool_call>a b<tool_sep>", []),
+    (
         APERTUS,
         'So.<|tools_prefix|>[{"look": {"city": "Köln", "any": {"b": []}}}, {"add": {}}]'
         "<|tools_suffix|>",
@@ -586,6 +605,12 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
         ("within <tool_call></tool_call> XML tags: <tool_calls>[{", APRIEL),
         ("<start_function_call>call:", FUNCTION_GEMMA),
         ("print <tool_calls> <tool_call>function_name\n```json\n```</tool_call>", HUNYUAN),
+        (
+            "set t = ':opensource' '<tool_calls{}>'.format(t) '<tool_sep{}>'.format(t)",
+            HUNYUAN_3_OPEN,
+        ),
+        ("set t = '' '<tool_calls{}>'.format(t) '<tool_call{}>json <tool_sep>'", HUNYUAN_3),
+        ("'<tool_calls{}>'.format(t) '<tool_sep{}>'.format(t)", None),
         ("set token = '<|tools_prefix|>' set end = '<|tools_suffix|>'", APERTUS),
         ('<function=example_function_name>{"a": 1}</function> <|python_tag|>', FUNCTIONARY),
         ('function_call="<|function_call|>"', GIGACHAT),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mesh.models.thinking import Thinking
 from mesh.models.tokenizer import Tokenizer
 from mesh.models.turns import Wants, turned
 from tests.pipeline.scripted_asker import EOS, tokenizer_with
@@ -137,6 +138,25 @@ def test_an_answer_that_has_begun_goes_on_behind_its_thoughts(switch: str, shown
     tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
     assert tokenizer.decode(tokenizer.encode_chat(TALK[:1])) == "hi a:<think>\n"
     assert tokenizer.decode(tokenizer.encode_chat(TALK[:1], begun="So")) == shown
+
+
+def test_a_template_whose_one_switch_is_a_level_is_told_whether_to_think() -> None:
+    template = (
+        "{% set t = ':opensource' %}{% if reasoning_effort is not defined %}{% set "
+        "reasoning_effort = 'no_think' %}{% endif %}{{ messages[0].content + reasoning_effort }}"
+        "{{ '<think{}>'.format(t) + ('</think{}>'.format(t) if reasoning_effort == 'no_think' "
+        "else '') }}"
+    )
+    tokenizer = Tokenizer(tokenizer_with(template), frozenset({EOS}))
+    for thinking, shown in (
+        (Thinking(), "hino_think<think:opensource></think:opensource>"),
+        (Thinking(wanted=True), "hihigh<think:opensource>"),
+        (Thinking(wanted=True, effort="low"), "hilow<think:opensource>"),
+        (Thinking(wanted=False), "hino_think<think:opensource></think:opensource>"),
+    ):
+        assert tokenizer.decode(tokenizer.encode_chat(TALK[:1], thinking=thinking)) == shown
+    ids = tokenizer.encode_chat(TALK[:1], begun="So", thinking=Thinking(effort="low"))
+    assert tokenizer.decode(ids).endswith("</think:opensource>\n\nSo")
 
 
 def test_calls_that_a_template_leaves_out_are_written_into_the_text() -> None:
