@@ -171,6 +171,27 @@ FUNCTIONARY = CallForm(
     between=("</function>",),
 )  # fmt: skip
 """Functionary 3.1."""
+_SOLAR_CALL, _SOLAR_END = "<|tool_call:begin|>", "<|tool_call:end|>"
+_SOLAR_NAME, _SOLAR_ARGUMENTS = "<|tool_call:name|>", "<|tool_call:args|>"
+SOLAR = CallForm(
+    "<|tool_calls|>",
+    writing=NamedObjects(
+        re.compile(
+            r"<\|tool_call:begin\|>[^<{]{0,64}<\|tool_call:name\|>\s*(?P<name>[\w.-]{1,256})\s*"
+            r"<\|tool_call:args\|>\s*(?=\{)"
+        ),
+        re.compile(r"<\|tool_call:begin\|>[^{]{0,600}"),
+        f"{_SOLAR_CALL}a1b2c3d4e5{_SOLAR_NAME}NAME{_SOLAR_ARGUMENTS}",
+        _SOLAR_CALL,
+        _SOLAR_END,
+        (_SOLAR_CALL, _SOLAR_NAME, _SOLAR_ARGUMENTS),
+    ),
+    separator="",
+    between=(_SOLAR_END,),
+    ends=("<|calls|>",),
+    id_chars=10,
+)
+"""Solar Open."""
 GIGACHAT = CallForm("<|function_call|>")
 """GigaChat 3.1."""
 MINICPM_TAGS = CallForm("<function name=", writing=MINICPM)
@@ -251,6 +272,7 @@ _TAUGHT: tuple[tuple[CallForm | None, tuple[str, ...]], ...] = (
     (GEMMA, (GEMMA.opening + "call:",)),
     (FUNCTION_GEMMA, (FUNCTION_GEMMA.opening + "call:",)),
     (APERTUS, (APERTUS.opening, APERTUS.closing)),
+    (SOLAR, (SOLAR.opening, _SOLAR_CALL)),
     (GIGACHAT, (GIGACHAT.opening,)),
     (MINICPM_TAGS, (MINICPM_TAGS.opening, MINICPM.opens)),
     (FUNCTIONARY, ("<function=example_function_name>{",)),

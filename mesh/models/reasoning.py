@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mesh.models.answer_parts import BEGIN, END, FLUSH, TEXT, THINK, AnswerParts
 from mesh.models.channels import CHANNEL, MESSAGE, ChannelMarks
 from mesh.models.splitting import Splitter, first_of, most_overlap, overlap
 from mesh.models.template_marks import spelled_out
@@ -60,6 +61,25 @@ class ReasoningMarks:
         return SpecialMarks(self, thoughts) if are_tokens else thoughts
 
 
+@dataclass(frozen=True, slots=True)
+class PartMarks(ReasoningMarks):
+    """That a model answers in parts, each with a head."""
+
+    opening: str = THINK
+    closing: str = END
+    answers_with = TEXT
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The marks that a tokenizer may have special tokens for."""
+        return (THINK, END, BEGIN, TEXT, FLUSH)
+
+    def splitter(self, tail: str, *, is_begun: bool, calls: bool = True) -> Splitter:
+        """As that of the others."""
+        del tail, is_begun, calls
+        return AnswerParts()
+
+
 _THINK = ReasoningMarks("<think>", "</think>")
 _PAIRS = (
     _THINK,
@@ -88,6 +108,8 @@ def marks_in(template: str) -> ReasoningMarks | ChannelMarks | None:
     template = spelled_out(template)
     if f"{CHANNEL}analysis{MESSAGE}" in template:
         return ChannelMarks()
+    if f"{BEGIN}assistant{THINK}" in template:
+        return PartMarks()
     for marks in _PAIRS:
         if marks.are_in(template):
             found = (pair for pair in _FRAMES if all(mark in template for mark in pair))

@@ -243,7 +243,9 @@ class Tokenizer:
         marks = self.reasoning_marks()
         bare = [without(text, () if marks is None else marks.tokens) for text in (prompt, before)]
         found = self.id_of(behind.strip().removesuffix(self._tokenizer.eos_token or "").strip())
-        return self._special & {found} if found is not None and bare[0] == bare[1] else frozenset()
+        if found is None or bare[0] != bare[1] or (marks and found == self.id_of(marks.closing)):
+            return frozenset()  # what ends a thought ends no answer
+        return self._special & {found}
 
     def _described(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         """A tool as the template takes it."""

@@ -114,10 +114,10 @@ def in_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def turned(messages: Sequence[Message], wants: Wants) -> list[dict[str, Any]]:
-    """A conversation as a template wants it. What was thought is told under both names that there
+    """A conversation as a template wants it. What was thought is told under all names that there
     are for it."""
     shown = [
-        {**message, "thinking": message["reasoning_content"]}
+        {**message, **dict.fromkeys(("thinking", "reasoning"), message["reasoning_content"])}
         if "reasoning_content" in message
         else dict(message)
         for message in messages

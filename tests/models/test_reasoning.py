@@ -17,7 +17,7 @@ from mesh.models.call_forms import QWEN_TAGS
 from mesh.models.calling_thoughts import CallingThoughts
 from mesh.models.channels import ChannelMarks, Channels
 from mesh.models.manifest import read_manifest
-from mesh.models.reasoning import ReasoningMarks, Thoughts, marks_in
+from mesh.models.reasoning import PartMarks, ReasoningMarks, Thoughts, marks_in
 from mesh.models.splitting import Splitter
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
@@ -34,6 +34,7 @@ COHERE = ReasoningMarks(
     "<|START_THINKING|>", "<|END_THINKING|>", frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 )
 OPEN = ReasoningMarks("<think:opensource>", "</think:opensource>")
+TOLD = "<|tool_calls|>x<|calls|>"
 APRIEL = ReasoningMarks(
     "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", frame=("", "[END FINAL RESPONSE]")
 )
@@ -208,6 +209,7 @@ def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -
         ("{{ x.split('</think>')[-1] }}<｜Assistant｜>", MARKS),
         ("<|im_start|>assistant\\n<think>", MARKS),
         ("set t = ':opensource' '</think{}>'.format(t)", OPEN),
+        ("'<|begin|>assistant<|think|>' + x + '<|end|>'", PartMarks()),
         ("say 'Here is my response:'", None),
         (
             "{{ x.split('<answer>')[-1].strip('</answer>') }}<think>\\n\\n</think>",
@@ -219,6 +221,47 @@ def test_channels_are_told_as_they_come_and_an_answer_that_has_begun_goes_on() -
 )
 def test_marks_are_known_by_the_template(template: str, marks: object) -> None:
     assert marks_in(template) == marks
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|think|>why<|end|><|begin|>assistant<|content|>hi<|flush|>", ("why", "hi")),
+        ("<|think|>why<|end|><|begin|>assistant<|tool_calls|>x<|calls|>", ("why", TOLD)),
+        (
+            "<|content|>I look.<|end|><|begin|>assistant<|tool_calls|>x<|calls|>",
+            ("", f"I look.{TOLD}"),
+        ),
+        ("<|content|>hi<|end|><|begin|>assis", ("", "hi")),
+        ("<|think|>why <|en", ("why <|en", "")),
+        ("hi <|thi", ("", "hi <|thi")),
+        ("", ("", "")),
+    ],
+)
+@given(data=st.data())
+def test_parts_are_told_apart_by_their_heads(
+    text: str, expected: tuple[str, str], data: st.DataObject
+) -> None:
+    for pieces in (pieces_of(text, data), list(text)):
+        assert split(PartMarks().splitter("", is_begun=False), pieces) == expected
+
+
+def test_what_ends_a_thought_ends_no_answer(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "parts")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = make_tokenizer.__wrapped__(384, sentencepiece=False)
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in PartMarks().tokens], True)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+        "{# <|begin|>assistant<|think|> #}"
+    )
+    tokenizer.save_pretrained(directory)
+    read = Tokenizer.load(read_manifest(directory))
+    assert read.id_of("<|end|>") not in read.eos_ids
+    ids = read.encode_chat([{"role": "user", "content": "hi"}], begun="So")
+    shown = "<|begin|>user<|content|>hi<|end|><|begin|>assistant<|content|>So"
+    assert tokenizer.decode(ids) == shown
 
 
 def test_reasoning_is_told_before_it_ends() -> None:

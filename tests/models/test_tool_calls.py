@@ -39,6 +39,7 @@ from mesh.models.call_forms import (
     PHI,
     QWEN_TAGS,
     SEED_TAGS,
+    SOLAR,
     CallForm,
     form_in,
 )
@@ -408,6 +409,16 @@ CASES: list[tuple[CallForm, str, str, list[Call]]] = [
     ),
     (FUNCTIONARY, "<function=look> no", "<function=look> no", []),
     (
+        SOLAR,
+        "So.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>look<|tool_call:args|>"
+        '{"a": 1}<|tool_call:end|>'
+        "<|tool_call:begin|>b<|tool_call:name|>add<|tool_call:args|>{}"
+        "<|tool_call:end|><|calls|>",
+        "So.",
+        [("look", '{"a": 1}'), ("add", "{}")],
+    ),
+    (SOLAR, "<|tool_calls|><|tool_call:begin|>a", "<|tool_calls|><|tool_call:begin|>a", []),
+    (
         GIGACHAT,
         'So.<|function_call|>{"name": "look", "arguments": {"a": 1}}',
         "So.",
@@ -614,6 +625,7 @@ def test_ids_have_the_length_that_mistrals_templates_want() -> None:
         ("set token = '<|tools_prefix|>' set end = '<|tools_suffix|>'", APERTUS),
         ('<function=example_function_name>{"a": 1}</function> <|python_tag|>', FUNCTIONARY),
         ('function_call="<|function_call|>"', GIGACHAT),
+        ("'<|begin|>assistant<|tool_calls|>' '<|tool_call:begin|>'", SOLAR),
         ('<function name="f"><param name="p">v</param></function>', MINICPM_TAGS),
         ("set ns = ']<]minimax[>[' <tool_call>", None),
         ("wrapped in <function_calls></function_calls>", OLMO),
