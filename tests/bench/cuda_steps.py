@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
+from mesh.shard import int4
 from mesh.shard.compiled.formats import BLOCK, BlockLinear, BlockMatrix
-from mesh.shard.cuda import int4
 from mesh.shard.runtime import KeyValueCache, StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange

@@ -95,9 +95,9 @@ async def _prefill(lab: Lab, number: int) -> float:
     async with lab.asker(shards, stall_limit_s=30.0) as engine:
         async for _ in engine.chat(_request(number + 100, PROMPT_TOKENS + AFTER_TOKENS, 1)):
             pass
-        hop = next(iter(engine.sessions.known())).route.hops[1]
         # Chunks overlap in the hops; the sum of a hop's compute times is what one prefill costs.
-        return sum(compute for _, compute in hop._timed) / 1e3
+        (steps,) = (hop.steps for hop in engine.take_steps() if hop.node == "y")
+        return sum(compute_ms for _, compute_ms, _ in steps) / 1e3
 
 
 def _request(seed: int, rows: int = PROMPT_TOKENS, count: int = 2 * AFTER_TOKENS) -> Any:
