@@ -24,7 +24,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check mesh tui tests tools examples
 	$(BIN)/ruff check mesh tui tests tools examples
 	$(BIN)/mypy
-	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin
+	$(BIN)/mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin -p mesh -p tui -p tools
 	$(BIN)/lint-imports
 
 test: check

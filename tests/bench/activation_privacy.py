@@ -40,7 +40,8 @@ class Bench:
     @property
     def table(self) -> torch.Tensor:
         """(vocab, hidden) rows of the embedding."""
-        return self.model.get_input_embeddings().weight.float()
+        table: torch.Tensor = self.model.get_input_embeddings().weight
+        return table.float()
 
     def noisy(self, ids: torch.Tensor, noise: float) -> torch.Tensor:
         """(rows, ROW, hidden) as they leave the asker."""
@@ -51,13 +52,16 @@ class Bench:
         """What goes into layer 0, and what comes out of every layer but the last."""
         parts = [
             self.model(inputs_embeds=part, output_hidden_states=True, use_cache=False).hidden_states
-            for part in inputs.split(8)
+            for part in torch.split(inputs, 8)
         ]
         return [torch.cat(layer).float() for layer in zip(*parts, strict=True)][:-1]
 
     def logits(self, inputs: torch.Tensor) -> torch.Tensor:
         """(rows, ROW, vocab)."""
-        parts = [self.model(inputs_embeds=part, use_cache=False).logits for part in inputs.split(8)]
+        parts = [
+            self.model(inputs_embeds=part, use_cache=False).logits
+            for part in torch.split(inputs, 8)
+        ]
         return torch.cat(parts).float()
 
 
@@ -82,7 +86,8 @@ def _ridge(inputs: torch.Tensor, outputs: torch.Tensor, unseen: torch.Tensor) ->
     left = (inputs - mean) / scale
     gram = left.T @ left + RIDGE * len(left) * torch.eye(left.shape[1])
     weights = torch.linalg.solve(gram, left.T @ (outputs - outputs.mean(0)))
-    return ((unseen - mean) / scale) @ weights + outputs.mean(0)
+    predicted: torch.Tensor = ((unseen - mean) / scale) @ weights
+    return predicted + outputs.mean(0)
 
 
 def cost(bench: Bench, noise: float) -> dict[str, float]:

@@ -24,7 +24,7 @@ _ENDS = {
 def write_gguf(file: Path, directory: Path, library: Path) -> None:
     """Write `directory` to `file` in bf16; `library` is the folder of llama.cpp's own gguf."""
     sys.path.insert(0, str(library))
-    import gguf  # type: ignore[import-not-found]
+    import gguf
 
     config = json.loads((directory / "config.json").read_text())
     kind = {"llama": "llama", "qwen2": "qwen2"}[config["model_type"]]

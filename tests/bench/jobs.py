@@ -28,11 +28,11 @@ from tests.interventions.jobworld import (
     ROUTES,
     Bench,
     bench,
-    checkpoint,
     loaded,
     request_of,
     shards,
 )
+from tests.interventions.worlds import checkpoint
 from tests.mesh_e2e.spread import Spread, greedy
 
 IDS = list(range(5, 69))

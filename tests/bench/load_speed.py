@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,11 @@ def _loads(directory: Path, form: str) -> dict[str, float]:
     torch.set_num_threads(1)
     gc.freeze()
     place = HostedOn(NodeId("here"), "here", Endpoint("ws://here"), torch.device("cpu"), 1)
-    kind = {"quant": form} if form.startswith("int") else {"dtype": form}
-    wanted = ShardRequest(
-        directory, ModelId("model"), LayerRange(0, 6), cache_dir=directory / "cache", **kind
+    plain = ShardRequest(
+        directory, ModelId("model"), LayerRange(0, 6), cache_dir=directory / "cache"
     )
+    is_rounded = form.startswith("int")
+    wanted = replace(plain, quant=form) if is_rounded else replace(plain, dtype=form)
     plan = plan_shard(wanted, place)
     before = psutil.Process().memory_full_info().uss
     loaded = load_shard(plan)

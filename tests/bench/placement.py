@@ -129,8 +129,8 @@ def _foretold() -> dict[str, Any]:
         asker = nodes[0]
         for node in nodes:
             node.wait_ready()
-        ask = {"model": "bench", "quant": "int8", "layers": ["two=0-5", "three=6-11"]}
-        ask["context"] = 512
+        ask = {"model": "bench", "quant": "int8", "layers": ["two=0-5", "three=6-11"],
+               "context": 512}  # fmt: skip
         before = _plan(asker, ask)
         measured = [_speed(asker) for _ in range(1 + ROUNDS)][1:]
         time.sleep(12.0)  # what steps took is told with the next advertisement
