@@ -118,7 +118,7 @@ async def test_somebody_elses_answer_does_not_count(hearth: Hearth) -> None:
 
 
 async def test_silence_ends_in_time(hearth: Hearth) -> None:
-    hearth.part_timeout_s = 0.05
+    hearth.part_timeout_s = 0.5  # the friend has as long for a part
     await hearth.add("author", DATA)
     await hearth.add("friend", DATA)
     asker = await hearth.add("asker")
@@ -197,7 +197,7 @@ async def test_small_pieces_are_no_parts(hearth: Hearth) -> None:
 
 
 async def test_who_answers_late_each_time_does_not_keep_us(hearth: Hearth) -> None:
-    hearth.peer_timeout_s = 0.2
+    hearth.peer_timeout_s = 1.0  # and the friend as long for all of it
     await hearth.add("friend", DATA)
     asker = await hearth.add("asker")
     loop = asyncio.get_running_loop()
@@ -207,7 +207,7 @@ async def test_who_answers_late_each_time_does_not_keep_us(hearth: Hearth) -> No
 
         def receive(self, peer: NodeId, message: Said) -> None:
             part = FilePart(message.number, DATA[:PART_BYTES])
-            loop.call_later(0.15, asker.receive, NodeId("author"), part)
+            loop.call_later(0.75, asker.receive, NodeId("author"), part)
 
     hearth.members["author"] = Late(Library(Path("nowhere")), lambda *_: None)
     assert await asker.fetch(SHA, len(DATA), PEERS) == DATA
