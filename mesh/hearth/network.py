@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mesh.accounts.ledger import ResourceLedger
@@ -22,7 +22,7 @@ from mesh.discovery.events import PeerDown, PeerEvent, PeerSeen, PeerUp
 from mesh.discovery.links import ControlLink, Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering
-from mesh.discovery.sightings import NOT_KNOWN_THERE, PeerState, PeerView
+from mesh.discovery.sightings import PeerState, PeerView
 from mesh.errors import Busy, ExperimentalDisabled, LinkLost, NodeStopped
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -31,6 +31,7 @@ from mesh.hearth.founding import Founding, found
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, company, join_hearth, take_up
+from mesh.hearth.let_in import WhetherLetIn
 from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.news import PUT_OUT, Departure, forked, not_in, not_let_in, notices, warned
 from mesh.hearth.presence import Away, Presence
@@ -89,7 +90,8 @@ class Network:
         self._alone: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._moving = asyncio.Lock()
-        self._is_leaving = self._is_refused = False
+        self._is_leaving = False
+        self._let_in = WhetherLetIn(self.peers, self._not_let_in)
         self._background: set[asyncio.Task[None]] = set()
         self.callbacks = CallBacks(self.link, clock)
 
@@ -112,6 +114,7 @@ class Network:
         """Say goodbye to everybody and close the log."""
         here, self._here = self._here, None
         await end([self._alone])
+        self._let_in.close()
         await self.callbacks.close()
         if here is not None:
             await here.inviting.close()
@@ -359,19 +362,12 @@ class Network:
             task.add_done_callback(self._background.discard)
         self._hooks.on_event(event)
         if hearth is not None and isinstance(event, PeerSeen | PeerDown):
-            self._look_whether_let_in(hearth)
+            self._let_in.look()
 
-    def _look_whether_let_in(self, hearth: Hearth) -> None:
-        """Who is put out while others are linked is cut off, and hears no more of why."""
-        rows = self.peers()
-        refusing = [row.name for row in rows if row.reason == NOT_KNOWN_THERE]
-        is_linked = any(row.state is PeerState.UP for row in rows)
-        if refusing and not is_linked and hearth.roster.is_member(self._key.node_id):
-            if not self._is_refused:
-                self._hooks.on_event(not_let_in(hearth.roster.name, refusing))
-            self._is_refused = True
-        elif is_linked:
-            self._is_refused = False
+    def _not_let_in(self, refusing: Sequence[str]) -> None:
+        hearth = self.hearth
+        if hearth is not None and hearth.roster.is_member(self._key.node_id):
+            self._hooks.on_event(not_let_in(hearth.roster.name, refusing))
 
     def _still_up(self, node: NodeId) -> None:
         if (hearth := self.hearth) is not None:
