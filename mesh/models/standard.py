@@ -91,6 +91,7 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
         model_type in (STANDARD if experts_met(text) == 1 else mixtures)
         and str(activation) in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
+        and not text.get("clip_qkv")
     )
 
 
@@ -129,6 +130,7 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
+        or bool(text.get("clip_qkv"))
     )
 
 

@@ -189,6 +189,7 @@ def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
         {"hidden_act": "tanh"},
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"clip_qkv": 8.0},
     ],
 )  # fmt: skip
 def test_a_plan_knows_of_no_layers_as_standard_that_are_not(

@@ -196,6 +196,8 @@ def _projections(
 ) -> tuple[tuple[nn.Module, ...], int, int]:
     """Those of attention, how many heads keys have, and whether there are keys only (1) or values
     as well (2)."""
+    if getattr(config, "clip_qkv", None):
+        raise NotCompilable("it limits queries, keys and values")
     whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn", f"{path}.{_TOGETHER}")
     if whole is None:
         queries, keys = (reader.get(f"{path}.{name}_proj") for name in ("q", "k"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -69,7 +70,13 @@ class PartsReader:
         """The norm there, if there is one; some know no `width`. Raises NotCompilable for what is
         none."""
         found = self.find(*paths)
-        return None if found is None or isinstance(found, nn.Identity) else norm_of(found, width)
+        if found is None or isinstance(found, nn.Identity):
+            return None
+        return norm_of(found, width, self._device())
+
+    def _device(self) -> torch.device:
+        tensors = chain(self.layer.parameters(), self.layer.buffers())
+        return next((each.device for each in tensors), torch.device("cpu"))
 
     def require_all_read(self) -> None:
         """Raise NotCompilable when a module with weights was passed over."""
@@ -79,14 +86,14 @@ class PartsReader:
                 raise NotCompilable(f"it has a {type(module).__name__} called {name}")
 
 
-def norm_of(module: nn.Module, width: int = 0) -> Norm:
-    """What it does over so many numbers, which most know. Raises NotCompilable for what is no
-    norm."""
+def norm_of(module: nn.Module, width: int, device: torch.device) -> Norm:
+    """What it does over so many numbers, which most know, as they know where. Raises NotCompilable
+    for what is no norm."""
     named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     epsilon = next((each for each in named if each is not None), None)
     weight = getattr(module, "weight", None)
     if weight is None and width and not any(True for _ in module.parameters()):
-        weight = torch.ones(width)
+        weight = torch.ones(width, device=device)
         epsilon = _OWN_EPSILON if hasattr(module, "normalized_shape") else epsilon
     if epsilon is None or weight is None or weight.dim() != 1:
         raise NotCompilable(f"it normalises by {type(module).__name__}")

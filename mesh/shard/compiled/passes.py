@@ -77,6 +77,7 @@ def layer_sessions(
         return known[model]
 
     sees = [_seen_by(layer.parts.mixer) for layer in span.layers]
+    turning = _Turning(rotary, long)
     found = []
     for number, layer in enumerate(span.layers):
         of, mixer = (layer.parts, layer.products), layer.parts.mixer
@@ -85,11 +86,8 @@ def layer_sessions(
         if mixer is None:
             found.append(LayerSessions(None, None, None, back, {}, 0, 0, is_mixed))
             continue
-        tables, of_long = _tables(mixer, rotary), _tables(mixer, long)
-        turned = _turned(tables)
-        if spreads := _goes_by_operator(mixer) and needs_spreading(mixer, turned):
-            tables, of_long = (spread_tables(each, mixer.width) for each in (tables, of_long))
-        model = front_model(*of, is_seen=number in sees, spread_from=turned if spreads else 0)
+        tables, of_long, spread_from = turning.of(mixer)
+        model = front_model(*of, is_seen=number in sees, spread_from=spread_from)
         front = compiled(model, threads, layer.folder)
         several, alone = map(session, _models_of(mixer, tables))
         shares = number if number in sees else sees[number]
@@ -128,6 +126,31 @@ def _goes_by_operator(mixer: Mixer) -> TypeGuard[Attention]:
     return isinstance(mixer, Attention) and mixer.latent is None and not is_grouped(mixer)
 
 
+class _Turning:
+    """What layers turn by, of which those that are alike have the same."""
+
+    def __init__(self, *both: Mapping[str | None, Tables]) -> None:
+        self._both: Sequence[Mapping[str | None, Tables]] = both
+        self._spread: dict[tuple[str | None, int], Sequence[Mapping[str | None, Tables]]] = {}
+
+    def of(self, mixer: Mixer) -> tuple[Tables, Tables, int]:
+        """The tables of a mixer, those of long texts, and how many numbers of a head turned before
+        they were spread over all of it; 0 where they are not."""
+        both, turned = self._both, _turned(_tables(mixer, self._both[0]))
+        if _goes_by_operator(mixer) and needs_spreading(mixer, turned):
+            both = self._spread_over(mixer.table, mixer.width)
+        else:
+            turned = 0
+        first, long = (_tables(mixer, each) for each in both)
+        return first, long, turned
+
+    def _spread_over(self, name: str | None, width: int) -> Sequence[Mapping[str | None, Tables]]:
+        key = name, width
+        if key not in self._spread:
+            self._spread[key] = [{name: spread_tables(each[name], width)} for each in self._both]
+        return self._spread[key]
+
+
 def _turned(tables: Tables) -> int:
     """How many numbers of a head turn by position."""
     return 2 * tables["cos"].shape[1] if "cos" in tables else 0
@@ -140,10 +163,7 @@ def _tables(mixer: Mixer, rotary: Mapping[str | None, Tables]) -> Tables:
     if mixer.normed_turned:
         norms = {"query_gamma": mixer.query_norm, "key_gamma": mixer.key_norm}
         own |= {name: norm.gamma for name, norm in norms.items() if norm is not None}
-    turning = dict(rotary.get(mixer.table, {}))
-    if turning and mixer.turns_back:
-        turning["sin"] = -turning["sin"]
-    return {**turning, **own}
+    return {**rotary.get(mixer.table, {}), **own}
 
 
 @dataclass(frozen=True, slots=True)

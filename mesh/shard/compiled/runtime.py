@@ -298,12 +298,12 @@ def _rotary_tables(
 
     def tables(at: torch.Tensor, *, are_long: bool) -> _Tables:
         found: _Tables = {}
-        for name, growth in {(each.table, each.growth) for each in attentions}:
+        for name, growth, is_back in {(a.table, a.growth, a.turns_back) for a in attentions}:
             if name is None:
                 continue
             both = rotary.halves(like, at[None], name, [are_long])
             cos, sin = (each[0].float().contiguous() for each in both)
-            found[name] = {"cos": cos, "sin": sin}
+            found[name] = {"cos": cos, "sin": -sin if is_back else sin}
             if growth is not None:
                 found[name]["growth"] = growth.factors(at)
         return found
