@@ -291,24 +291,29 @@ async def test_the_collector_rests_while_a_body_is_parsed() -> None:
 async def test_others_are_served_while_a_long_body_is_read() -> None:
     parts = b'{"type": "text", "text": ""},' * 7 + b'{"type": "text", "text": ""}'
     messages = b",".join([b'{"role": "user", "content": [%s]}' % parts] * 3_500)
-    loop, turns = asyncio.get_running_loop(), [0.0]
+    body = b'{"model": "echo", "messages": [%s]}' % messages
+    loop = asyncio.get_running_loop()
 
-    async def turn() -> None:
-        while True:
-            turns.append(loop.time())
-            await asyncio.sleep(0.001)
+    async def longest_share(http: httpx.AsyncClient) -> float:
+        """Of the time that the body takes, how much the loop once stood still."""
+        turns: list[float] = []
+
+        async def turn() -> None:
+            while True:
+                turns.append(loop.time())
+                await asyncio.sleep(0.001)
+
+        turning = asyncio.create_task(turn())
+        assert (await http.post("/v1/chat/completions", content=body)).status_code == 200
+        turning.cancel()
+        return max(b - a for a, b in pairwise(turns)) / (turns[-1] - turns[0])
 
     async with (
         serving(replace(SETTINGS, max_body_bytes=4 << 20)) as api,
         httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=60) as http,
     ):
-        turning = asyncio.create_task(turn())
-        body = b'{"model": "echo", "messages": [%s]}' % messages
-        assert (await http.post("/v1/chat/completions", content=body)).status_code == 200
-        turning.cancel()
-    took_s = turns[-1] - turns[1]
-    # Read on the loop it is 0.94 and more of that.
-    assert max(b - a for a, b in pairwise(turns[1:])) < 0.8 * took_s
+        # A busy machine may stop everything once. Read on the loop it is 0.94 and more each time.
+        assert min([await longest_share(http) for _ in range(3)]) < 0.8
 
 
 @pytest.mark.parametrize("depth", [5_000, 50_000, 500_000])
