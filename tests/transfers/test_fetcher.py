@@ -11,6 +11,8 @@ import shutil
 import signal
 import sys
 from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def small_checkpoint(directory: Path) -> Path:
     return make_checkpoint(directory, "llama", layers=2, hidden=64, vocab=300)
+
+
+@asynccontextmanager
+async def empty_beside(tmp_path: Path, whole: Manifest) -> AsyncIterator[Fetcher]:
+    """A node that has nothing, and knows one that has all of the model."""
+    async with house(tmp_path, "full", "empty") as made:
+        full, empty = made.start("full", whole.directory), made.start("empty")
+        await up(full, empty)
+        made.introduce()
+        yield empty
 
 
 async def used_elsewhere(directory: Path) -> asyncio.subprocess.Process:
@@ -120,10 +132,7 @@ async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
 async def test_what_is_removed_while_another_node_fills_it_is_fetched_anew(
     tmp_path: Path, whole: Manifest
 ) -> None:
-    async with house(tmp_path, "full", "empty") as made:
-        full, empty = made.start("full", whole.directory), made.start("empty")
-        await up(full, empty)
-        made.introduce()
+    async with empty_beside(tmp_path, whole) as empty:
         sha = whole.weights_sha256
         directory = await empty.supervisor.ensure(MODEL, sha, [LayerRange(0, 1)])
         with await asyncio.to_thread(PartialWriter, directory):
@@ -149,10 +158,7 @@ async def test_a_disk_that_takes_no_file_so_large_is_said_at_once(
     tmp_path: Path, whole: Manifest
 ) -> None:
     """FAT takes four gigabytes; who has the model has no part in it."""
-    async with house(tmp_path, "full", "empty") as made:
-        full, empty = made.start("full", whole.directory), made.start("empty")
-        await up(full, empty)
-        made.introduce()
+    async with empty_beside(tmp_path, whole) as empty:
         assert empty.supervisor.pid is not None
         before = resource.prlimit(empty.supervisor.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(empty.supervisor.pid, resource.RLIMIT_FSIZE, (1 << 20, before[1]))
