@@ -51,20 +51,14 @@ MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}) - MIXTURES_BY_TO
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {
-        "silu",
-        "swish",
-        "gelu",
-        "gelu_new",
-        "gelu_fast",
-        "gelu_pytorch_tanh",
-        "relu",
-        "relu2",
+        "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2",
         "xielu",
     }
-)
-_ACTIVATION_NAMES = (
+)  # fmt: skip
+ACTIVATION_FIELDS = (
     "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation",
 )  # fmt: skip
+"""Where configs say which."""
 _ROPES = frozenset(
     {"default", "linear", "llama3", "longrope", "mrope", "proportional", "su", "yarn"}
 )
@@ -84,7 +78,7 @@ _STATES = (
 def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether the language model of this config, of that type, is known to have."""
     text = _text(config)
-    named = (text.get(name) for name in _ACTIVATION_NAMES)
+    named = (text.get(name) for name in ACTIVATION_FIELDS)
     activation = next((name for name in named if name), "silu")
     mixtures = STANDARD_MIXTURES | MIXTURES_BY_TORCH
     return (

@@ -236,20 +236,12 @@ def _turned(
 
 def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:
     """Queries and keys normalised by what ``query_gamma`` and ``key_gamma`` (width,) have."""
-    found = []
-    for x, heads, norm, name in (
-        (q, attention.heads, attention.query_norm, "query_gamma"),
-        (k, attention.kv_heads, attention.key_norm, "key_gamma"),
-    ):
-        assert norm is not None  # noqa: S101 - says `may_group`
-        width = attention.width
-        gamma = graph.input(name, FLOAT, [width])
-        each = graph.op("Reshape", [x, graph.numbers(0, 0, heads, width)])
-        each = graph.op(
-            "SimplifiedLayerNormalization", [each, gamma], axis=-1, epsilon=norm.epsilon
-        )
-        found.append(graph.op("Reshape", [each, graph.numbers(0, 0, heads * width)]))
-    return found[0], found[1]
+    width = attention.width
+    q_gamma, k_gamma = (graph.input(f"{of}_gamma", FLOAT, [width]) for of in ("query", "key"))
+    return (
+        graph.norm_heads(q, attention.query_norm, attention.heads, width, q_gamma),
+        graph.norm_heads(k, attention.key_norm, attention.kv_heads, width, k_gamma),
+    )
 
 
 def _grown(graph: GraphBuilder, q: str) -> str:

@@ -119,11 +119,11 @@ class GraphBuilder:
         x = self.op("Reshape", [x, self.numbers(1, -1, heads, width)])
         return self.op("Transpose", [x], perm=[0, 2, 1, 3])
 
-    def norm(self, x: str, norm: Norm | None) -> str:
-        """`x` normalised over its last axis."""
+    def norm(self, x: str, norm: Norm | None, gamma: str = "") -> str:
+        """`x` normalised over its last axis; by the input `gamma` instead of its own, if given."""
         if norm is None:
             return x
-        gamma = self.constant(norm.gamma)
+        gamma = gamma or self.constant(norm.gamma)
         if norm.beta is None:
             return self.op(
                 "SimplifiedLayerNormalization", [x, gamma], axis=-1, epsilon=norm.epsilon
@@ -204,13 +204,13 @@ class GraphBuilder:
         self.op(kind, inputs, outputs=names, **attributes)
         return names
 
-    def norm_heads(self, x: str, norm: Norm | None, heads: int, width: int) -> str:
-        """(sessions, rows, heads * width), each head normalised."""
+    def norm_heads(self, x: str, norm: Norm | None, heads: int, width: int, gamma: str = "") -> str:
+        """(sessions, rows, heads * width), each head normalised; `gamma` as in `norm`."""
         if norm is None:
             return x
         apart = self.constant(np.array([0, 0, heads, width], np.int64))
         together = self.constant(np.array([0, 0, heads * width], np.int64))
-        each = self.norm(self.op("Reshape", [x, apart]), norm)
+        each = self.norm(self.op("Reshape", [x, apart]), norm, gamma)
         return self.op("Reshape", [each, together])
 
     def serialised(self) -> bytes:

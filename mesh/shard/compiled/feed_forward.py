@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
+from mesh.models.standard import ACTIVATION_FIELDS
 from mesh.shard.compiled.parts_reader import NotCompilable, PartsReader, rows_out
 
 if TYPE_CHECKING:
@@ -54,10 +55,8 @@ class FeedForward:
 def feed_forward_of(reader: PartsReader, config: Any, path: str | None = None) -> FeedForward:
     """What stands at `path` in the layer. Raises NotCompilable."""
     path = path or next((each for each in _PATHS if hasattr(reader.layer, each)), _PATHS[0])
-    names = (
-        "hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "activation",
-    )  # fmt: skip
-    named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    said = (getattr(config, name, None) for name in ACTIVATION_FIELDS)
+    named = next((name for name in said if name), None)
     activation = ACTIVATION_NAMES.get(str(named or "silu"))
     if activation is None:
         raise NotCompilable(f"its activation is {named}")

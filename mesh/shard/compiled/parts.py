@@ -6,7 +6,7 @@ understood a layer is not believed but shown: `proof` runs the graph against the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,21 +103,20 @@ def layer_parts(
     experts there, where they are not yet. Raises NotCompilable."""
     reader = PartsReader(layer)
     mixer, feed_forward = _parts(reader, config, index, fill)
-    norms = _norms(reader, config.hidden_size)
-    shared = _shared_norm(reader, norms)
+    before, after, before_ff, after_ff = _norms(reader, config.hidden_size)
     parts = LayerParts(
         mixer,
         feed_forward,
-        norms[0],
-        norms[1],
-        norms[2] if shared is None else shared,
-        norms[3],
+        before,
+        after,
+        before_ff,
+        after_ff,
         float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
         config.hidden_size,
         _scale_of(reader),
         _beside(reader, fill),
         inputs_of(reader, config),
-        are_parallel=shared is not None or _is_parallel(layer),
+        are_parallel=_are_parallel(layer, before, before_ff),
     )
     reader.require_all_read()
     return parts
@@ -176,26 +175,25 @@ _NORMS = (
 feed-forward, and behind the mixer."""
 
 
-def _norms(reader: PartsReader, width: int) -> tuple[Norm | None, ...]:
-    """Before and after the mixer, before and after feed-forward."""
+def _norms(
+    reader: PartsReader, width: int
+) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+    """Before and after the mixer, before and after feed-forward. The only one of a layer is before
+    both (Cohere)."""
     if hasattr(reader.layer, _ALONE):
         before = reader.norm("norm")
         return before, None, before, None
     before, second, before_ff, after_ff, after = (
         reader.norm(*paths, width=width) for paths in _NORMS
     )
+    if second is before_ff is after_ff is after is None:
+        return before, None, before, None
     if after is None and (before_ff is not None or after_ff is not None):
         return before, second, before_ff, after_ff  # norms on the way out, as Gemma and OLMo2
     return before, after, second if before_ff is None else before_ff, after_ff
 
 
-def _shared_norm(reader: PartsReader, norms: Sequence[Norm | None]) -> Norm | None:
-    """The only one of a layer with a mixer and feed-forward, which takes both there (Cohere)."""
-    first, *others = norms
-    is_alone = hasattr(reader.layer, _ALONE) or any(norm is not None for norm in others)
-    return None if is_alone else first
-
-
-def _is_parallel(layer: nn.Module) -> bool:
-    """Whether it says so (GPT-NeoX, StableLM)."""
-    return bool(getattr(layer, "use_parallel_residual", False))
+def _are_parallel(layer: nn.Module, before: Norm | None, before_ff: Norm | None) -> bool:
+    """Whether mixer and feed-forward share a norm, or the layer says so (GPT-NeoX, StableLM)."""
+    is_shared = before is not None and before_ff is before
+    return is_shared or bool(getattr(layer, "use_parallel_residual", False))
