@@ -25,10 +25,11 @@ FAMILIES = (
 )  # fmt: skip
 MORE_FAMILIES = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
-    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text", "glm4",
-    "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text",
-    "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi",
-    "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text",
+    "glm4", "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "llama4_text", "axk2", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m2",
+    "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe", "qwen2_moe",
+    "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
     "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
@@ -239,6 +240,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
+    indexed = {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}
     gemma4 = head | {
         "hidden_size_per_layer_input": 0, "sliding_window": WINDOW, "attention_k_eq_v": True,
         "global_head_dim": hidden // 2, "num_global_key_value_heads": 1,
@@ -316,6 +318,9 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         ]},
         "gemma4_unified_text": gemma4,
         "deepseek_v2": experts | latent,
+        "axk2": experts | latent | indexed | {"n_group": None, "topk_group": None},
+        "deepseek_v32": experts | latent | indexed,
+        "glm_moe_dsa": experts | latent | indexed,
         "deepseek_v3": experts | latent | {"n_group": 2, "topk_group": 1, "n_routed_experts": 8},
         "llama4_text": {
             "intermediate_size_mlp": 2 * hidden, "num_local_experts": 4, "num_experts_per_tok": 1,

@@ -33,10 +33,11 @@ from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
-        "afmoe", "apertus", "arcee", "bamba", "deepseek_v2", "deepseek_v3", "diffllama", "dots1",
+        "afmoe", "apertus", "arcee", "axk2", "bamba", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+        "diffllama", "dots1",
         "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2",
         "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite",
-        "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe",
+        "glm_moe_dsa", "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe",
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2",
         "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
         "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo2", "olmo3", "phi",
@@ -64,8 +65,12 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 _STATE_KINDS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-_KINDS = _STATE_KINDS | {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
+_KINDS = _STATE_KINDS | {
+    "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp",
+}  # fmt: skip
 _INPUTS, _SHARED_KEYS = "hidden_size_per_layer_input", "num_kv_shared_layers"
+_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+"""Where configs say how many streams of hidden states there are."""
 _PER_LAYER = frozenset(
     {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "sliding_windows"}
 )
@@ -324,11 +329,15 @@ def _refusal(whole: Any, text: Any) -> str | None:
 def _unlike_layers(text: Any, entry: FamilyEntry) -> str | None:
     if foreign := sorted(set(layer_kinds(text)) - _KINDS):
         return f"it has layers of kind {foreign[0]}, which were never tried"
+    if "shared" in (getattr(text, "indexer_types", None) or ()):
+        return "some of its layers attend to what an earlier one has chosen"
     shared = getattr(text, _SHARED_KEYS, 0)
     if shared and not entry.shares_keys:
         return f"its last {shared} layers share the keys and values of earlier ones"
     if getattr(text, _INPUTS, 0) and not entry.layer_inputs:
         return "each of its layers reads the token ids, and a hop has only hidden states"
+    if any(getattr(text, name, None) for name in _STREAMS):
+        return "several streams of hidden states are mixed between its layers"
     return None
 
 

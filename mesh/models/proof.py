@@ -53,7 +53,8 @@ _WIDTHS = {
     "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
     "moe_shared_expert_intermediate_size": 32, "window_size": 8,
-    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "index_topk": 6,
+    "index_head_dim": 32, "index_n_heads": 16,
 }  # fmt: skip
 _SUMS = {
     "head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),

@@ -32,6 +32,8 @@ began."""
 
 _ATTENDS = re.compile(r"attn|attention|qkv|query|[qkv]_proj|kv_")
 """In the names of what layers have that see rows before them."""
+_CHOOSES = "indexer.wk.weight"
+"""What makes the keys that some layers choose by, to which positions they attend."""
 _WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
@@ -75,7 +77,10 @@ def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
     routed = chosen * (3 * narrow + 2 * hidden)
     # fp32, whatever the weights are: inputs, projections and both sides of the gate; then a mask.
     longest = min(context, manifest.max_positions or context)
-    return rows * (8 * hidden + 3 * wide + routed) * 4 + rows * longest * 4
+    mask = rows * longest * 4
+    # An indexer scores each position with each of its heads, before and behind what cuts them off.
+    scores = 2 * mask * (_number(text, "index_n_heads") or 0)
+    return rows * (8 * hidden + 3 * wide + routed) * 4 + mask + scores
 
 
 def ends_mb(manifest: Manifest, itemsize: int, *, maps_inputs: bool = False) -> int:
@@ -107,6 +112,7 @@ def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int
 def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     """What one position adds to the caches of each of these layers."""
     keys, values, attending = dict[str, int](), dict[str, int](), set[str]()
+    chosen_by = dict[str, int]()
     states, linear = set[str](), set[str]()  # of the second, keys go into a state and nowhere else
     for entry in manifest.layer_weights(layers):
         index, _, name = entry.name.removeprefix(manifest.layer_prefix).partition(".")
@@ -115,6 +121,8 @@ def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
             keys[index] = entry.shape[0]
         elif name.endswith("v_proj.weight"):
             values[index] = entry.shape[0]
+        elif name.endswith(_CHOOSES):
+            chosen_by[index] = entry.shape[0]
         elif _is_convolution(entry):
             states.add(index)
             linear.update({index} if "k_conv" in name else ())
@@ -124,7 +132,9 @@ def cached_numbers(manifest: Manifest, layers: LayerRange) -> list[int]:
     own = {i: keys[i] + values.get(i, keys[i]) for i in keys.keys() - linear}
     otherwise = dict.fromkeys(attending - states, said)
     return [
-        0 if layer >= first_seeing else (otherwise | own).get(str(layer), 0)
+        0
+        if layer >= first_seeing
+        else (otherwise | own).get(str(layer), 0) + chosen_by.get(str(layer), 0)
         for layer in range(layers.start, layers.stop)
     ]
 

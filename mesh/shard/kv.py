@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _FIRST_BLOCK = 256
 
+_Buffers = list["torch.Tensor | None"]
+"""A tensor (1, heads, capacity, width) for each layer that has run."""
+
 
 def roomier(capacity: int, needed: int, most: int) -> int:
     """For how many positions a session's cache is to have room that has it for `capacity` and needs
@@ -102,18 +105,25 @@ class OneSession(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class SessionCache(OneSession):
-    """Keys and values of one session for the layers of one span, in buffers of its own."""
+    """Keys and values of one session for the layers of one span, in buffers of its own; and, where
+    layers attend to chosen positions only, what these are chosen by."""
 
     def __init__(self, layer_count: int, max_tokens: int) -> None:
         super().__init__(max_tokens)
-        self._capacity = 0
-        self._keys: list[torch.Tensor | None] = [None] * layer_count
-        self._values: list[torch.Tensor | None] = [None] * layer_count
+        self._capacity, self._layer_count = 0, layer_count
+        self._keys, self._values, self._index_keys = self._buffers()
+
+    def _buffers(self) -> tuple[_Buffers, _Buffers, _Buffers]:
+        return [None] * self._layer_count, [None] * self._layer_count, [None] * self._layer_count
+
+    @property
+    def _all(self) -> tuple[_Buffers, _Buffers, _Buffers]:
+        return self._keys, self._values, self._index_keys
 
     @property
     def allocated_bytes(self) -> int:
         """What the buffers take on the device now."""
-        return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
+        return sum(t.nbytes for each in self._all for t in each if t is not None)
 
     @property
     def capacity(self) -> int:
@@ -123,8 +133,7 @@ class SessionCache(OneSession):
     def reset(self) -> None:
         """Forget everything and give the buffers back."""
         self.length = self._capacity = 0
-        self._keys = [None] * len(self._keys)
-        self._values = [None] * len(self._values)
+        self._keys, self._values, self._index_keys = self._buffers()
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
@@ -132,9 +141,9 @@ class SessionCache(OneSession):
         if capacity == self._capacity:
             return
         # All or nothing: when the device has no room, the old buffers still stand.
-        keys = [self._grown(t, capacity) for t in self._keys]
-        values = [self._grown(t, capacity) for t in self._values]
-        self._keys, self._values, self._capacity = keys, values, capacity
+        keys, values, index = ([self._grown(t, capacity) for t in each] for each in self._all)
+        self._keys, self._values, self._index_keys = keys, values, index
+        self._capacity = capacity
 
     def copy(self, other: SessionCache, stop: int) -> None:
         """Take over the positions of `other` from `length` up to `stop`, which it holds.
@@ -143,7 +152,7 @@ class SessionCache(OneSession):
         """
         start, rows = self.length, stop - self.length
         self.reserve(rows)
-        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+        for mine, theirs in zip(self._all, other._all, strict=True):
             for index, tensor in enumerate(theirs):
                 if tensor is None:  # a layer that this session does not run
                     continue
@@ -179,6 +188,18 @@ class SessionCache(OneSession):
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
         return keys[:, :, :end], values[:, :, :end]
+
+    def update_indexer(self, index_keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As `update`, of (1, rows, width): what a layer with an indexer chooses by, to which
+        positions a query attends (DeepSeek Sparse Attention). Returns (1, length + rows, width).
+        """
+        rows = index_keys.unsqueeze(1)
+        held = self._index_keys[layer_idx]
+        if held is None:
+            held = self._index_keys[layer_idx] = self._new(rows)
+        end = self.computed + rows.shape[2]
+        held[:, :, self.computed : end] = rows
+        return held[:, 0, :end]
 
     def seen(self, layer_idx: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `OneSession`."""

@@ -42,6 +42,11 @@ def _hollow(directory: Path, config: Any, prefix: str) -> Path:
 
 REFUSED = {
     "gemma3n_text": (transformers.Gemma3nTextConfig(), "last 15 layers share the keys and values"),
+    "hy_v4": (transformers.HYV4Config(num_hidden_layers=2), "several streams of hidden states"),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["full", "shared"]),
+        "attend to what an earlier one has chosen",
+    ),
     "embeddings": (
         transformers.Gemma3TextConfig(num_hidden_layers=2, use_bidirectional_attention=True),
         "attention looks ahead",

@@ -16,7 +16,7 @@ from mesh.models.progress import Progress
 from mesh.processes.headroom import Headroom
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.memory_budget import MemoryBudget
-from mesh.shard.footprint import estimate, position_bytes
+from mesh.shard.footprint import computing_bytes, estimate, position_bytes
 from mesh.shard.kv import SessionCache
 from mesh.shard.room import Room
 from mesh.shard.torch_runtime import TorchRuntime
@@ -26,6 +26,12 @@ from tests.shard.spans import CPU, HIDDEN, checkpoint, rows, step
 
 SPAN = LayerRange(2, 4)
 """The last is wider than the others in Gemma 4."""
+
+
+def test_scores_of_positions_that_are_chosen_from_are_counted() -> None:
+    """An indexer scores all positions for each row and each of its heads, in fp32."""
+    chosen, plain = (computing_bytes(checkpoint(f), 64, 500) for f in ("axk2", "deepseek_v2"))
+    assert chosen - plain >= 64 * 500 * 16 * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)

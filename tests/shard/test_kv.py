@@ -5,6 +5,7 @@ import torch
 
 from mesh.errors import ContextTooLong
 from mesh.shard.kv import SessionCache
+from tests.shard.spans import relative_error, rows, runtime, step
 
 
 def write(cache: SessionCache, count: int, value: float) -> torch.Tensor:
@@ -52,6 +53,18 @@ def test_cutting_back_forgets_and_a_later_cut_changes_nothing() -> None:
     cache.cut(2)
     keys = write(cache, 1, 3.0)
     assert keys[0, 0, :, 0].tolist() == [1.0, 1.0, 3.0]
+
+
+def test_what_layers_choose_by_grows_is_cut_and_copied_as_keys_are() -> None:
+    span, hidden = runtime("axk2"), rows(310)
+    cache, other = span.new_cache(400), span.new_cache(400)
+    step(span, cache, 0, hidden[:, :250])
+    expected = step(span, cache, 250, hidden[:, 250:])  # in buffers that grew meanwhile
+    other.copy(cache, 280)
+    cache.cut(260)
+    for each, position in ((cache, 260), (other, 280)):
+        found = step(span, each, position, hidden[:, position:])
+        assert relative_error(found, expected[:, position - 250 :]) < 1e-4
 
 
 def test_a_reset_gives_the_memory_back() -> None:

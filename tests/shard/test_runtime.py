@@ -23,10 +23,11 @@ from tests.shard.spans import (
 
 UNBATCHED = (
     "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text",
+    "axk2", "deepseek_v32", "glm_moe_dsa",
     *STATEFUL,
 )  # fmt: skip
-"""Families whose code touches the keys between cache and attention, that attend in chunks, or whose
-layers keep states."""
+"""Families whose code touches the keys between cache and attention, that attend in chunks or to
+what they choose, or whose layers keep states."""
 
 
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
