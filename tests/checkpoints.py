@@ -27,9 +27,9 @@ MORE_FAMILIES = (
     "afmoe", "apertus", "arcee", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text",
     "glm4", "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "llama4_text", "axk2", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash", "minimax_m2",
-    "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe", "qwen2_moe",
-    "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
+    "laguna", "llama4_text", "axk2", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash",
+    "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe",
+    "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
     "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
@@ -326,6 +326,15 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "intermediate_size_mlp": 2 * hidden, "num_local_experts": 4, "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 2, "attention_chunk_size": WINDOW, "floor_scale": 16,
         } | head,
+        "laguna": head | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden,
+            "shared_expert_intermediate_size": hidden, "sliding_window": WINDOW,
+            "moe_routed_scaling_factor": 2.5, "moe_router_logit_softcapping": 3.0,
+            "num_attention_heads_per_layer": [(4, 6)[i % 2] for i in range(layers)],
+            "layer_types": [
+                ("full_attention", "sliding_attention")[i % 2] for i in range(layers)
+            ],
+        },
         "mixtral": {"num_local_experts": 4},
         "olmo3": {"sliding_window": WINDOW},
         "qwen2_moe": {

@@ -33,17 +33,17 @@ from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
-        "afmoe", "apertus", "arcee", "axk2", "bamba", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-        "diffllama", "dots1",
-        "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2",
-        "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite",
-        "glm_moe_dsa", "glm4v_moe_text", "glm4v_text", "gpt2", "gpt_oss", "granite", "granitemoe",
-        "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2",
-        "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
-        "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h", "olmo2", "olmo3", "phi",
-        "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
-        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
-        "qwen3_vl_text", "seed_oss", "smollm3",
+        "afmoe", "apertus", "arcee", "axk2", "bamba", "deepseek_v2", "deepseek_v3",
+        "deepseek_v32", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
+        "glm4v_text", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
+        "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
+        "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3",
+        "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
+        "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe",
+        "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+        "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 

@@ -60,7 +60,7 @@ _SUMS = {
     "head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
 }  # fmt: skip
 """What some configs say a second time."""
-_HEADS = 4
+_HEADS, _HEADS_PER_LAYER = 4, "num_attention_heads_per_layer"
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
 settled: dict[str, str] = {}
 """The verdicts that this process has reached or read, by their keys; empty: none is settled."""
@@ -111,6 +111,10 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
             # A field that cannot be set follows from others that can.
             with contextlib.suppress(AttributeError):
                 setattr(twin, name, size)
+    if each_layer := said(_HEADS_PER_LAYER):
+        alike = twin.num_key_value_heads
+        fewer = (max(1, _HEADS * n // heads // alike) * alike for n in each_layer)
+        setattr(twin, _HEADS_PER_LAYER, [*fewer])
     for name, parts in _SUMS.items():
         each = [said(part) for part in parts]
         if None not in each and said(name) == sum(each):

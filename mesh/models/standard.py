@@ -29,7 +29,7 @@ STANDARD_MIXTURES = frozenset(
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
         "qwen3_next", "lfm2_moe", "nemotron_h", "aria_text", "granitemoe_swa", "granitemoeshared",
         "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text", "cohere2_moe",
-        "hunyuan_v1_moe",
+        "hunyuan_v1_moe", "afmoe", "laguna",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""
@@ -47,7 +47,7 @@ LATENT = frozenset(
     {"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"}
 )
 """Models whose keys are made of latents that are computed in few bits."""
-MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT | {"afmoe"}) - MIXTURES_BY_TORCH
+MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
     {

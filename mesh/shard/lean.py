@@ -273,8 +273,6 @@ def _of(parts: LayerParts) -> list[Mixer | FeedForward | Experts]:
 def _require_known(attention: Attention) -> None:
     if attention.latent is not None:
         raise NotCompilable("its keys are made of latents")
-    if attention.gate_is_last:
-        raise NotCompilable("its attention is not a standard one")
 
 
 def _firsts(part: Mixer | FeedForward | Experts) -> list[tuple[nn.Module, ...]]:

@@ -155,11 +155,14 @@ class LeanAttention(nn.Module):
         """Queries and keys, and values, (rows, heads, width), and the gate's numbers, (rows, heads
         * width)."""
         of, rows, gates = self._of, len(projected), None
-        heads = projected.view(rows, -1, of.width)
+        if of.gate is not None and of.gate_is_last:
+            projected, gates = projected[:, : of.projected], projected[:, of.projected :]
+            gates = gates.repeat_interleave(of.width, 1) if of.gate.heads else gates
+        heads = projected.reshape(rows, -1, of.width)
         if of.is_interleaved:
             each = heads.view(rows, of.kv_heads, -1, of.width)
             heads = torch.cat((each[:, :, :-2].flatten(1, 2), each[:, :, -2], each[:, :, -1]), 1)
-        if self.gate is not None:  # of each head, behind its queries
+        if self.gate is not None and gates is None:  # of each head, behind its queries
             pairs = heads[:, : 2 * self._heads].view(rows, self._heads, 2, of.width)
             gates = pairs[:, :, 1].reshape(rows, -1)
             heads = torch.cat((pairs[:, :, 0], heads[:, 2 * self._heads :]), 1)

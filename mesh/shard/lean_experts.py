@@ -32,6 +32,7 @@ def lean_mixture(part: Experts) -> Product:
         weights, index = chosen(x)
         y: torch.Tensor = experts(x if narrowed is None else narrowed(x), index, weights)
         y = y if widened is None else widened(y)
+        y = y if part.scale == 1.0 else y * part.scale
         if shared is None:
             return y
         others = shared(x)
@@ -66,10 +67,12 @@ def _chosen_by(
     router's product of several rows may have other bits than that of one."""
     # Some blocks hand their router a tensor of theirs, and all call it as the router does.
     _, *others = signature(router.forward).parameters
+    is_of_texts = "expert_bias" in others  # Arcee's takes (texts, rows, hidden)
 
     def chosen(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         beside = {name: getattr(block, name, None) for name in others}
         each = torch.split(x, 1) if len(x) <= _ALONE else [x]
+        each = [rows[None] for rows in each] if is_of_texts else each
         _, weights, index = zip(*(router(rows, **beside) for rows in each), strict=True)
         return torch.cat(weights), torch.cat(index)
 

@@ -22,6 +22,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, Product] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu, "squared_relu": lambda x: F.relu(x).square(), "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ MIXTURES = ("qwen3_moe", "gpt_oss", "glm4_moe", "gemma4")
 BY_TORCH = ("gemma4", "phimoe", "minimax_m2", "hy_v3", "nemotron_h", "nemotron_h_latent")
 ALSO = (
     "qwen2_moe", "ernie4_5_moe", "lfm2_moe", "qwen3_next", "gemma4_dense", "nemotron_h_dense",
-    "hunyuan_v1_dense",
+    "hunyuan_v1_dense", "afmoe", "laguna",
     *BY_TORCH,
 )  # fmt: skip
 """Families that have what none of the others has."""

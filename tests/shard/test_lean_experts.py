@@ -22,7 +22,7 @@ from tests.shard.spans import runtime as by_modules
 from tests.shard.test_lean import halved, needs_packed_bf16, needs_packing, runtime
 
 pytestmark = needs_packing
-FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "granitemoehybrid", "nemotron_h")
+FAMILIES = ("qwen3_moe", "gpt_oss", "qwen2_moe", "granitemoehybrid", "nemotron_h", "afmoe")
 MIXED = 1
 """A layer that has experts, in each of them."""
 SESSIONS = 24

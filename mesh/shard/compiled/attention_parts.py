@@ -100,25 +100,21 @@ def attention_of(
     module = reader.get(path)
     if (found := latent_of(reader, module, path)) is not None:
         return _latent_attention(reader, config, index, *found)
-    heads = config.num_attention_heads
-    width = getattr(module, "head_dim", None) or config.hidden_size // heads
+    width = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if getattr(module, "is_kv_shared_layer", False):
         return _attention_to_others(reader, config, index, width)
     projections, kv_heads, kinds = _projections(reader, config, path, width)
-    rows = sum(rows_out(each) for each in projections)
-    plain = (heads + kinds * kv_heads) * width
-    if rows not in (plain, plain + heads * width):
+    heads = _heads(config, index)
+    rows = sum(rows_out(each) for each in projections) - (heads + kinds * kv_heads) * width
+    if rows not in (0, heads * width):
         raise NotCompilable("its queries, keys and values have widths of their own")
-    gate = reader.find(f"{path}.gate_proj")
-    if gate is not None:
-        projections = (*projections, gate)
-        rows += rows_out(gate)
+    gates, gate = _behind_all(reader, path, heads)
     sinks = getattr(module, "sinks", None)
     query_norm, key_norm = (
         reader.norm(*(f"{path}.{name}" for name in names), width=width) for names in _HEAD_NORMS
     )
     return Attention(
-        projections,
+        (*projections, *gates),
         reader.get(*(f"{path}.{name}" for name in ("o_proj", "c_proj", "out_proj", "dense"))),
         heads,
         kv_heads,
@@ -131,7 +127,7 @@ def attention_of(
         key_norm,
         norm_whole=query_norm is not None and len(query_norm.gamma) != width,
         sinks=None if sinks is None else sinks.detach().float().clone(),
-        gate=None if rows == plain else OutputGate("sigmoid"),
+        gate=OutputGate("sigmoid") if rows else gate,
         gate_is_last=gate is not None,
         value_norm=_value_norm(module, width),
         shares_values=kinds == 1,
@@ -211,6 +207,22 @@ def _projections(
     return (whole,), (rows_out(whole) // width - config.num_attention_heads) // 2, 2
 
 
+def _heads(config: Any, index: int) -> int:
+    each = getattr(config, "num_attention_heads_per_layer", None)
+    return int(each[index] if each else config.num_attention_heads)
+
+
+def _behind_all(
+    reader: PartsReader, path: str, heads: int
+) -> tuple[tuple[nn.Module, ...], OutputGate | None]:
+    """What makes a gate's numbers by itself, and the gate: Arcee's, and Laguna's."""
+    if (gate := reader.find(f"{path}.gate_proj")) is not None:
+        return (gate,), OutputGate("sigmoid")
+    if (gate := reader.find(f"{path}.g_proj")) is None:
+        return (), None
+    return (gate,), OutputGate("softplus", heads=heads if rows_out(gate) == heads else 0)
+
+
 def _is_interleaved(reader: PartsReader, path: str) -> bool:
     """Raises NotCompilable where keys are kept for every head though several share them."""
     if reader.find(f"{path}.{_TOGETHER}") is None:
@@ -268,7 +280,9 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
     """Which rotary table it turns its queries and keys by: the layer's kind where each has one."""
     if getattr(config, "rope_parameters", None) is None:
         return None
-    if not getattr(module, "use_rope", True) or not getattr(module, "is_local_attention", True):
+    nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
+    is_local = nested or getattr(module, "is_local_attention", True)
+    if not getattr(module, "use_rope", True) or not is_local:
         return None
     if getattr(config, "position_embedding_type", "rope") != "rope":
         return None
@@ -282,6 +296,5 @@ def _table(module: nn.Module, config: Any, index: int) -> str | None:
         and not module.is_sliding
     ):
         return None  # of EXAONE 4 what sees everything knows no places
-    nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
     kinds = getattr(config, "layer_types", None)
     return str(kinds[index]) if nested and kinds is not None else ""

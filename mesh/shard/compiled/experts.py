@@ -25,6 +25,7 @@ _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe", "mixer")
 """What layers call the part in which they have them."""
 _BESIDE = "experts"
 """And what they call them where they are in none."""
+_SCALE = "routed_scaling_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class Router:
     """`weight` (experts, hidden) scores them, by softmax or, where it `is_sigmoid`, each by itself;
     `correction` (experts,) is added only while the `count` best are chosen. Their scores are
     divided by their sum where it `normalises`, and what they give is multiplied by `scale`. Where
-    there are `groups` they are of some of those alone. All of that is what `module` does, which is
-    in the `block` of the mixture."""
+    there are `groups` they are of some of those alone. `softcap` bounds what they are scored by.
+    All of that is what `module` does, which is in the `block` of the mixture."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -55,6 +56,7 @@ class Router:
     groups: Groups | None
     module: nn.Module
     block: nn.Module
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Experts:
     """What rows go through before these experts, and what they give behind them, where that is of
     another width than the layer's rows."""
     averaged: bool = False
+    scale: float = 1.0
+    """What these experts give together is multiplied by that."""
 
 
 class ExpertMatrices(nn.Module):
@@ -217,7 +221,14 @@ def experts_of(reader: PartsReader, config: Any, fill: Callable[[], None]) -> Ex
         reader.find(f"{block}.shared_expert_gate"), is_gated,
         _linear(reader, f"{block}.fc1_latent_proj"), _linear(reader, f"{block}.fc2_latent_proj"),
         averaged=getattr(reader.get(block), "shared_expert_combination_strategy", "") == "average",
+        scale=_scale_beside(router),
     )  # fmt: skip
+
+
+def _scale_beside(router: Router) -> float:
+    """What the block multiplies by itself, where its router does not."""
+    has_own = hasattr(router.module, _SCALE)
+    return 1.0 if has_own else float(getattr(router.block, _SCALE, 1.0))
 
 
 def _linear(reader: PartsReader, path: str) -> nn.Module | None:
@@ -264,10 +275,11 @@ def _router(reader: PartsReader, block: str) -> Router:
         is_sigmoid=is_sigmoid,
         normalises=bool(getattr(found, "norm_topk_prob", not hasattr(found, "topk_method")))
         or said == "softmax",
-        scale=float(getattr(found, "routed_scaling_factor", getattr(found, "route_scale", 1.0))),
+        scale=float(getattr(found, _SCALE, getattr(found, "route_scale", 1.0))),
         groups=_groups(found),
         module=found,
         block=owner,
+        softcap=float(getattr(found, "router_logit_softcapping", 0.0)),
     )
 
 

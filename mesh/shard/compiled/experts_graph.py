@@ -32,8 +32,8 @@ def mixed(graph: GraphBuilder, experts: Experts, x: str, hidden: int) -> str:
         y = _all_of_them(graph, experts, rows, choice, scores)
     else:
         y = _in_few_bits(graph, experts, rows, choice, scores)
-    if experts.router.scale != 1.0:
-        y = graph.op("Mul", [y, graph.constant(np.array(experts.router.scale, np.float32))])
+    if (scale := experts.router.scale * experts.scale) != 1.0:
+        y = graph.op("Mul", [y, graph.constant(np.array(scale, np.float32))])
     return graph.op("Reshape", [y, graph.numbers(1, -1, hidden)])
 
 
@@ -42,6 +42,9 @@ def _scored(graph: GraphBuilder, router: Router, rows: str) -> tuple[str, str]:
     logits = graph.op("MatMul", [rows, graph.constant(router.weight.t())])
     if router.bias is not None:
         logits = graph.op("Add", [logits, graph.constant(router.bias)])
+    if router.softcap:
+        cap = graph.constant(np.array(router.softcap, np.float32))
+        logits = graph.op("Mul", [graph.op("Tanh", [graph.op("Div", [logits, cap])]), cap])
     if router.is_sigmoid:
         scores = graph.op("Sigmoid", [logits])
     else:

@@ -167,8 +167,10 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
         return found, gate
     if norms == (None,) * 3 and attention.gate is None and not attention.shares_values:
         return found, gate
-    if attention.gate_is_last:
-        found, gate = graph.split(found, [attention.projected, attention.attended])
+    if attention.gate_is_last and attention.gate is not None:
+        numbers = attention.gate.heads or attention.attended
+        found, gate = graph.split(found, [attention.projected, numbers])
+        gate = _of_each_head(graph, gate, attention) if attention.gate.heads else gate
     is_beside = attention.gate is not None and not attention.gate_is_last
     wide = attention.attended * (2 if is_beside else 1)
     q, k, *rest = graph.split(found, [wide, keys, *([] if attention.shares_values else [keys])])
@@ -178,6 +180,14 @@ def _before_attention(graph: GraphBuilder, attention: Attention, found: str) -> 
     if is_beside:
         q, gate = _apart(graph, q, attention.heads, [attention.attended] * 2)
     return graph.op("Concat", [*_normed(graph, attention, q, k), v], axis=-1), gate
+
+
+def _of_each_head(graph: GraphBuilder, numbers: str, attention: Attention) -> str:
+    """A number of each head for all of what that gives."""
+    each = graph.op("Reshape", [numbers, graph.numbers(0, 0, attention.heads, 1)])
+    ones = graph.constant(np.ones((1, 1, 1, attention.width), np.float32))
+    wide = graph.op("Mul", [each, ones])
+    return graph.op("Reshape", [wide, graph.numbers(0, 0, attention.attended)])
 
 
 def _before_delta(graph: GraphBuilder, mixer: DeltaNet, found: str, rates: str) -> tuple[str, str]:
@@ -285,4 +295,5 @@ def _activated(graph: GraphBuilder, x: str, activation: str) -> str:
     if activation == "squared_relu":
         positive = graph.op("Relu", [x])
         return graph.op("Mul", [positive, positive])
-    return graph.op({"gelu": "Gelu", "relu": "Relu", "sigmoid": "Sigmoid"}[activation], [x])
+    names = {"gelu": "Gelu", "relu": "Relu", "sigmoid": "Sigmoid", "softplus": "Softplus"}
+    return graph.op(names[activation], [x])

@@ -33,12 +33,13 @@ class OutputGate:
     """What rows are multiplied by behind a mixer: numbers of the same row that went around it,
     through an `activation` (None: as they are). A `norm` of each head comes before that, or behind
     it where the gate `is_first`; `gamma` is what the rows are multiplied by behind the norm where
-    that differs from head to head."""
+    that differs from head to head. Where it is of `heads`, there is one number for each of them."""
 
     activation: str | None
     norm: Norm | None = None
     is_first: bool = False
     gamma: torch.Tensor | None = None
+    heads: int = 0
 
 
 @dataclass(slots=True)
