@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -40,10 +41,10 @@ PROVEN = frozenset(
         "glm4v_text", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
         "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3",
-        "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron_h",
-        "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text", "qwen2_moe",
-        "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-        "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
+        "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
+        "nemotron_h", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text",
+        "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+        "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
@@ -303,16 +304,27 @@ def family_of_config(config: Any) -> Family:
     kind = type(config)
     try:
         base_class = AutoModel._model_mapping[kind]  # noqa: SLF001 - the only config-to-class table
-        is_headed = config.model_type in PLAIN_HEADS
-        causal_class = (
-            headed(base_class) if is_headed else AutoModelForCausalLM._model_mapping[kind]  # noqa: SLF001
-        )
+        causal_class = _causal_class(config, base_class)
     except KeyError as error:
         raise _unsupported(str(config.model_type), "it is not a causal language model") from error
     entry = ENTRIES.get(config.model_type, _GENERIC)
     if entry.settle is not None:
         entry.settle(config)
     return Family(config, entry, base_class, causal_class)
+
+
+def _causal_class(config: Any, base_class: Any) -> type[Any]:
+    """The model with a head over this base. Raises KeyError where there is none."""
+    if config.model_type in PLAIN_HEADS:
+        return headed(base_class)
+    beside = base_class.__name__.removesuffix("Model") + "ForCausalLM"
+    # The table knows Mistral Small 4 as a model for images and text only.
+    own: type[Any] | None = vars(sys.modules[base_class.__module__]).get(beside)
+    mapping = AutoModelForCausalLM._model_mapping  # noqa: SLF001 - as above
+    found: type[Any] | None = mapping.get(type(config), own)
+    if found is None:
+        raise KeyError(config.model_type)
+    return found
 
 
 def _refusal(whole: Any, text: Any) -> str | None:

@@ -56,9 +56,8 @@ _WIDTHS = {
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "index_topk": 6,
     "index_head_dim": 32, "index_n_heads": 16,
 }  # fmt: skip
-_SUMS = {
-    "head_dim": ("qk_rope_head_dim",), "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
-}  # fmt: skip
+_QUERY = "qk_nope_head_dim", "qk_rope_head_dim"
+_SUMS = (("head_dim", _QUERY[1:]), ("head_dim", _QUERY), ("qk_head_dim", _QUERY))
 """What some configs say a second time."""
 _HEADS, _HEADS_PER_LAYER = 4, "num_attention_heads_per_layer"
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
@@ -115,7 +114,7 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         alike = twin.num_key_value_heads
         fewer = (max(1, _HEADS * n // heads // alike) * alike for n in each_layer)
         setattr(twin, _HEADS_PER_LAYER, [*fewer])
-    for name, parts in _SUMS.items():
+    for name, parts in _SUMS:
         each = [said(part) for part in parts]
         if None not in each and said(name) == sum(each):
             with contextlib.suppress(AttributeError):

@@ -44,8 +44,11 @@ RECURRENT = frozenset(
 )  # fmt: skip
 """Models with running states that are computed in few bits."""
 LATENT = frozenset(
-    {"minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear"}
-)
+    {
+        "minicpm3", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "youtu", "kimi_linear",
+        "mistral4",
+    }
+)  # fmt: skip
 """Models whose keys are made of latents that are computed in few bits."""
 MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""

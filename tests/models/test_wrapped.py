@@ -16,6 +16,7 @@ from mesh.shard.compiled.proof import require_compilable
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
+from tests.checkpoints import GROWING
 from tests.models.chain import CPU, prompt_chunks, run_parts
 
 HIDDEN = 64
@@ -35,6 +36,12 @@ EXPERTS = {
 }  # fmt: skip
 
 
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
+
 def _turning(*sections: int, **more: Any) -> dict[str, Any]:
     """Positions in three dimensions, which are one for text."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
@@ -49,6 +56,7 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "glm4v": (_turning(2, 1, 1, partial_rotary_factor=0.5), {}),
     "glm4v_moe": (EXPERTS | _turning(2, 1, 1, partial_rotary_factor=0.5), {}),
     "mistral3": ({"model_type": "ministral3", "tie_word_embeddings": True}, {}),
+    "mistral3/4": (EXPERTS | LATENT | {"model_type": "mistral4", "rope_parameters": GROWING}, {}),
     "gemma4": (
         EXPERTS | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
         {"vision_config": None, "audio_config": None},
@@ -92,8 +100,8 @@ def test_the_text_of_one_is_batched_and_compiled_like_any_other(tmp_path: Path) 
 
 def _model(model_type: str) -> Any:
     text, whole = WRAPPED[model_type]
-    kind = type(AutoConfig.for_model(model_type))
-    named = text.get("model_type") or AutoConfig.for_model(model_type).text_config.model_type
+    plain = AutoConfig.for_model(model_type.partition("/")[0])
+    kind, named = type(plain), text.get("model_type") or plain.text_config.model_type
     said = SMALL | {"model_type": named} | text
     config = kind(**({"text_config": said, "vision_config": EYE} | whole))
     torch.manual_seed(0)

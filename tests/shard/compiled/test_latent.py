@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Mistral4Config
 
+from mesh.models.families import family_of_config
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
+from mesh.models.standard import has_other_layers
 from mesh.shard.compiled.builder import LATENT_KEYS, LATENT_VALUES
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BlockMatrix, Quant, quantise
 from mesh.shard.compiled.latent import Latent
 from mesh.shard.compiled.latent_graph import latent_model
 from mesh.shard.compiled.parts import Attention, Norm
+from mesh.shard.compiled.proof import require_compilable
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.slots import SlotCache
 from mesh.shard.compiled.store import quantised_span
@@ -28,6 +32,12 @@ from tests.shard.spans import CPU
 _POSITIONS = 530
 """Beyond 512 products over positions are added up in several parts."""
 _LATENT = Latent(512, 192, 64, Norm(torch.ones(512), None, 1e-6), None, None, None, None)
+
+
+def test_mistral_small_4_is_compiled_and_plans_know_it() -> None:
+    config = Mistral4Config(num_hidden_layers=2)
+    require_compilable(family_of_config(config), None)
+    assert not has_other_layers(config.to_dict())
 
 
 @pytest.mark.parametrize("heads", [2, 20])
