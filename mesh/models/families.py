@@ -12,6 +12,7 @@ trust_remote_code).
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -42,9 +43,10 @@ PROVEN = frozenset(
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
         "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3",
         "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
-        "nemotron_h", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_vl_text",
-        "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-        "qwen3_next", "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
+        "nemotron_h", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text",
+        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
+        "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
@@ -303,7 +305,7 @@ def family_of_config(config: Any) -> Family:
     """The same for a text config in memory that was not refused."""
     kind = type(config)
     try:
-        base_class = AutoModel._model_mapping[kind]  # noqa: SLF001 - the only config-to-class table
+        base_class = _base_class(kind)
         causal_class = _causal_class(config, base_class)
     except KeyError as error:
         raise _unsupported(str(config.model_type), "it is not a causal language model") from error
@@ -311,6 +313,19 @@ def family_of_config(config: Any) -> Family:
     if entry.settle is not None:
         entry.settle(config)
     return Family(config, entry, base_class, causal_class)
+
+
+def _base_class(kind: Any) -> type[Any]:
+    """The model of such a config without a head. Raises KeyError where there is none."""
+    mapping = AutoModel._model_mapping  # noqa: SLF001 - the only config-to-class table
+    if kind in mapping or kind.model_type not in PLAIN_HEADS:
+        known: type[Any] = mapping[kind]
+        return known
+    # It leaves out some that are only ever a part of another one.
+    module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    named = (each for name, each in vars(module).items() if name.endswith("TextModel"))
+    part: type[Any] = next(each for each in named if each.config_class is kind)
+    return part
 
 
 def _causal_class(config: Any, base_class: Any) -> type[Any]:

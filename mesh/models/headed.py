@@ -16,8 +16,10 @@ PLAIN_HEADS = frozenset(
     {
         "glm4v_moe_text",
         "glm4v_text",
+        "qwen2_5_omni_text",
         "qwen2_5_vl_text",
         "qwen2_vl_text",
+        "qwen3_omni_moe_text",
         "qwen3_vl_moe_text",
         "qwen3_vl_text",
     }

@@ -18,10 +18,11 @@ UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 STANDARD = UNEQUAL | {
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
     "smollm3", "granite", "qwen3_5_text", "lfm2", "granitemoehybrid", "glm4", "ernie4_5",
-    "nemotron_h", "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3",
-    "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl", "qwen2_vl_text",
-    "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text", "cohere", "cohere2", "gpt_neox",
-    "persimmon", "phi", "apertus", "hunyuan_v1_dense", "hyperclovax", "nanochat", "olmo",
+    "nemotron_h", "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2",
+    "ministral3", "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl",
+    "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text",
+    "glm4v_text", "cohere", "cohere2", "gpt_neox", "persimmon", "phi", "apertus",
+    "hunyuan_v1_dense", "hyperclovax", "nanochat", "olmo",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {
@@ -29,7 +30,7 @@ STANDARD_MIXTURES = frozenset(
         "granitemoe", "granitemoehybrid", "exaone_moe", "ernie4_5_moe", "qwen3_5_moe_text",
         "qwen3_next", "lfm2_moe", "nemotron_h", "aria_text", "granitemoe_swa", "granitemoeshared",
         "mellum", "qwen3_vl_moe_text", "solar_open", "glm4v_moe_text", "cohere2_moe",
-        "hunyuan_v1_moe", "afmoe", "laguna",
+        "hunyuan_v1_moe", "afmoe", "laguna", "qwen3_omni_moe_text",
     }
 )  # fmt: skip
 """The same of models that are mixtures of experts, or may be."""

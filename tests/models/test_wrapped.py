@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from mesh.models.families import family_of
 from mesh.models.load import load_span
@@ -81,6 +89,53 @@ def test_text_is_computed_as_by_the_whole(model_type: str, tmp_path: Path) -> No
             torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-4)
 
 
+OMNI = {
+    "qwen2_5_omni": (Qwen2_5OmniThinkerForConditionalGeneration, _turning(2, 3, 3)),
+    "qwen3_omni_moe": (
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        EXPERTS | _turning(4, 2, 2, mrope_interleaved=True) | {"moe_intermediate_size": 32},
+    ),
+}
+EAR = {
+    "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32,
+    "output_dim": HIDDEN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OMNI)
+def test_of_a_model_that_hears_and_speaks_what_thinks_is_served(
+    model_type: str, tmp_path: Path
+) -> None:
+    kind, text = OMNI[model_type]
+    own = type(AutoConfig.for_model(model_type).thinker_config)
+    said = {"text_config": SMALL | text, "vision_config": EYE, "audio_config": EAR}
+    thinker = _randomised(kind._from_config(own(**said), dtype=torch.float32).eval())
+    thinker.save_pretrained(tmp_path)
+    _as_part(tmp_path, model_type)
+    chunks = prompt_chunks((13, 7, 1))
+    cache = DynamicCache(config=thinker.config.text_config)
+    with torch.inference_mode():
+        expected = [thinker(input_ids=ids, past_key_values=cache).logits for ids in chunks]
+    manifest = read_manifest(tmp_path)
+    assert family_of(manifest).proven
+    require_compilable(family_of(manifest), None)
+    logits, _ = run_parts(manifest, [0, 1, 4], chunks, 0)
+    for part, whole in zip(logits, expected, strict=True):
+        torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-4)
+
+
+def _as_part(directory: Path, model_type: str) -> None:
+    """Make the checkpoint one of which it is a part, beside layers that speak."""
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    weights = {f"thinker.{name}": tensor for name, tensor in load_file(file).items()}
+    for layer in range(3):
+        weights[f"talker.model.layers.{layer}.self_attn.q_proj.weight"] = torch.zeros(8, 8)
+    weights["talker.model.embed_tokens.weight"] = torch.zeros(8, 8)
+    save_file(weights, file, metadata={"format": "pt"})
+    own = json.loads(settings.read_text())
+    settings.write_text(json.dumps({"model_type": model_type, "thinker_config": own}))
+
+
 def test_the_text_of_one_is_batched_and_compiled_like_any_other(tmp_path: Path) -> None:
     _model("qwen3_vl").save_pretrained(tmp_path)
     manifest = read_manifest(tmp_path)
@@ -105,7 +160,10 @@ def _model(model_type: str) -> Any:
     said = SMALL | {"model_type": named} | text
     config = kind(**({"text_config": said, "vision_config": EYE} | whole))
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    return _randomised(AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval())
+
+
+def _randomised(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -147,8 +147,9 @@ PLAIN = (
 )  # fmt: skip
 BY_CONFIG: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), IN_THIRDS),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), IN_THIRDS),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), INTERLEAVED),
+    "qwen3_omni_moe_text": INTERLEAVED | {"head_dim": 128},
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
     **dict.fromkeys(("apertus", "hunyuan_v1_dense"), IN_GROUPS),
