@@ -16,7 +16,12 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Mistral4ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.initialization import no_init_weights
 
 FAMILIES = (
@@ -28,9 +33,10 @@ MORE_FAMILIES = (
     "ernie4_5_moe", "exaone4", "exaone_moe", "gemma", "gemma4_dense", "gemma4_unified_text",
     "glm4", "glm4_moe_lite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
     "laguna", "llama4_text", "axk2", "deepseek_v32", "glm_moe_dsa", "mimo_v2_flash",
-    "minimax_m2", "ministral", "ministral3", "mixtral", "nanochat", "olmo3", "phi", "phimoe",
-    "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
+    "minimax_m2", "ministral", "ministral3", "mistral4", "mixtral", "nanochat", "olmo3", "phi",
+    "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe",
+    "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
+    "nemotron_h",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 STATEFUL = (
@@ -76,6 +82,11 @@ LONGROPE = {
 """For heads of 64: beyond the 160th position texts are turned otherwise, all of them."""
 
 
+def whole_class(model_type: str) -> Any:
+    """What reads a whole checkpoint: a class that transformers' table leaves out, or the table."""
+    return Mistral4ForCausalLM if model_type == "mistral4" else AutoModelForCausalLM
+
+
 def make_checkpoint(
     directory: Path,
     family: str,
@@ -99,7 +110,9 @@ def make_checkpoint(
     config = transformers.CONFIG_MAPPING[_MODEL_TYPES.get(family, family)](**settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # how fast states fade is drawn where a model is made
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = whole_class(config.model_type)
+        is_known = kind is AutoModelForCausalLM
+        model = kind.from_config(config, dtype=torch.float32) if is_known else kind(config)
     _randomise(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(
         directory, max_shard_size=_part(model, dtype) if sharded else "50GB"
@@ -318,6 +331,9 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         ]},
         "gemma4_unified_text": gemma4,
         "deepseek_v2": experts | latent,
+        "mistral4": experts | latent | {
+            "qk_nope_head_dim": 8, "first_k_dense_replace": 0, "rope_parameters": GROWING,
+        },
         "axk2": experts | latent | indexed | {"n_group": None, "topk_group": None},
         "deepseek_v32": experts | latent | indexed,
         "glm_moe_dsa": experts | latent | indexed,

@@ -112,6 +112,14 @@ def _gemma4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _mistral4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Of DeepSeek's, with experts that are stacked already."""
+    return {
+        f"{name}.weight" if ".experts." in name else name: tensor
+        for name, tensor in _deepseek2(tensors, config).items()
+    }
+
+
 def _stacks(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """Of Mixtral and LFM 2: what is stacked has another name than what is apart; convolutions have
     two dimensions."""
@@ -231,6 +239,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "glm4_moe_lite": _deepseek2,
     "deepseek_v2": _deepseek2,
     "deepseek_v3": _deepseek2,
+    "mistral4": _mistral4,
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
     "ernie4_5_moe": _glm4_moe,
@@ -565,6 +574,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "glm4_moe_lite": _of_deepseek2,
     "deepseek_v2": _of_deepseek2,
     "deepseek_v3": _of_deepseek2,
+    "mistral4": _of_deepseek2,
     "gemma4_text": _of_gemma4,
     "gemma4_unified_text": _of_gemma4,
     "qwen2_moe": _of_experts,

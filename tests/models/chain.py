@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest
 from mesh.models.span_cache import SpanCache
 from mesh.types import LayerRange
+from tests.checkpoints import whole_class
 
 CPU = torch.device("cpu")
 
@@ -30,7 +31,8 @@ def run_whole(
     directory: Path, chunks: Sequence[torch.Tensor], decode: int
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Hugging Face alone: logits (1, rows, vocab) of each step, and the greedy ids it decoded."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    kind = whole_class(AutoConfig.from_pretrained(directory).model_type)
+    model = kind.from_pretrained(directory, dtype=torch.float32).eval()
     for part in model.modules():
         if type(part).__name__ == "NemotronHMamba2Mixer":  # bounds the steps of several rows only
             part.time_step_limit = (0.0, math.inf)

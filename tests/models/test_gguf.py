@@ -22,7 +22,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer
 from mesh.models.tokenizer_files import load_tokenizer
 from mesh.types import GenerationRequest, LayerRange, ModelId
-from tests.checkpoints import CHAT_TEMPLATE
+from tests.checkpoints import CHAT_TEMPLATE, GROWING
 from tests.gguf_files import write_gguf
 from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
 from tests.models.conftest import Checkpoint
@@ -37,7 +37,7 @@ FAMILIES = (
     "ernie4_5_moe", "lfm2", "lfm2_moe", "qwen2_moe", "glm4", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
-    "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2",
+    "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2", "mistral4",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -56,6 +56,7 @@ def _settings(family: str) -> dict[str, Any]:
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
         "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 2},
         "qwen2_moe": mixed | {"norm_topk_prob": False}, "dots1": {"sliding_window": None},
+        "mistral4": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}},
     }.get(family, {})  # fmt: skip
 
 

@@ -34,6 +34,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": llamas.LLAMA,
         "mistral3": llamas.MISTRAL3,
+        "mistral4": deepseeks.MISTRAL4,
         "arcee": llamas.ARCEE,
         "smollm3": llamas.SMOLLM3,
         "granite": granites.GRANITE,

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu; and
-GLM 4.5 to 4.7, dots.llm1 and K-EXAONE, which have the same mixtures.
+"""DeepSeek V2 and V3, and what is built like them: GLM 4.7 Flash, Kimi K2, Moonlight, Youtu,
+Mistral Small 4; and GLM 4.5 to 4.7, dots.llm1 and K-EXAONE, which have the same mixtures.
 
 What makes keys and values of a latent is stored as llama.cpp computes with it, in two stacks of a
 matrix for each head, the one for keys turned around; in files of before April 2025, as the models
@@ -45,6 +45,8 @@ LATENT = {name: DECODER[name] for name in _OTHERS} | {
 }
 _SOFTMAX, _SIGMOID = 1, 2
 """How llama.cpp numbers them among the functions that experts are chosen by."""
+_GROWTH = 0.1
+"""Of Mistral Small 4's queries."""
 _OF_A_LOGARITHM = 0.1
 """The converter writes a setting of yarn multiplied by that."""
 
@@ -63,12 +65,41 @@ def require_weighed(said: GgufSettings, *, default: bool) -> None:
 
 
 def _deepseek2(said: GgufSettings) -> dict[str, Any]:
-    config = attentive(said, "deepseek_v3", "DeepseekV3ForCausalLM")
+    found = _of_latents(said, "deepseek_v3", "DeepseekV3ForCausalLM")
+    dense = found["first_k_dense_replace"]
+    is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
+    chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
+    is_mixture = dense < said.layers()
+    if not is_mixture or (chosen == _SIGMOID and is_corrected):
+        return found
+    return found | _second(said, found, chosen, is_corrected=is_corrected)
+
+
+def _mistral4(said: GgufSettings) -> dict[str, Any]:
+    """Mistral Small 4. How queries grow behind the first positions no file says, and llama.cpp has
+    them as they are; here they grow as the model's own do."""
+    found = _of_latents(said, "mistral4", "Mistral4ForCausalLM")
+    rope, turned = found["rope_parameters"], found["qk_rope_head_dim"]
+    if said.whole("expert_gating_func", _SOFTMAX) != _SOFTMAX:
+        said.refuse("its experts are not chosen by softmax")
+    require_weighed(said, default=False)
+    if rope["rope_type"] != "yarn":
+        said.refuse("its positions are not scaled, as Mistral Small 4's are")
+    width = found["qk_nope_head_dim"] + turned
+    grown = {
+        "llama_4_scaling_beta": said.real("attention.temperature_scale", _GROWTH),
+        "partial_rotary_factor": turned / width,
+    }
+    return found | {"head_dim": width, "rope_parameters": rope | grown}
+
+
+def _of_latents(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
+    config = attentive(said, model_type, class_name)
     mixture = _mixture(said)
     dense = mixture["first_k_dense_replace"]
     said.pass_over("feed_forward_length", "vocab_size")
     inner = said.whole("feed_forward_length") if dense else config["hidden_size"]
-    found = config | _latents(said) | mixture | {
+    return config | _latents(said) | mixture | {
         "num_key_value_heads": config["num_attention_heads"],
         "intermediate_size": inner,
         "attention_bias": said.has("blk.0.attn_kv_a_mqa.bias"),
@@ -76,12 +107,6 @@ def _deepseek2(said: GgufSettings) -> dict[str, Any]:
         "num_experts_per_tok": said.whole("expert_used_count", 1),
         "n_shared_experts": said.whole("expert_shared_count", 0, least=0),
     }  # fmt: skip
-    is_corrected = said.has(f"blk.{dense}.exp_probs_b.bias")
-    chosen = said.whole("expert_gating_func", _SIGMOID if is_corrected else _SOFTMAX)
-    is_mixture = dense < said.layers()
-    if not is_mixture or (chosen == _SIGMOID and is_corrected):
-        return found
-    return found | _second(said, found, chosen, is_corrected=is_corrected)
 
 
 def _second(
@@ -185,6 +210,15 @@ def _by_sigmoid(said: GgufSettings, model_type: str, class_name: str) -> dict[st
 
 
 DEEPSEEK2 = Architecture(_deepseek2, LATENT | MIXTURE, experts=EXPERTS)
+MISTRAL4 = Architecture(
+    _mistral4,
+    LATENT
+    | MIXTURE
+    | {
+        "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+        "ffn_down_exps.weight": "mlp.experts.down_proj",
+    },
+)
 GLM4_MOE = Architecture(_glm4_moe, BY_PLACE | HEAD_NORMS | MIXTURE, experts=EXPERTS)
 DOTS1 = Architecture(_dots1, DECODER | HEAD_NORMS | MIXTURE, experts=EXPERTS)
 EXAONE_MOE = Architecture(

@@ -22,7 +22,7 @@ other kinds."""
 
 EXPERTS = (
     "qwen3_moe", "gpt_oss", "glm4_moe", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
-    "ernie4_5_moe", "afmoe", "laguna", "kimi_linear", "deepseek_v3",
+    "ernie4_5_moe", "afmoe", "laguna", "mistral4", "kimi_linear", "deepseek_v3",
 )  # fmt: skip
 """Families whose layers are mixtures of experts, all or some."""
 
