@@ -340,6 +340,18 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         "glm4_moe_lite", UnsupportedFamily, "chosen in an unknown way",
         lambda w: w.add_expert_gating_func(ExpertGatingFuncType.SOFTMAX),
     ),
+    "experts of Mistral Small 4 that are chosen by sigmoid": (
+        "mistral4", UnsupportedFamily, "not chosen by softmax",
+        lambda w: w.add_expert_gating_func(ExpertGatingFuncType.SIGMOID),
+    ),
+    "experts of Mistral Small 4 that are not weighed": (
+        "mistral4", UnsupportedFamily, "not weighed against each other",
+        _other("expert_weights_norm", value=False),
+    ),
+    "positions of Mistral Small 4 that are not scaled": (
+        "mistral4", UnsupportedFamily, "positions are not scaled",
+        lambda w: w.kv_data[0].pop("mistral4.rope.scaling.type"),
+    ),
     "latents of another width than keys": (
         "deepseek_v2", UnsupportedFamily, "latents are 16 wide, and its keys 32",
         _other("attention.key_length", 32),
