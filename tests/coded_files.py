@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 _LINEAR = re.compile(r".*\.\d+\..*(_proj|experts\.\d+\.\w+)\.weight")
+_BOTH = 128
+"""Rows of what experts of `make_checkpoint` have rows go through first, gate and up."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -89,6 +91,24 @@ def fp8(block: tuple[int, int] | None, *, old: bool = False) -> Form:
     said = {"quant_method": "fp8", "activation_scheme": "dynamic" if block else "static"}
     size = list(block) if block else None
     return Form(said | {"fmt": "e4m3", "weight_block_size": size}, write)
+
+
+def stacks_of_fp8() -> Form:
+    """Experts that are stacked, as transformers writes them: a scale for each matrix of each, of
+    which two lie one behind the other where rows go through first."""
+
+    def write(weight: torch.Tensor) -> Written:
+        matrices = weight.unflatten(1, (2, -1)) if weight.shape[1] == _BOTH else weight[:, None]
+        scales = matrices.abs().amax((2, 3), keepdim=True) / 448
+        codes = (matrices / scales).to(torch.float8_e4m3fn)
+        stored = {
+            "": codes.flatten(1, 2), "_scale_inv": scales.squeeze(-1),
+            "_activation_scale": torch.full((len(weight),), 0.5),
+        }  # fmt: skip
+        return Written(stored, (codes.float() * scales).flatten(1, 2))
+
+    said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    return Form(said, write, re.compile(r".*\.experts\.(gate_up|down)_proj"))
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,14 @@ def test_experts_one_by_one(form: str, checkpoint: Checkpoint, tmp_path: Path) -
     _compare(manifest, plain)
 
 
+def test_experts_that_are_stacked_in_fp8(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("mistral4", layers=3)
+    plain = write_coded(directory, tmp_path / "coded", coded_files.stacks_of_fp8())
+    manifest = read_manifest(tmp_path / "coded")
+    assert manifest.dtype == "fp8"
+    _compare(manifest, plain)
+
+
 def _compare(manifest: Manifest, plain: Path) -> None:
     chunks = prompt_chunks((13, 7, 1))
     expected, ids = run_parts(read_manifest(plain), (0, 1, 3), chunks, decode=4, copied=True)

@@ -21,7 +21,7 @@ _FLOATS = ("F32", "F16", "BF16")
 _SCALES = ("_scale_inv", "_scale")
 """What follows the name of a tensor in fp8 or in integers in that of its scales."""
 _OF_ACTIVATIONS = (
-    ".input_scale", ".activation_scale", ".input_zero_point", ".output_scale", ".k_scale",
+    ".input_scale", "activation_scale", ".input_zero_point", ".output_scale", ".k_scale",
     ".v_scale", ".q_scale", ".kv_scale",
 )  # fmt: skip
 _UNUSED = (*_OF_ACTIVATIONS, ".weight_shape")
@@ -161,7 +161,8 @@ def _scales_of(stored: Mapping[str, TensorEntry], codes: TensorEntry) -> TensorE
 def _share(
     codes: TensorEntry, scales: TensorEntry, block: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """How many rows and columns of a matrix share a scale: all, those of a row, or a block."""
+    """How many rows and columns of a matrix share a scale: all, those of a row, or a block; or,
+    of stacked experts, one half, where gate and up lie one behind the other."""
     _require(len(codes.shape) in (2, 3) and 0 not in codes.shape, codes)
     *experts, height, width = codes.shape
     if math.prod(scales.shape) == 1:
@@ -172,6 +173,8 @@ def _share(
         return height, width
     if block is not None and (down, across) == (-(-height // block[0]), -(-width // block[1])):
         return block
+    if experts and block is None and (down, across) == (2, 1) and height % 2 == 0:
+        return height // 2, width
     _require(down == height and across > 0 and width % across == 0, scales)
     return 1, width // across
 
