@@ -15,6 +15,7 @@ moves it aside, and each goes over to the new one before its next line.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -28,9 +29,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 from weakref import WeakSet
-
-if sys.platform != "win32":
-    import fcntl
 
 MAX_FILE_BYTES = 16 << 20
 KEPT_FILES = 3
@@ -303,8 +301,8 @@ def log_to_stderr(level: str, path: Path | None = None) -> None:
     Where that is the file at `path`, the file is kept small; anything else is left alone.
     """
     file = None if path is None else LogFile(path.absolute(), sys.stderr.fileno())
-    if sys.platform == "win32" or (file is not None and not file.is_here):
-        file = None  # Windows does not rename open files
+    if file is not None and not file.is_here:
+        file = None
     handler = LogHandler(sys.stderr, LineRates(), file)
     is_set_up = bool(logging.getLogger().handlers)
     logging.basicConfig(handlers=[handler])
@@ -354,9 +352,6 @@ def _aside(path: Path, number: int) -> Path:
 @contextlib.contextmanager
 def _sole(directory: Path) -> Iterator[bool]:
     """Whether this process alone may change names there meanwhile; never waits."""
-    if sys.platform == "win32":
-        yield False
-        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         try:

@@ -210,7 +210,7 @@ class StatePaths:
                     " takes writes, or name a --state-dir that you may write to.",
                     param="state_dir",
                 ) from error
-            if os.name == "posix" and directory.stat().st_mode & 0o077:
+            if directory.stat().st_mode & 0o077:
                 raise BadValue(
                     f"{directory} stays open to others: its file system keeps no permissions.",
                     fix="Name a --state-dir on another, or mount this one for this user alone"

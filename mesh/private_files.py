@@ -33,22 +33,21 @@ def read_private(path: Path, limit: int) -> bytes:
     The check is on the open descriptor, so nothing can be swapped in between. Raises KeyUnreadable
     when the file is not a regular one, not ours, or open to others; OSError when it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise KeyUnreadable(f"{path} is not a regular file.", fix="Remove what lies there.")
-        if os.name == "posix":
-            if status.st_uid != os.geteuid():
-                raise KeyUnreadable(
-                    f"{path} belongs to user id {status.st_uid}, not to this user.",
-                    fix="Use another state directory, or change the file's owner.",
-                )
-            if status.st_mode & 0o077:
-                raise KeyUnreadable(
-                    f"{path} is open to others (mode {status.st_mode & 0o777:04o}).",
-                    fix=f"If nobody has copied it, run: chmod 600 {shlex.quote(str(path))}",
-                )
+        if status.st_uid != os.geteuid():
+            raise KeyUnreadable(
+                f"{path} belongs to user id {status.st_uid}, not to this user.",
+                fix="Use another state directory, or change the file's owner.",
+            )
+        if status.st_mode & 0o077:
+            raise KeyUnreadable(
+                f"{path} is open to others (mode {status.st_mode & 0o777:04o}).",
+                fix=f"If nobody has copied it, run: chmod 600 {shlex.quote(str(path))}",
+            )
         return file.read(limit)
 
 
@@ -83,12 +82,11 @@ def write_once(path: Path, data: bytes) -> bool:
 
 def sync(path: Path) -> None:
     """Have a file's bytes survive a power cut, or the names in a directory. Raises OSError."""
-    if os.name == "posix":
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def flush(descriptor: int) -> None:

@@ -6,9 +6,9 @@ reused, so the process' start time is compared as well. Knows nothing of what th
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,11 +22,6 @@ from mesh.codec import Fault
 from mesh.errors import AlreadyRunning, FileRefused, NotRunning
 from mesh.paths import StatePaths
 from mesh.private_files import write_private
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 # psutil derives the start time from clock ticks; two readings differ by rounding only.
 _START_TOLERANCE_S = 1.0
@@ -159,7 +154,7 @@ def _locked(file: Path, paths: StatePaths) -> Iterator[None]:
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
-            _lock(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise _in_use(paths) from None
         yield
@@ -178,13 +173,6 @@ def _started(process: psutil.Process, boot: str) -> float:
     # Linux counts from the boot; psutil adds when that was, which moves as the wall clock is set.
     created = float(process.create_time())
     return created - float(psutil.boot_time()) if boot else created
-
-
-def _lock(descriptor: int) -> None:
-    if sys.platform == "win32":
-        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _in_use(paths: StatePaths) -> AlreadyRunning:

@@ -24,8 +24,6 @@ from mesh.interventions.channel import ANSWER, HEAD
 from mesh.interventions.relay import HopSessions, relay
 from mesh.logs import KEPT_FILES, LineRates, LogFile, LogHandler
 
-posix = pytest.mark.skipif(sys.platform == "win32", reason="open files keep their names")
-
 FLOOD = 20_000
 LEFT_OUT = re.compile(r"\[(\d+) like it left out\]$")
 
@@ -160,7 +158,6 @@ def test_a_process_of_the_node_logs_little_however_much_it_has_to_say() -> None:
     assert len(ended.stderr) < 100_000
 
 
-@posix
 def test_a_process_of_the_node_keeps_the_daemon_s_file_small(tmp_path: Path) -> None:
     file = tmp_path / "daemon.log"
     file.write_bytes(b"x" * 2 * logs.MAX_FILE_BYTES)
@@ -232,7 +229,6 @@ def _written_together(file: Path, kept: int) -> None:
     assert [writer.wait() for writer in writers] == [0] * WRITERS
 
 
-@posix
 def test_processes_that_share_a_file_move_it_aside_and_lose_no_line(tmp_path: Path) -> None:
     _written_together(tmp_path / "daemon.log", kept=100)
     files = list(tmp_path.iterdir())
@@ -243,7 +239,6 @@ def test_processes_that_share_a_file_move_it_aside_and_lose_no_line(tmp_path: Pa
     assert sum(file.read_text().count("a last word") for file in files) == WRITERS
 
 
-@posix
 def test_who_finds_that_another_has_moved_it_goes_over_to_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "daemon.log"
     path.write_bytes(b"x" * (logs.MAX_FILE_BYTES + 1))
@@ -256,7 +251,6 @@ def test_who_finds_that_another_has_moved_it_goes_over_to_the_new_one(tmp_path: 
     assert len(list(tmp_path.iterdir())) == 2
 
 
-@posix
 def test_only_some_files_are_kept(tmp_path: Path) -> None:
     _written_together(tmp_path / "daemon.log", kept=KEPT_FILES)
     aside = {f"daemon.log.{number}" for number in range(1, KEPT_FILES + 1)}
@@ -264,7 +258,6 @@ def test_only_some_files_are_kept(tmp_path: Path) -> None:
     assert {"daemon.log", "daemon.log.1"} <= names <= {"daemon.log", *aside}
 
 
-@posix
 @pytest.mark.parametrize("to", ["pipe", "another file"])
 def test_a_stream_that_is_not_the_file_is_left_alone(to: str, tmp_path: Path) -> None:
     named = tmp_path / "daemon.log"
@@ -282,7 +275,6 @@ def test_a_stream_that_is_not_the_file_is_left_alone(to: str, tmp_path: Path) ->
     assert not (tmp_path / "daemon.log.1").exists()
 
 
-@posix
 def test_a_directory_that_is_gone_costs_no_line(
     tmp_path: Path,
 ) -> None:
@@ -303,7 +295,6 @@ def test_a_directory_that_is_gone_costs_no_line(
     assert kept.read_text().count("line") == 9
 
 
-@posix
 def test_what_takes_no_line_holds_nobody_up_and_is_told_how_many_were_lost() -> None:
     """As a terminal that was stopped by Ctrl-S, or a disk that hangs: whose whole node stood still.
     The pipe has room, which poll(2) says, but less than the first line takes."""

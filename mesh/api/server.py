@@ -7,7 +7,6 @@ import contextlib
 import errno
 import ipaddress
 import math
-import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -208,8 +207,7 @@ def _listen(host: str, port: int) -> socket.socket:
     # answer waits 40 ms for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        if os.name == "posix":  # elsewhere the option would let two servers share a port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(socket.getaddrinfo(host, port, family)[0][4])  # with its interface
         listener.listen(_BACKLOG)
     except OSError as error:

@@ -11,6 +11,8 @@ INTERRUPTED = 130
 
 def main() -> NoReturn:
     """The installed command's entry point."""
+    if sys.platform == "win32":  # before the imports, of which some are not to be had there
+        sys.exit("hearthnet runs on Linux and macOS; on Windows, run it inside WSL 2.")
     try:
         from mesh.cli.main import main as run
 

@@ -161,8 +161,6 @@ def main() -> NoReturn:
     ):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
-    if sys.platform == "win32":
-        sys.exit("hearthnet runs on Linux and macOS; on Windows, run it inside WSL 2.")
     flags = _Flags()
     try:
         app(obj=flags)

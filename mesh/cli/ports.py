@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -37,8 +36,7 @@ def require_api_address(config: Config) -> None:
 def _take(taken: ExitStack, flag: str, host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = taken.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    if os.name == "posix":  # as the node's own
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the node's own
     try:
         listener.bind(socket.getaddrinfo(host, port, family)[0][4])  # with its interface
         listener.listen(1)

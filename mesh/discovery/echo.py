@@ -79,8 +79,7 @@ def _open(address: str) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "SO_REUSEPORT"):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "SO_BINDTODEVICE"):  # Linux
             sock.setsockopt(socket.IPPROTO_IP, _ANY_MEMBERSHIP, 0)
         sock.bind(("", PORT))

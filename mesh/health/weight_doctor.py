@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from mesh.processes.python import running
 STARTED, WROTE, REFUSED, ABSENT = "STARTED", "WROTE", "REFUSED", "ABSENT"
 CANARIES = (*running("mesh.processes.entry", "mesh.shard.canaries"),)
 _TIMEOUT_S = 120.0
-_ENDED = {-int(signal.SIGSEGV), -int(getattr(signal, "SIGBUS", signal.SIGSEGV))}
+_ENDED = {-int(signal.SIGSEGV), -int(signal.SIGBUS)}
 
 MEMORY = {
     "stored": "weights as they are stored",
@@ -57,19 +56,13 @@ class WeightReport:
         return "\n".join([head, *lines, rest])
 
 
-def examine(
-    canaries: Sequence[str] = CANARIES, *, protects: bool = sys.platform != "win32"
-) -> WeightReport:
+def examine(canaries: Sequence[str] = CANARIES) -> WeightReport:
     """Let every canary fly, one after the other; some seconds each.
 
-    `canaries` is the command that takes one's name; `protects`: whether this system can make memory
-    read-only.
+    `canaries` is the command that takes one's name.
     """
     held, broken, absent = [], {}, {}
     for name in (*MEMORY, *NETS):
-        if name in MEMORY and not protects:
-            absent[name] = "this system cannot make such memory read-only"
-            continue
         flown = _fly([*canaries, name])
         said = flown.stdout.split()
         if said[:1] == [ABSENT]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import resource
 import sys
 import threading
 import time
@@ -18,11 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from mesh.errors import BadRequest
-
-try:
-    import resource
-except ImportError:  # no such limits there
-    resource = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 _TICK_S = 0.25
@@ -114,7 +110,7 @@ class _DataLimit:
     @contextlib.contextmanager
     def held(self, more_bytes: int) -> Iterator[None]:
         """No more than `more_bytes` besides are to be had by anything in the process."""
-        if resource is None or not _STATM.exists():
+        if not _STATM.exists():
             yield
             return
         with self._lock:

@@ -66,8 +66,6 @@ class Pages(mmap.mmap):
 
 def set_writable(address: int, size: int, *, writable: bool) -> bool:
     """Allow or forbid writes to whole pages; whether that was done, which not all systems can."""
-    if sys.platform == "win32":
-        return False
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     answer = _libc().mprotect(
         ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(protection)

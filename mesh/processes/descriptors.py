@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-
-if sys.platform != "win32":
-    import resource
+import resource
 
 _ENOUGH = 4096
 
@@ -14,9 +11,8 @@ _ENOUGH = 4096
 def allow_enough() -> None:
     """For this process and those that it starts: as many as the links of a house's nodes, its
     clients and the files of weights take. macOS gives 256 to whoever does not ask, Linux 1024."""
-    if sys.platform != "win32":
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            with contextlib.suppress(ValueError, OSError):  # a system that has yet another limit
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(_ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system that has yet another limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-
-if sys.platform != "win32":
-    import resource
+import resource
 
 _OTHERS_WRITE = 0o002
 
@@ -18,7 +15,6 @@ def leave_nothing() -> None:
     under a umask of 0 whoever is on this machine could change checkpoints and what is known of
     them. Whoever wants a core asks for one: ``prlimit --core=unlimited --pid PID``."""
     os.umask(os.umask(0o077) | _OTHERS_WRITE)
-    if sys.platform != "win32":
-        _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, hard))

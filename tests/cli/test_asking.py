@@ -225,7 +225,6 @@ async def test_piped_chat_stops_at_an_error(hearthnet: Run, daemon: Served) -> N
     assert len(daemon.generations.requests) == 1
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 async def test_interrupt_stops_the_answer_and_not_the_chat(
     environment: dict[str, str], daemon: Served
 ) -> None:
@@ -250,7 +249,6 @@ async def test_interrupt_stops_the_answer_and_not_the_chat(
         assert await asyncio.wait_for(terminal.process.wait(), 10) == 0
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 async def test_interrupted_run_is_exit_code_130(
     environment: dict[str, str], daemon: Served
 ) -> None:
@@ -268,7 +266,6 @@ async def test_interrupted_run_is_exit_code_130(
     await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 5)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 async def test_an_interrupt_while_the_command_is_imported_is_no_traceback(
     environment: dict[str, str],
 ) -> None:
@@ -286,7 +283,6 @@ async def test_an_interrupt_while_the_command_is_imported_is_no_traceback(
     assert b"Traceback" not in err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 async def test_a_pull_that_is_left_before_it_hears_how_it_goes_says_that_it_goes_on(
     environment: dict[str, str],
 ) -> None:

@@ -268,7 +268,6 @@ def _sleeper(code: str) -> subprocess.Popen[bytes]:
     return process
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
 @pytest.mark.parametrize(
     ("code", "timeout", "ended_by"),
     [("pass", "20", signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", "0.2", signal.SIGKILL)],
@@ -415,3 +414,10 @@ def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[s
     assert "/nonexistent" in finished.stderr
     assert not (state / "daemon.json").exists()
     assert os.listdir(state / "logs") == ["daemon.log"]  # noqa: PTH208 - names only
+
+
+def test_in_windows_the_command_says_where_it_runs_before_it_imports_what_is_not_there() -> None:
+    script = "import sys; sys.platform, sys.modules['fcntl'] = 'win32', None"
+    run = [sys.executable, "-c", f"{script}; from mesh.cli.entry import main; main()"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (done.returncode, "WSL 2" in done.stderr) == (1, True)

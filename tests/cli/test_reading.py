@@ -311,7 +311,6 @@ async def test_what_rests_soon_says_in_how_long(hearthnet: Run, daemon: Served) 
     assert "qwen PROVISIONING (WARM) in use 1 of 2 kitchen" in text
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors")
 def test_standard_streams_may_be_closed(environment: dict[str, str]) -> None:
     """As where a scheduler starts it."""
     for redirected in ("chat <&-", "config show >&-", "chat <&- >&- 2>&-"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 SCRIPT = """
 import contextlib, subprocess, sys
 from mesh.config import Config
@@ -18,7 +16,6 @@ subprocess.run(["sh", "-c", "ulimit -Sc; ulimit -Hc; umask"], check=True)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="it has neither")
 def test_its_processes_leave_no_core_and_no_file_that_anybody_may_write_to() -> None:
     shell = 'ulimit -Sc $(ulimit -Hc); umask 000; exec "$@"'
     run = ["bash", "-c", shell, "bash", sys.executable, "-c", SCRIPT]
