@@ -15,7 +15,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from mesh.errors import BadRequest
+from mesh.interventions.hop import JobHop
 from mesh.interventions.unseen import checksum, was_given_out
 from mesh.shard.taps.codec import CACHE_OPERATIONS
 from mesh.shard.taps.messages import Growth
@@ -33,23 +34,10 @@ from mesh.shard.taps.messages import Growth
 _OWN = ("_hearthnet_number", "_hearthnet_place")
 
 
-class CacheHop(Protocol):
-    """What caches need of a hop."""
-
-    def operate_on_cache(self, cache: int, name: str, arguments: tuple[Any, ...]) -> None:
-        """Do the same to the hop's part."""
-
-    def free_cache(self, cache: int) -> None:
-        """The cache is no more."""
-
-    def fetch_cache(self, cache: int, layer: int) -> list[torch.Tensor]:
-        """Copies of keys and values of one layer."""
-
-
 class Caches:
     """The caches of a job, by the numbers the shards know them by."""
 
-    def __init__(self, hop_of: Mapping[int, CacheHop]) -> None:
+    def __init__(self, hop_of: Mapping[int, JobHop]) -> None:
         """`hop_of` says which layers are remote now, and where."""
         self._hop_of = hop_of
         self._hops = frozenset(hop_of.values())

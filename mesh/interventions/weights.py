@@ -8,24 +8,18 @@ else on its hop than in the job; it is then run in the job, with all its weights
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._guards import detect_fake_mode
 
+from mesh.interventions.hop import JobHop
 from mesh.interventions.unread import UnreadTensor, unread_again, unread_parameter
 from mesh.interventions.unseen import checksum
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class WeightHop(Protocol):
-    """What weights need of a hop."""
-
-    def fetch_weight(self, path: str, name: str) -> torch.Tensor:
-        """A copy of it."""
 
 
 TABLES = ("_parameters", "_buffers")
@@ -37,8 +31,8 @@ KEPT_BYTES = 256 << 20
 class RemoteWeights:
     """The weights of all remote layers, as far as the job has seen them."""
 
-    def __init__(self, hop_of: dict[int, Any], kept_bytes: int = KEPT_BYTES) -> None:
-        self._hop_of: dict[int, WeightHop] = hop_of
+    def __init__(self, hop_of: Mapping[int, JobHop], kept_bytes: int = KEPT_BYTES) -> None:
+        self._hop_of = hop_of
         self._kept_bytes = kept_bytes
         self._readable: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
         """How those are read again whose values are here, in the order in which they were read."""

@@ -15,8 +15,9 @@ from mesh.clock import Clock
 from mesh.config import Config
 from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
-from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
+from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.spool import Spool
+from mesh.interventions.jobs.queue.types import QueueSettings
 from mesh.interventions.jobs.types import JobRunner
 from mesh.paths import StatePaths
 

@@ -27,8 +27,9 @@ from mesh.api.tls import ApiTls
 from mesh.clock import Clock, SystemClock
 from mesh.errors import Busy, JobFailed, MeshError, NoRoute
 from mesh.identity.api_keys import ApiKeys
-from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
+from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.spool import Spool
+from mesh.interventions.jobs.queue.types import QueueSettings
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec
 from mesh.models.builtin import checkpoint_dir
 from mesh.types import BringingUp, ModelId

@@ -19,7 +19,7 @@ from websockets.asyncio.client import connect
 
 from mesh.api.services import LOADING
 from mesh.errors import Forbidden
-from mesh.interventions.jobs.queue.service import QueueSettings
+from mesh.interventions.jobs.queue.types import QueueSettings
 from mesh.types import BringingUp
 from tests.health.clock import ManualClock
 from tests.ndif import client

@@ -19,7 +19,7 @@ from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import Quota, Scope
-from mesh.interventions.jobs.queue.service import QueueSettings
+from mesh.interventions.jobs.queue.types import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
 from tests.ndif.serving import Node, OwnView, serving, with_key

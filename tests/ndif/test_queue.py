@@ -17,9 +17,9 @@ from mesh.errors import Busy, JobFailed, NotFound, SchemaTooNew, StorageFull
 from mesh.interventions.jobs.files import part_of
 from mesh.interventions.jobs.queue.feed import MAX_WAITING, Feed
 from mesh.interventions.jobs.queue.printed import MAX_CHARACTERS, Printed
-from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
+from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.spool import Spool
-from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
+from mesh.interventions.jobs.queue.types import Job, QueueSettings, Status, Submission, Update
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec
 from mesh.types import ANONYMOUS, ModelId, Principal, PrincipalKind
 from tests.ndif.serving import ScriptedRunner

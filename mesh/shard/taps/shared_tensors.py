@@ -8,7 +8,7 @@ are `joints`' business, reached through `Origins`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,9 @@ from mesh.shard.taps.codec import (
     storage_of,
     write_tensor,
 )
+from mesh.shard.taps.joints import JobJoints, ShardJoints
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
+from mesh.shard.taps.weight_copies import WeightCopies
 
 
 class Origins(Protocol):
@@ -39,36 +41,6 @@ class Origins(Protocol):
 
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
         """The other end knows this tensor exactly as it is now."""
-
-
-class ShardOrigins(Origins, Protocol):
-    """What more is asked of the shard's end."""
-
-    def is_shown(self, tag: int) -> bool:
-        """Whether the job has this tensor with its history."""
-
-    def viewed(self, tensor: torch.Tensor, tags: Sequence[int]) -> int | None:
-        """The one of these that the job has and `tensor` is a view of, by its history."""
-
-
-class ShownWeights(Protocol):
-    """What is asked of a session's `WeightCopies`."""
-
-    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What to show for `tensor`: never one that lies in memory of the model's."""
-
-    def apply(self) -> None:
-        """Take over what was done to what was shown."""
-
-
-class JobOrigins(Origins, Protocol):
-    """What more is asked of the job's end."""
-
-    def is_asked(self, tag: int, tensor: torch.Tensor) -> bool:
-        """Whether it has a gradient now and had none for the shard, or the reverse."""
-
-    def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
-        """`view`, of a tensor that is known, is what the shard calls `joint`."""
 
 
 class SharedTensors:
@@ -203,10 +175,10 @@ class ShardTensors(SharedTensors):
     """The shard's end: what lies in the memory of a tensor that the job has is shown as such a part
     of it, so that edits of the one are edits of the other there, too."""
 
-    _origins: ShardOrigins
+    _origins: ShardJoints
 
     def __init__(
-        self, device: torch.device, meter: MemoryMeter, origins: ShardOrigins, weights: ShownWeights
+        self, device: torch.device, meter: MemoryMeter, origins: ShardJoints, weights: WeightCopies
     ) -> None:
         super().__init__(1, device, origins)
         self._meter = meter
@@ -269,9 +241,9 @@ class ShardTensors(SharedTensors):
 class JobTensors(SharedTensors):
     """The job's end."""
 
-    _origins: JobOrigins
+    _origins: JobJoints
 
-    def __init__(self, device: torch.device, origins: JobOrigins) -> None:
+    def __init__(self, device: torch.device, origins: JobJoints) -> None:
         super().__init__(2, device, origins)
 
     def write_changed(self, buffers: Buffers) -> list[list[Any]]:

@@ -10,27 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mesh.shard.taps.codec import storage_of
 
+if TYPE_CHECKING:
+    from mesh.shard.taps.tree import SpanTree  # which a job's process has no use for
+
 _ALIGNMENT = 64
 """Kernels may give other last bits on memory that is aligned otherwise."""
-
-
-class ModelTensors(Protocol):
-    """What is to be known of the model that the weights are of."""
-
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in memory of the model's."""
-
-    def owner(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the model's that `tensor` is a part of; itself where there is none."""
-
-    def replace(self, weight: torch.Tensor, other: torch.Tensor) -> None:
-        """Have the modules compute with `other` until `restore`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +45,7 @@ class _Copy:
 class WeightCopies:
     """The copies of one session's trace."""
 
-    def __init__(self, model: ModelTensors) -> None:
+    def __init__(self, model: SpanTree) -> None:
         self._model = model
         self._copies: dict[int, _Copy] = {}
 

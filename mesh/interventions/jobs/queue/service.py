@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mesh.clock import Clock, set_within, tick
@@ -23,7 +23,7 @@ from mesh.interventions.jobs.queue.places import Places
 from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.records import JobRecords
 from mesh.interventions.jobs.queue.spool import Incoming, Spool, unstored
-from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
+from mesh.interventions.jobs.queue.types import Job, QueueSettings, Status, Submission, Update
 from mesh.interventions.jobs.queue.working import RunLoop, Work
 from mesh.interventions.jobs.types import JobRunner
 from mesh.types import ModelId, Principal, shown_id
@@ -40,23 +40,6 @@ _SWEEP_S = 30.0
 _POSITIONS_S = 1.0
 _KILL_TIMEOUT_S = 10.0
 _RECENT = 50
-
-
-@dataclass(frozen=True, slots=True)
-class QueueSettings:
-    """Bounds of the queue.
-
-    Each model has `max_queued` places, a key may hold half of them; `concurrent` jobs of all models
-    run at once. `time_limit_s` ends a job, `patience_s` is how long jobs wait for a model that
-    nobody serves or has room for.
-    """
-
-    max_queued: int = 512
-    concurrent: int = 2
-    max_payload_bytes: int = 64 << 20
-    max_result_bytes: int = 64 << 20
-    time_limit_s: float = 300.0
-    patience_s: float = 300.0
 
 
 class JobQueue:

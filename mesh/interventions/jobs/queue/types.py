@@ -11,6 +11,23 @@ from typing import Any
 from mesh.types import ModelId, Principal
 
 
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Bounds of the queue.
+
+    Each model has `max_queued` places, a key may hold half of them; `concurrent` jobs of all models
+    run at once. `time_limit_s` ends a job, `patience_s` is how long jobs wait for a model that
+    nobody serves or has room for.
+    """
+
+    max_queued: int = 512
+    concurrent: int = 2
+    max_payload_bytes: int = 64 << 20
+    max_result_bytes: int = 64 << 20
+    time_limit_s: float = 300.0
+    patience_s: float = 300.0
+
+
 class Status(StrEnum):
     """Where a job is, by the names of NDIF's protocol; `LOG` is a line that it printed."""
 

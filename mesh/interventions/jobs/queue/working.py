@@ -18,7 +18,7 @@ from mesh.errors import Busy, Forbidden, JobFailed, MeshError, NoRoute, StorageF
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.places import Places
 from mesh.interventions.jobs.queue.spool import Spool
-from mesh.interventions.jobs.queue.types import Job, Status, Update
+from mesh.interventions.jobs.queue.types import Job, QueueSettings, Status, Update
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobRunner, JobSpec
 from mesh.types import BringingUp, Principal, shown_id
 
@@ -33,22 +33,6 @@ _COMING_PAUSE_S = 0.2
 
 _CANCEL_TIMEOUT_S = 5.0
 _UNFORESEEN = "The node failed in a way nobody foresaw; its log has the details."
-
-
-class WorkSettings(Protocol):
-    """What of the queue's settings matters here."""
-
-    @property
-    def max_result_bytes(self) -> int:
-        """The room a running job's result needs at most."""
-
-    @property
-    def time_limit_s(self) -> float:
-        """When a job is ended."""
-
-    @property
-    def patience_s(self) -> float:
-        """How long jobs wait for a model that nobody serves or has room for."""
 
 
 class Finish(Protocol):
@@ -90,7 +74,7 @@ class RunLoop:
         lane: Lane,
         tickets: Mapping[str, JobTicket],
         work: Work,
-        settings: WorkSettings,
+        settings: QueueSettings,
         clock: Clock,
     ) -> None:
         self._lane = lane
