@@ -238,13 +238,7 @@ def is_lost(error: BaseException) -> bool:
     raises; only a new process gets a new one. A few of these errors would pass: to start again is
     right for them, too. Memory that runs out comes back.
     """
-    raised = getattr(torch, "AcceleratorError", None)  # since torch 2.8
-    text = str(error)
-    if "out of memory" in text or not isinstance(error, RuntimeError):
-        return False
-    if raised is not None:
-        return isinstance(error, raised)
-    return text.startswith(("CUDA error:", "HIP error:")) and "CUBLAS" not in text
+    return isinstance(error, torch.AcceleratorError) and "out of memory" not in str(error)
 
 
 def determinism_class(device: torch.device, dtype: torch.dtype, kernels: str, threads: int) -> str:

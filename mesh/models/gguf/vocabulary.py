@@ -202,12 +202,8 @@ def _hash(text: str) -> str:
 
 
 def _built(file: Path, metadata: Any) -> Any:
-    try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping as made_by
-    except ImportError as error:
-        raise _refused(
-            file, f"transformers {transformers.__version__} is too old for it"
-        ) from error
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as made_by
+
     kind, split = metadata["tokenizer.ggml.model"], str(metadata.get("tokenizer.ggml.pre", ""))
     if kind not in ("gpt2", "llama", "gemma4"):
         raise _refused(file, f"it is of the kind {str(kind)[:40]!r}")
