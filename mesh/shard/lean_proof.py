@@ -13,17 +13,7 @@ import torch
 from mesh.errors import DeviceFailed
 from mesh.models.families import Family
 from mesh.models.span import LoadedSpan
-from mesh.shard import (
-    attention,
-    lean,
-    lean_attention,
-    lean_experts,
-    lean_parts,
-    lean_states,
-    packed_experts,
-    rotary,
-)
-from mesh.shard.compiled import attention_parts, experts, layer_inputs, parts, recurrences
+from mesh.shard import lean
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.twins import Way, require_right
 
@@ -48,9 +38,4 @@ def _runtime_of(loaded: LoadedSpan) -> TorchRuntime:
     return runtime
 
 
-_CODE = (
-    lean, lean_attention, lean_experts, lean_parts, lean_states, packed_experts, attention,
-    attention_parts, experts, layer_inputs, parts, recurrences, rotary,
-)  # fmt: skip
-
-_LEAN = Way("lean", "lean layers", torch.__version__, _CODE, _runtime_of)
+_LEAN = Way("lean", "lean layers", torch.__version__, _runtime_of)

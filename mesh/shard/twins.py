@@ -3,8 +3,8 @@
 The twin has the config's layers and small widths, and is computed in fp32 with its weights as they
 are: what differs then is not rounding but a misunderstanding. Chunks, single rows, a window that is
 crossed, a rollback and sessions of different length are compared with transformers over all rows at
-once. A verdict holds for one structure, one version of what was named and one state of the code,
-and is kept on disk when there is a cache directory.
+once. A verdict holds for one structure, one version of what was named and one state of this
+package's code, and is kept on disk when there is a cache directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -51,7 +50,7 @@ settled: dict[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute layers: its name, what versions and code it depends on, and how it is had.
+    """A way to compute layers: its name, what versions it depends on, and how it is had.
 
     `subject` is what differs when it is wrong. `runtime_of` may raise NotCompilable.
     """
@@ -59,7 +58,6 @@ class Way:
     name: str
     subject: str
     versions: str
-    code: Sequence[ModuleType]
     runtime_of: Callable[[LoadedSpan], Runtime]
 
 
@@ -73,7 +71,7 @@ def require_right(
     """
     twin = twin_config(family.config, positions)
     versions = f"{transformers.__version__}-{way.versions}"
-    code = hash_of(Path(str(file)) for file in (__file__, *(each.__file__ for each in way.code)))
+    code = hash_of(sorted(Path(__file__).parent.rglob("*.py")))
     key = f"{way.name}-{family.model_type}-{versions}-{code}-{structure_of(twin)}"
     file = cache_dir / f"{key}.json" if cache_dir else None
     if reason := settled_once(settled, key, file, lambda: _verdict(way, twin)):

@@ -14,28 +14,6 @@ import torch
 from mesh.errors import DeviceFailed
 from mesh.models.families import Family
 from mesh.models.span import LoadedSpan
-from mesh.shard import rotary
-from mesh.shard.compiled import (
-    attention_graph,
-    attention_parts,
-    builder,
-    engine,
-    experts,
-    experts_graph,
-    feed_forward,
-    graph,
-    latent,
-    latent_graph,
-    layer_inputs,
-    parts,
-    parts_reader,
-    passes,
-    recurrence_graph,
-    recurrences,
-    slots,
-    spreading,
-    state_slots,
-)
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import dense_span
 from mesh.shard.runtime import StepInput
@@ -62,12 +40,7 @@ def _runtime_of(loaded: LoadedSpan) -> CompiledRuntime:
     return CompiledRuntime(dense_span(loaded), threads=1, positions=POSITIONS)
 
 
-_CODE = (
-    attention_graph, attention_parts, builder, engine, experts, experts_graph, feed_forward, graph,
-    latent, latent_graph, layer_inputs, parts, parts_reader, passes, recurrence_graph, recurrences,
-    slots, spreading, state_slots, rotary,
-)  # fmt: skip
-_GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _CODE, _runtime_of)
+_GRAPHS = Way("compiled", "graphs", onnxruntime.__version__, _runtime_of)
 
 
 @torch.inference_mode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from transformers import StableLmConfig
 
 from mesh.errors import DeviceFailed
 from mesh.models.families import family_of, family_of_config
+from mesh.models.span import LoadedSpan
 from mesh.shard import twins
 from mesh.shard.compiled import parts
 from mesh.shard.compiled.builder import DOWN
@@ -17,6 +21,7 @@ from mesh.shard.compiled.formats import BlockMatrix
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.proof import check_kernels, require_compilable
 from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.runtime import Runtime
 from tests.shard.compiled.spans import compiled, span
 from tests.shard.spans import checkpoint
 
@@ -62,3 +67,28 @@ def test_a_misread_family_is_refused_and_the_verdict_kept(
         require_compilable(family, tmp_path)  # as it is kept: the structure is the same
     twins.settled.clear()
     require_compilable(family, None)
+
+
+def test_a_verdict_holds_until_any_file_of_the_package_is_another(tmp_path: Path) -> None:
+    beside = tmp_path / "shard" / "compiled" / "products.py"
+    beside.parent.mkdir(parents=True)
+    beside.write_text("")
+    source = Path(str(shutil.copy(str(twins.__file__), tmp_path / "shard")))
+    spec = importlib.util.spec_from_file_location("twins_elsewhere", source)
+    assert spec is not None
+    assert spec.loader is not None
+    elsewhere = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(elsewhere)
+    tried: list[str] = []
+
+    def refused(_: LoadedSpan) -> Runtime:
+        tried.append("once more")
+        raise NotCompilable("it is only tried")
+
+    family = family_of(checkpoint("llama"))
+    for text, count in (("", 1), ("", 1), ("SIZE = 2", 2)):
+        beside.write_text(text)
+        elsewhere.settled.clear()
+        with pytest.raises(NotCompilable, match="only tried"):
+            elsewhere.require_right(elsewhere.Way("a", "b", "c", refused), family, tmp_path)
+        assert len(tried) == count
