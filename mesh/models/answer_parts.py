@@ -6,9 +6,7 @@ marks are special tokens, so no text has them in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from mesh.models.splitting import first_of, most_overlap
+from mesh.models.splitting import first_of, joined, most_overlap
 
 THINK, TEXT, END, BEGIN, FLUSH = "<|think|>", "<|content|>", "<|end|>", "<|begin|>", "<|flush|>"
 """`FLUSH` ends an answer, where it is no end token as well."""
@@ -38,7 +36,7 @@ class AnswerParts:
             self._held = self._held[len(mark) :]
             self._is_open = mark == THINK
         parts.append(self._take(len(self._held) - most_overlap(self._held, _MARKS)))
-        return _joined(parts)
+        return joined(parts)
 
     def flush(self) -> tuple[str, str]:
         """What was held back, once no more text comes: a head that was cut off is none of it."""
@@ -50,7 +48,3 @@ class AnswerParts:
             return text, ""
         self._is_open = False if text else self._is_open
         return "", text
-
-
-def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    return "".join(thought for thought, _ in parts), "".join(said for _, said in parts)

@@ -34,8 +34,8 @@ from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.standard import goes_by_torch, joined_from
 from mesh.types import LayerRange, ModelId
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -271,7 +271,7 @@ def _gguf_of(path: Path) -> Path | None:
     """The GGUF file that `path` is, or that is the model of a directory without safetensors."""
     if not path.is_dir():
         return path if path.suffix == SUFFIX else None
-    is_other = any((path / name).is_file() for name in (_INDEX, _SINGLE))
+    is_other = any((path / name).is_file() for name in (INDEX, SINGLE))
     return None if is_other else only_model(path)
 
 
@@ -297,9 +297,9 @@ def read_tensors(directory: Path) -> Mapping[str, TensorEntry]:
     if (gguf := _gguf_of(directory)) is not None:
         return read_gguf(gguf).tensors
     # As transformers does: an index beside the whole file is left from a time of several.
-    if (directory / _SINGLE).is_file():
-        return read_header(directory / _SINGLE)
-    index = directory / _INDEX
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    index = directory / INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
@@ -310,25 +310,25 @@ def read_tensors(directory: Path) -> Mapping[str, TensorEntry]:
             " save_pretrained(), which writes safetensors; then use that directory.",
         )
     raise BadCheckpoint(
-        f"{directory} has neither {_SINGLE} nor {_INDEX}, nor a GGUF file.",
+        f"{directory} has neither {SINGLE} nor {INDEX}, nor a GGUF file.",
         fix="Download the checkpoint's safetensors files.",
     )
 
 
 def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(f"{directory / _INDEX} has no weight_map.", fix="Download it again.")
+        raise BadCheckpoint(f"{directory / INDEX} has no weight_map.", fix="Download it again.")
     tensors: dict[str, TensorEntry] = {}
     for file_name in sorted(set(map(str, weight_map.values()))):
         if Path(file_name).name != file_name:
             raise BadCheckpoint(
-                f"{_INDEX} names {file_name!r}, which is not a file of this directory.",
+                f"{INDEX} names {file_name!r}, which is not a file of this directory.",
                 fix="Download the index again.",
             )
         for name, entry in read_header(directory / file_name).items():
             if weight_map.get(name) != file_name:
                 raise BadCheckpoint(
-                    f"Tensor {name} lies in {file_name}; {_INDEX} says {weight_map.get(name)}.",
+                    f"Tensor {name} lies in {file_name}; {INDEX} says {weight_map.get(name)}.",
                     fix="Download index and weights again, from the same revision.",
                 )
             tensors[name] = entry
@@ -336,7 +336,7 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     if missing:
         raise BadCheckpoint(
             f"{weight_map[missing[0]]} lacks tensor {missing[0]} and {len(missing) - 1} more that"
-            f" {_INDEX} promises.",
+            f" {INDEX} promises.",
             fix="Download index and weights again, from the same revision.",
         )
     return tensors

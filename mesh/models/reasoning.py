@@ -6,12 +6,12 @@ from an answer alone. Knows nothing of how tokens are chosen or sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mesh.models.answer_parts import BEGIN, END, FLUSH, TEXT, THINK, AnswerParts
 from mesh.models.channels import CHANNEL, MESSAGE, ChannelMarks
-from mesh.models.splitting import Splitter, first_of, most_overlap, overlap
+from mesh.models.splitting import Splitter, first_of, joined, most_overlap, overlap
 from mesh.models.template_marks import spelled_out
 
 
@@ -244,13 +244,13 @@ class SpecialMarks:
         certain = len(self._held) - most_overlap(self._held, self._both)
         parts.append(self._thoughts.push(self._held[:certain]))
         self._held = self._held[certain:]
-        return _joined(parts)
+        return joined(parts)
 
     def flush(self) -> tuple[str, str]:
         """What was held back, once no more text comes."""
         parts = [self._thoughts.push(self._held), self._thoughts.flush()]
         self._held = ""
-        return _joined(parts)
+        return joined(parts)
 
     def _heed(self, mark: str) -> list[tuple[str, str]]:
         if mark == self._marks.closing:
@@ -260,7 +260,3 @@ class SpecialMarks:
             parts.append(self._thoughts.flush())
             self._thoughts = Thoughts(self._marks, open_already=False)
         return [*parts, self._thoughts.push(mark)]
-
-
-def _joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    return "".join(thought for thought, _ in parts), "".join(said for _, said in parts)

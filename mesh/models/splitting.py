@@ -20,6 +20,11 @@ class Splitter(Protocol):
         """What was held back, once no more text comes."""
 
 
+def joined(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """What several pushes gave, as if it had been one."""
+    return "".join(thought for thought, _ in parts), "".join(said for _, said in parts)
+
+
 def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` begin `mark`, all of it excepted."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):

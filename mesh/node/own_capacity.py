@@ -36,7 +36,7 @@ from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.cards import card_files
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.memory_budget import CappedMemory
-from mesh.processes.processor import cpu_flags, cpu_model
+from mesh.processes.processor import allowed_cores, cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
@@ -345,7 +345,7 @@ def _device_differs(one: Device, other: Device) -> bool:
 
 def _machine(order: Measure) -> str:
     """What a measurement holds for, without importing what measures."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(allowed_cores() or range(os.cpu_count() or 1))
     able = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     parts = (
         VERSION, mesh.__version__, platform.machine(), cpu_model(), able, cores, order.device,

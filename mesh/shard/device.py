@@ -276,8 +276,7 @@ def _has_bf16(device: torch.device) -> bool:
 def usable_cores() -> int:
     """Physical cores that this process may run on."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
-    return max(1, min(physical, allowed))
+    return min(physical, len(allowed_cores() or range(physical)))
 
 
 def gemv_ms(threads: int) -> float:

@@ -40,7 +40,7 @@ from mesh.shard.lean_parts import LeanInputs, LeanNorm, Product, lean_feed_forwa
 from mesh.shard.lean_states import LeanRecurrence, lean_recurrence
 from mesh.shard.linear import Place
 from mesh.shard.rotary import Rotary
-from mesh.shard.views import layer_list_name
+from mesh.shard.views import layers_of
 from mesh.types import LayerRange
 
 
@@ -257,8 +257,8 @@ def _lean_feed(feed: FeedForward | Experts) -> Product:
 
 
 def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
-    layers = module.get_submodule(layer_list_name(module))
-    found = [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]
+    layers = enumerate(layers_of(module))
+    found = [(layer_parts(layer, module.config, i), layer) for i, layer in layers]
     for parts, _ in found:
         for part in _of(parts):
             if isinstance(part, Attention):

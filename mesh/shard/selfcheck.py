@@ -22,7 +22,7 @@ from mesh.models.span_cache import SpanCache
 from mesh.shard import attention, int4
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.states import StateCache
-from mesh.shard.views import layer_list_name, layer_view
+from mesh.shard.views import layer_view, layers_of
 from mesh.types import LayerRange
 
 _ROWS = 5
@@ -233,10 +233,9 @@ def _rope_ignores_neighbours(config: Any) -> bool:
 
 def _layers_to_see_every_kind(module: nn.Module) -> int:
     config: Any = module.config
-    layers = module.get_submodule(layer_list_name(module))
     types = layer_kinds(config) or [""] * config.num_hidden_layers
     kinds = [
         (kind, *(type(part).__name__ for part in layer.modules()))
-        for kind, layer in zip(types, layers.children(), strict=True)
+        for kind, layer in zip(types, layers_of(module), strict=True)
     ]
     return max(kinds.index(kind) for kind in set(kinds)) + 1

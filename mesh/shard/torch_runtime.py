@@ -39,7 +39,7 @@ from mesh.shard.selfcheck import (
     short_steps_keep_bits,
 )
 from mesh.shard.states import StateCache
-from mesh.shard.views import layer_list_name, layer_view
+from mesh.shard.views import layer_view, layers_of
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 
@@ -195,9 +195,8 @@ class TorchRuntime:
 
     def layer(self, number: int) -> nn.Module:
         """The decoder layer of that number in the whole model; LookupError when not here."""
-        layers: Any = self._module.get_submodule(layer_list_name(self._module))
-        module: nn.Module = layers[number - self.layers.start]
-        return module
+        layer: nn.Module = layers_of(self._module)[number - self.layers.start]
+        return layer
 
     def weight_check(self) -> WeightCheck:
         return WeightCheck(self._module, self.loaded.sha256, *self._beside)

@@ -33,6 +33,11 @@ def layer_list_name(module: nn.Module) -> str:
     )
 
 
+def layers_of(module: nn.Module) -> Any:
+    """The decoder layers themselves. Raises as `layer_list_name`."""
+    return module.get_submodule(layer_list_name(module))
+
+
 def layer_view(module: nn.Module, start: int, stop: int) -> nn.Module:
     """Layers [start, stop) of `module`, counted within it; `module` itself when that is all."""
     name = layer_list_name(module)

@@ -25,11 +25,10 @@ from mesh.errors import SAME_VERSION, BadCheckpoint
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import weights_sha256
 from mesh.models.header import TensorEntry
-from mesh.models.manifest import Manifest
+from mesh.models.manifest import INDEX, Manifest
 from mesh.models.pooling import MODULES, POOLING_CONFIG
 from mesh.types import LayerRange
 
-_INDEX = "model.safetensors.index.json"
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_SMALL_BYTES = 64 << 20
 """Of one small file; the largest tokenizers have 35 MB."""
@@ -37,7 +36,7 @@ _MAX_ALL_SMALL_BYTES = 2 * MAX_SMALL_BYTES
 """They are all in memory before the first is on the disk."""
 SMALL_FILES = frozenset(
     {
-        "config.json", "generation_config.json", _INDEX,
+        "config.json", "generation_config.json", INDEX,
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
         "chat_template.json", MODULES, POOLING_CONFIG,
@@ -154,7 +153,7 @@ def files_sha256(manifest: Manifest) -> str:
 def sha256_of_small(small: Iterable[SmallFile]) -> str:
     """`files_sha256` of a checkpoint with these. The index is left out: it says how tensors are
     spread over files, which their hashes prove."""
-    return _sha256_of({file.name: file.sha256 for file in small if file.name != _INDEX})
+    return _sha256_of({file.name: file.sha256 for file in small if file.name != INDEX})
 
 
 def sha256_of_headers(headers: Iterable[bytes]) -> str:

@@ -20,6 +20,7 @@ from mesh.models.coded.scheme import scheme_of
 from mesh.models.hashing import write_json_atomically
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
+from mesh.models.manifest import INDEX, SINGLE
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, read_record
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk, take_place
 from mesh.transfers.documents import small_among
@@ -27,10 +28,8 @@ from mesh.transfers.hub import Hub, HubFile, Repository, origin_of
 from mesh.types import ModelId
 
 _CONFIG = "config.json"
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _ADAPTER = "adapter_config.json"
-_FOR_PLANS = frozenset({_CONFIG, "generation_config.json", _INDEX})
+_FOR_PLANS = frozenset({_CONFIG, "generation_config.json", INDEX})
 _AT_ONCE = 8
 """Headers that are asked for at the same time."""
 
@@ -86,12 +85,12 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
     """The files that hold the weights. Raises BadCheckpoint for those that are not safetensors, or
     not all there."""
     files = repository.files
-    is_sharded = _INDEX in small and _SINGLE not in files
+    is_sharded = INDEX in small and SINGLE not in files
     if is_sharded:
-        index = _parsed(_INDEX, small[_INDEX], _Index)
+        index = _parsed(INDEX, small[INDEX], _Index)
         names = sorted(set(index.weight_map.values()))
     else:
-        names = [_SINGLE]
+        names = [SINGLE]
     lacking = [
         name
         for name in names
@@ -99,7 +98,7 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
     ]
     if lacking and is_sharded:
         raise BadCheckpoint(
-            f"{repository.id} has no {lacking[0]}, which its {_INDEX} names.",
+            f"{repository.id} has no {lacking[0]}, which its {INDEX} names.",
             fix="Try again later, as it may still be uploaded; or use another revision.",
         )
     if lacking:
@@ -122,7 +121,7 @@ def _adapter(repository: Repository) -> BadCheckpoint | None:
 
 def has_safetensors(repository: Repository) -> bool:
     """Whether its weights are there as safetensors."""
-    return bool({_INDEX, _SINGLE} & repository.files.keys())
+    return bool({INDEX, SINGLE} & repository.files.keys())
 
 
 def headers_directory(repository: Repository, cache_dir: Path) -> Path:

@@ -48,7 +48,7 @@ from mesh.shard.memory import settle
 from mesh.shard.rotary import Rotary
 from mesh.shard.runtime import KeyValueCache, StepInput, begun_short, prepare, require_batch
 from mesh.shard.torch_runtime import TorchRuntime
-from mesh.shard.views import layer_list_name
+from mesh.shard.views import layers_of
 from mesh.types import LayerRange
 
 _SCORES_BYTES = 32 << 20
@@ -122,9 +122,8 @@ class CompiledRuntime:
         return cache
 
     def layer(self, number: int) -> nn.Module:
-        layers: Any = self._module.get_submodule(layer_list_name(self._module))
-        module: nn.Module = layers[number - self.layers.start]
-        return module
+        layer: nn.Module = layers_of(self._module)[number - self.layers.start]
+        return layer
 
     def weight_check(self) -> CanaryCheck:
         return CanaryCheck(self)

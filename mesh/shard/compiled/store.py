@@ -67,7 +67,7 @@ from mesh.shard.compiled.products import (
     without_modules,
 )
 from mesh.shard.compiled.stored_matrices import matrix_of, matrix_of_experts, stored_experts
-from mesh.shard.views import layer_list_name
+from mesh.shard.views import layer_list_name, layers_of
 
 if TYPE_CHECKING:
     from mesh.models.load import LoadedSpan
@@ -165,9 +165,8 @@ def quantised_span(
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
     """`loaded` with its weights as they are. Raises NotCompilable."""
-    module: Any = loaded.module
-    layers = module.get_submodule(layer_list_name(module))
-    parts = [layer_parts(layer, loaded.config, i) for i, layer in enumerate(layers)]
+    layers = enumerate(layers_of(loaded.module))
+    parts = [layer_parts(layer, loaded.config, i) for i, layer in layers]
     return GraphSpan(loaded, None, tuple(GraphLayer(p, _dense_products(p), None) for p in parts))
 
 

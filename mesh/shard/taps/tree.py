@@ -29,7 +29,7 @@ from mesh.models.span_cache import SpanCache
 from mesh.shard.belongings import Belonging, belongings
 from mesh.shard.protection import Protection
 from mesh.shard.taps.codec import storage_of
-from mesh.shard.views import layer_list_name
+from mesh.shard.views import layers_of
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 
@@ -84,9 +84,8 @@ class SpanTree:
         self.reporter = _Reporter()
         self._model: Any = loaded.module
         self.config = loaded.config
-        modules = self._model.get_submodule(layer_list_name(self._model))
         self._layers: dict[int, nn.Module] = dict(
-            zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)
+            enumerate(layers_of(self._model), self.layers.start)
         )
         self._weights: dict[int, list[Belonging]] = defaultdict(list)
         for belonging in belongings(self._model):
