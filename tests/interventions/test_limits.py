@@ -67,6 +67,15 @@ def both(family: str = "llama") -> tuple[Parts, Parts, list[str]]:
     return own_whole(family), Parts(world.model), world.log
 
 
+def as_on_one_machine(
+    job: Callable[[Parts], Any], family: str = "llama", *, tolerance: float = 1e-5
+) -> list[str]:
+    """A job over three machines gives what it gives on one; what it was told of that."""
+    local, spread, log = both(family)
+    equal(job(spread), job(local), tolerance)
+    return log
+
+
 # Done in the job
 
 
@@ -83,8 +92,7 @@ def test_gradients_of_weights_run_that_layer_in_the_job() -> None:
             out = p.model.output.logits.save()
         return grads, weight.grad, out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-4)
+    log = as_on_one_machine(job, tolerance=1e-4)
     assert len(log) == 1
     assert "layer 2" in log[0]
     assert "MiB" in log[0]
@@ -101,10 +109,8 @@ def test_weights_edited_in_place_take_effect() -> None:
                 ids = tracer.result.save()
         return seen, ids
 
-    local, spread, log = both()
     # Fetched weights lie aligned in memory, mapped ones do not: the last bits may differ.
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 @pytest.mark.parametrize("kind", ["data", "assigned", "attribute", "hook"])
@@ -126,9 +132,7 @@ def test_whatever_else_is_done_to_a_layer_takes_effect(kind: str) -> None:
             out = p.model.output.logits.save()
         return seen, out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 def test_weights_listed_are_those_of_the_layer() -> None:
@@ -140,9 +144,7 @@ def test_weights_listed_are_those_of_the_layer() -> None:
             state = nnsight.save(mlp.state_dict())
         return before, sizes, dict(state)
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 0.0)
-    assert log == []
+    assert as_on_one_machine(job, tolerance=0.0) == []
 
 
 def test_weights_that_are_listed_are_not_fetched_before_they_are_read() -> None:
@@ -194,9 +196,7 @@ def test_buffers_of_a_checkpoint_are_the_layer_s(
             out = p.model.output.logits.save()
         return buffer.clone(), seen, after, out
 
-    local, spread, log = both(family)
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == (kind != "read")
+    assert len(as_on_one_machine(job, family)) == (kind != "read")
 
 
 @pytest.mark.parametrize(
@@ -217,9 +217,7 @@ def test_however_a_weight_is_edited_it_takes_effect(way: Callable[[torch.Tensor]
                 out = p.model.output.logits.save()
         return out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 @pytest.mark.parametrize(
@@ -267,9 +265,7 @@ def test_a_copy_of_a_remote_module_is_a_module_of_the_job() -> None:
                 out = p.model.output.logits.save()
         return seen, out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert log == []
+    assert as_on_one_machine(job) == []
 
 
 def test_weights_loaded_into_a_layer_take_effect() -> None:
@@ -281,9 +277,7 @@ def test_weights_loaded_into_a_layer_take_effect() -> None:
                 out = p.model.output.logits.save()
         return out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 def test_the_head_that_is_the_embedding_is_so_in_the_job() -> None:
@@ -378,9 +372,7 @@ def test_a_layer_that_was_moved_and_changed_is_the_one_that_runs() -> None:
             out = p.model.output.logits.save()
         return out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 def test_a_module_that_was_replaced_for_a_while_takes_effect_again() -> None:
@@ -395,9 +387,7 @@ def test_a_module_that_was_replaced_for_a_while_takes_effect_again() -> None:
             after = p.model.output.logits.save()
         return meanwhile, by_hand, after
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 def test_a_replaced_module_takes_effect() -> None:
@@ -409,9 +399,7 @@ def test_a_replaced_module_takes_effect() -> None:
             out = p.model.output.logits.save()
         return seen, out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 @pytest.mark.parametrize("kind", ["weight", "module", "hook", "called"])
@@ -435,9 +423,7 @@ def test_what_a_trace_changes_before_its_first_value_acts_on_all_of_it(kind: str
             out = p.model.output.logits.save()
         return seen, out
 
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -452,9 +438,7 @@ def test_a_weight_changed_while_generating_acts_from_there_on(family: str) -> No
                 seen.append(p.model.lm_head.output)
         return seen
 
-    local, spread, log = both(family)
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 2
+    assert len(as_on_one_machine(job, family)) == 2
 
 
 def changed_after(read: int) -> Callable[[Parts], Any]:
@@ -472,9 +456,7 @@ def changed_after(read: int) -> Callable[[Parts], Any]:
 
 def test_a_weight_changed_between_two_machines_acts_in_the_same_forward() -> None:
     job = changed_after(0)
-    local, spread, log = both()
-    equal(job(spread), job(local), 1e-5)
-    assert len(log) == 1
+    assert len(as_on_one_machine(job)) == 1
 
 
 def test_a_weight_changed_while_its_machine_computes_is_refused() -> None:
@@ -606,8 +588,7 @@ def test_gradients_around_such_a_value_are_right() -> None:
                 grads = nnsight.save([later.grad, query.grad, start.grad])
         return shared.detach(), grads
 
-    local, spread, _ = both()
-    equal(job(spread), job(local), 1e-4)
+    as_on_one_machine(job, tolerance=1e-4)
 
 
 def test_other_kinds_of_cache_are_refused() -> None:
@@ -686,8 +667,7 @@ def test_an_edit_through_a_view_shows_in_what_it_is_a_view_of() -> None:
             out = p.model.output.logits.save()
         return before, after, out
 
-    local, spread, _ = both("qwen3_moe")
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, "qwen3_moe", tolerance=0.0)
 
 
 def test_an_edit_of_the_memory_itself_shows() -> None:
@@ -698,8 +678,7 @@ def test_an_edit_of_the_memory_itself_shows() -> None:
             out = p.model.output.logits.save()
         return out
 
-    local, spread, _ = both()
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, tolerance=0.0)
 
 
 def test_such_an_edit_shows_under_gradients_too() -> None:
@@ -718,8 +697,7 @@ def test_such_an_edit_shows_under_gradients_too() -> None:
             out = p.model.output.logits.save()
         return before.detach(), after.detach(), grads, out.detach()
 
-    local, spread, _ = both("qwen3_moe")
-    equal(job(spread), job(local), 1e-4)
+    as_on_one_machine(job, "qwen3_moe", tolerance=1e-4)
 
 
 def test_gradients_of_a_value_and_of_views_of_it() -> None:
@@ -734,8 +712,7 @@ def test_gradients_of_a_value_and_of_views_of_it() -> None:
                 grads = nnsight.save([view.grad, block.grad, start.grad])
         return grads
 
-    local, spread, _ = both("qwen3_moe")
-    equal(job(spread), job(local), 1e-4)
+    as_on_one_machine(job, "qwen3_moe", tolerance=1e-4)
 
 
 def test_the_gradient_of_a_view_that_was_edited_is_refused() -> None:
@@ -795,8 +772,7 @@ def test_keys_and_values_of_remote_layers_can_be_read(family: str) -> None:
             whole_of_it = nnsight.save([layer[0] for layer in cache])
         return seen, sums, whole_of_it
 
-    local, spread, _ = both(family)
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, family, tolerance=0.0)
 
 
 def test_a_saved_cache_comes_with_its_contents() -> None:
@@ -811,8 +787,7 @@ def test_a_saved_cache_comes_with_its_contents() -> None:
         assert cache.get_seq_length() > 0
         return [[layer.keys, layer.values] for layer in cache.layers]
 
-    local, spread, _ = both()
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, tolerance=0.0)
 
 
 @pytest.mark.parametrize("way", [lambda k: k, lambda k: k.data, lambda k: k.numpy()])
@@ -877,8 +852,7 @@ def test_a_cache_has_what_the_layers_so_far_have_put_into_it(family: str) -> Non
                 seen.append((before, layer.get_seq_length(), layer.keys, layer.values))
         return seen
 
-    local, spread, _ = both(family)
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, family, tolerance=0.0)
 
 
 def test_a_cache_that_was_emptied_begins_anew() -> None:
@@ -893,8 +867,7 @@ def test_a_cache_that_was_emptied_begins_anew() -> None:
             kept = nnsight.save([layer.keys for layer in cache.layers])
         return emptied, out, kept
 
-    local, spread, _ = both()
-    equal(job(spread), job(local), 0.0)
+    as_on_one_machine(job, tolerance=0.0)
 
 
 def test_a_cache_keeps_what_a_forward_that_failed_has_put_into_it() -> None:

@@ -60,18 +60,23 @@ def _settings(family: str) -> dict[str, Any]:
     }.get(family, {})  # fmt: skip
 
 
+def require_its_tokens(directory: Path, file: Path) -> None:
+    """What is made of a checkpoint, in parts, says what that says."""
+    chunks = prompt_chunks(_CHUNKS)
+    expected, ids = run_whole(directory, chunks, decode=6)
+    manifest = read_manifest(write_gguf(directory, file))
+    found, found_ids = run_parts(manifest, (0, 2, _LAYERS), chunks, decode=6)
+    assert found_ids == ids
+    for step, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_gives_the_tokens_of_the_checkpoint_that_it_was_made_of(
     family: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     directory = checkpoint(family, layers=_LAYERS, **_settings(family))
-    file = write_gguf(directory, tmp_path / "model.gguf")
-    chunks = prompt_chunks(_CHUNKS)
-    expected, ids = run_whole(directory, chunks, decode=6)
-    found, found_ids = run_parts(read_manifest(file), (0, 2, _LAYERS), chunks, decode=6)
-    assert found_ids == ids
-    for step, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
+    require_its_tokens(directory, tmp_path / "model.gguf")
 
 
 _SCALED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,13 +120,7 @@ _SCALED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_scaled_rotary_embeddings(scaling: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
     family, settings = _SCALED[scaling]
     directory = checkpoint(family, layers=_LAYERS, **settings)
-    file = write_gguf(directory, tmp_path / "model.gguf")
-    chunks = prompt_chunks(_CHUNKS)
-    expected, ids = run_whole(directory, chunks, decode=6)
-    found, found_ids = run_parts(read_manifest(file), (0, 2, _LAYERS), chunks, decode=6)
-    assert found_ids == ids
-    for step, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(step, other, rtol=1e-4, atol=1e-4)
+    require_its_tokens(directory, tmp_path / "model.gguf")
 
 
 _KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")
