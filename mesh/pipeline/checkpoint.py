@@ -14,6 +14,7 @@ from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory, Unsupported
 from mesh.models.call_forms import CallMarks
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
+from mesh.models.detokenize import IncrementalDecoder
 from mesh.models.families import family_of
 from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
@@ -24,7 +25,7 @@ from mesh.models.thinking import Thinking
 from mesh.models.tokenizer import Tokenizer
 from mesh.models.turns import speaks_of_calls
 from mesh.pipeline.commands import AskerOptions
-from mesh.pipeline.model import AskerModel, TextDecoder
+from mesh.pipeline.model import AskerModel
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.memory_budget import MemoryCaps, over_cap
@@ -84,7 +85,7 @@ class CheckpointText:
         channels = thinks if isinstance(thinks, ChannelMarks) and is_whole else None
         return self._grammars.constraint(request, marks, thinks_with, channels)
 
-    def decoder(self, *, continues: bool) -> TextDecoder:
+    def decoder(self, *, continues: bool) -> IncrementalDecoder:
         """A fresh decoder for one answer, which `continues` a text or is one."""
         return self._tokenizer.decoder(continues=continues)
 

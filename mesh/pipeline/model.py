@@ -11,6 +11,7 @@ from mesh.models.call_forms import CallMarks
 from mesh.models.candidates import CANDIDATES
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
+from mesh.models.detokenize import IncrementalDecoder
 from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.models.reasoning import ReasoningMarks
 from mesh.pipeline.remote_ends import RemoteEnds
@@ -18,16 +19,6 @@ from mesh.types import GenerationRequest, ModelId
 
 if TYPE_CHECKING:
     from mesh.shard.ends import ModelEnds
-
-
-class TextDecoder(Protocol):
-    """Turns tokens into text as they come."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty inside a character."""
-
-    def flush(self) -> str:
-        """What is left at the end."""
 
 
 class Text(Protocol):
@@ -60,7 +51,7 @@ class Text(Protocol):
         Takes up to seconds of a processor. Raises BadRequest where it cannot be bound so.
         """
 
-    def decoder(self, *, continues: bool) -> TextDecoder:
+    def decoder(self, *, continues: bool) -> IncrementalDecoder:
         """A fresh decoder for one answer, which `continues` a text or is one."""
 
     def token_bytes(self, token_id: int) -> bytes:

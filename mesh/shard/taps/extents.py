@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +35,17 @@ def extent_of(func: Any) -> Extent:
     return _by_its_shape_function
 
 
+def tensors(
+    values: Iterable[Any], named: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[torch.Tensor]:
+    """Those among an operator's arguments or results; lists of them are the only nesting."""
+    for value in (*values, *named.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, torch.Tensor))
+
+
 def _broadcast(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     if len(args) <= 2 and not kwargs and isinstance(one := args[0], torch.Tensor):  # most are such
         other = args[-1]
@@ -41,7 +53,7 @@ def _broadcast(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             return one.nbytes
         if isinstance(other, torch.Tensor) and one.shape == other.shape:
             return max(one.nbytes, other.nbytes)
-    shapes = [tensor.shape for tensor in _tensors(args, kwargs)]
+    shapes = [tensor.shape for tensor in tensors(args, kwargs)]
     first = shapes[0] if shapes else ()
     if all(shape == first for shape in shapes):
         return math.prod(first) * _item(args, kwargs)
@@ -50,7 +62,7 @@ def _broadcast(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def _as_the_largest(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Every result is no larger than the largest argument, nor than sizes that are given."""
-    largest = max((tensor.numel() for tensor in _tensors(args, kwargs)), default=1)
+    largest = max((tensor.numel() for tensor in tensors(args, kwargs)), default=1)
     given = max(map(_product, _int_lists(args, kwargs)), default=1)
     return len(func._schema.returns) * max(largest, given) * _item(args, kwargs)
 
@@ -78,7 +90,7 @@ def _product_of_matrices(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     """(…, rows, inner) times (…, inner, columns), perhaps added to something before."""
     if len(args) == 2 and args[0].dim() == 2:
         return int(args[0].shape[0] * args[1].shape[1] * args[0].itemsize)
-    matrices = [tensor for tensor in _tensors(args, {}) if tensor.dim() >= 2]
+    matrices = [tensor for tensor in tensors(args) if tensor.dim() >= 2]
     if len(matrices) < 2:
         return _as_the_largest(_func, args, kwargs)
     left, right = matrices[-2:]
@@ -89,12 +101,12 @@ def _product_of_matrices(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _joined(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(args, kwargs)) * 2  # one may be widened
+    return sum(tensor.nbytes for tensor in tensors(args, kwargs)) * 2  # one may be widened
 
 
 def _picked(_func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """One slice of the source for every index; (weight or source, [dim,] indices)."""
-    source, indices = args[0], [*_tensors(args[1:], kwargs)]
+    source, indices = args[0], [*tensors(args[1:], kwargs)]
     count = max((tensor.numel() for tensor in indices), default=1)
     if len(args) > 2 and isinstance(args[1], int):
         across = source.shape[args[1]] if source.dim() else 1
@@ -152,9 +164,9 @@ def _by_its_shape_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str
     try:
         made = func(*given[0], **given[1])
     except (NotImplementedError, RuntimeError, TypeError):
-        numbers = [tensor.numel() for tensor in _tensors(args, kwargs)]
+        numbers = [tensor.numel() for tensor in tensors(args, kwargs)]
         return math.prod([*numbers, *map(_product, _int_lists(args, kwargs)), _WIDEST])
-    return sum(tensor.nbytes for tensor in _tensors((made,), {}))
+    return sum(tensor.nbytes for tensor in tensors((made,)))
 
 
 _FORMULAS: dict[str, Extent] = {
@@ -198,14 +210,6 @@ def _broadcast_shape(shapes: list[torch.Size]) -> list[int]:
     return [max(sizes) for sizes in zip(*padded, strict=True)]
 
 
-def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, torch.Tensor))
-
-
 def _int_lists(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, list | tuple) and all(isinstance(item, int) for item in value):
@@ -221,4 +225,4 @@ def _item(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     dtype = kwargs.get("dtype")
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize
-    return max((tensor.itemsize for tensor in _tensors(args, kwargs)), default=_WIDEST)
+    return max((tensor.itemsize for tensor in tensors(args, kwargs)), default=_WIDEST)

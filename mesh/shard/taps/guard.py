@@ -13,7 +13,6 @@ begin.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mesh.errors import BadRequest
 from mesh.shard.taps.codec import storage_of
-from mesh.shard.taps.extents import Extent, extent_of
+from mesh.shard.taps.extents import Extent, extent_of, tensors
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
@@ -103,9 +102,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _require_whole(args[0], args[1], _argument(*_GROUP_ENDS, args, named))
         if rule.makes:
             self._meter.require(rule.extent(func, args, named))
-        if self.graph is not None and any(
-            t.requires_grad for t in _tensors((*args, *named.values()))
-        ):
+        if self.graph is not None and any(t.requires_grad for t in tensors(args, named)):
             self.graph.add()
         out = func(*args, **named)
         if rule.is_empty:
@@ -114,7 +111,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(out, torch.Tensor):
                 self.count(out)
             else:
-                for tensor in _tensors((out,)):
+                for tensor in tensors((out,)):
                     self.count(tensor)
         return out
 
@@ -160,7 +157,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return rule
 
     def _require_writable(self, written: Any, func: Any) -> None:
-        for tensor in _tensors((written,)):
+        for tensor in tensors((written,)):
             if storage_of(tensor).data_ptr() in self._model:
                 raise BadRequest(
                     f"{func._schema.name} would write to the model itself, which all share.",
@@ -201,14 +198,3 @@ def _require_whole(rows: torch.Tensor, groups: torch.Tensor, ends: torch.Tensor 
 
 def _give_nodes(meter: MemoryMeter, nodes: list[int]) -> None:
     meter.give(nodes[0] * _NODE_BYTES)
-
-
-def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results; lists of them are the only nesting."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, torch.Tensor):
-                    yield item
