@@ -171,10 +171,10 @@ def write_json_atomically(target: Path, content: Any) -> None:
         logger.warning("%s cannot be kept, and is computed again next time: %s", target, error)
 
 
-def read_cached(source: Path, form: type[T]) -> T | None:
+def read_cached(source: Path, form: type[T], max_bytes: int = _MAX_CACHED_BYTES) -> T | None:
     """What was kept in `source`; None when nothing was, or it is damaged or another version's."""
     try:
-        return codec.read_file(source, form, _MAX_CACHED_BYTES)
+        return codec.read_file(source, form, max_bytes)
     except FileNotFoundError:
         return None
     except (OSError, Fault) as error:

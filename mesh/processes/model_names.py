@@ -7,7 +7,6 @@ installation, and used the next time. Whatever is wrong with the file, it is fou
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,11 +20,8 @@ from typing import Any
 
 import msgspec
 
-from mesh import codec
-from mesh.codec import Fault
-from mesh.private_files import write_private
-
-logger = logging.getLogger(__name__)
+from mesh.codec import MAX_FILE_BYTES
+from mesh.models.hashing import read_cached, write_json_atomically
 
 _READER = "transformers.utils.import_utils"
 _FUNCTION = "define_import_structure"
@@ -88,7 +84,7 @@ class _Memory:
             return self._find(module_path, *given, **named)
         prefix = named.get("prefix", given[0] if given else None)
         if self._names is None:
-            self._names = self._read() or self._found()
+            self._names = self._read_or_found()
         before = "" if prefix is None else f"{prefix}."
         return {
             backends: {f"{before}{file}": {*names} for file, names in files.items()}
@@ -100,21 +96,10 @@ class _Memory:
         this = f"{version('transformers')} {self._models} {self._models.stat().st_mtime_ns}"
         return self._directory / "transformers" / f"{sha256(this.encode()).hexdigest()[:32]}.json"
 
-    def _read(self) -> Names | None:
-        try:
-            return dict(codec.read_file(self._file(), _Kept).names)
-        except FileNotFoundError:
-            return None
-        except (OSError, Fault) as error:
-            logger.warning("what is in which file of transformers is looked up anew: %s", error)
-            return None
-
-    def _found(self) -> Names:
+    def _read_or_found(self) -> Names:
+        file = self._file()
+        if (kept := read_cached(file, _Kept, MAX_FILE_BYTES)) is not None:
+            return dict(kept.names)
         names = self._find(str(self._models))
-        try:
-            file = self._file()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_private(file, msgspec.json.encode(_Kept(list(names.items()))))
-        except OSError as error:
-            logger.warning("what is in which file of transformers is not kept: %s", error)
+        write_json_atomically(file, msgspec.to_builtins(_Kept(list(names.items()))))
         return names

@@ -19,8 +19,8 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from mesh import codec
-from mesh.codec import Fault
+from mesh.codec import MAX_FILE_BYTES
+from mesh.models.hashing import read_cached
 from mesh.private_files import write_once, write_private
 from mesh.processes.processor import cpu_model
 from mesh.shard.device import Choice, choose_threads, usable_cores
@@ -84,14 +84,8 @@ def kept_threads(
 
 
 def _read(path: Path, machine: str) -> int | None:
-    try:
-        kept = codec.read_file(path, _Kept)
-    except FileNotFoundError:
-        return None
-    except (OSError, Fault) as error:
-        logger.warning("%s cannot be read and is written again: %r", path, error)
-        return None
-    return kept.threads if kept.machine == machine else None
+    kept = read_cached(path, _Kept, MAX_FILE_BYTES)
+    return kept.threads if kept is not None and kept.machine == machine else None
 
 
 def _keep(path: Path, machine: str, threads: int) -> int:
