@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -15,8 +15,7 @@ import torch
 
 from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.shard.kv import SessionCache
-from mesh.shard.runtime import StepInput
+from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
@@ -95,11 +94,22 @@ def whole_model(family: str, hidden: torch.Tensor, layers: int = 4) -> torch.Ten
     return output
 
 
-def step(
-    span: TorchRuntime, cache: SessionCache, position: int, hidden: torch.Tensor
-) -> torch.Tensor:
+def step(span: Runtime, cache: KeyValueCache, position: int, hidden: torch.Tensor) -> torch.Tensor:
     """One session's step, alone."""
     return span.forward([StepInput(cache, position, hidden)])[0]
+
+
+def in_stretches(spans: Sequence[Runtime], hidden: torch.Tensor) -> torch.Tensor:
+    """What `spans` behind each other make of 104 rows: a chunk, a chunk behind a past that crosses
+    the window, a rejected draft, single rows."""
+    caches = [span.new_cache(256) for span in spans]
+    found = torch.empty_like(hidden)
+    for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
+        part = hidden[:, start:stop]
+        for span, held in zip(spans, caches, strict=True):
+            part = step(span, held, start, part)
+        found[:, start:stop] = part
+    return found
 
 
 def changed_in_a_round(checking: WeightCheck | CanaryCheck, size: int = 1 << 20) -> set[str]:

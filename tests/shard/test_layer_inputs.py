@@ -29,8 +29,15 @@ from mesh.types import LayerRange
 from tests.checkpoints import WINDOW
 from tests.research.steering.local import edit, load, low_rank_file, steered
 from tests.shard.asker import Attic
-from tests.shard.compiled.spans import step
-from tests.shard.spans import CPU, HIDDEN, checkpoint, relative_error, whole_model
+from tests.shard.spans import (
+    CPU,
+    HIDDEN,
+    checkpoint,
+    in_stretches,
+    relative_error,
+    step,
+    whole_model,
+)
 
 LAYERS, JOINED = 8, 2
 ALL = LayerRange(0, LAYERS)
@@ -76,13 +83,7 @@ def test_chunks_decode_and_rollback_over_two_spans_give_what_hugging_face_gives(
     given = rows(WINDOW + 40)
     expected = whole_model("gemma4_e", given, LAYERS)
     assert torch.equal(expected[..., HIDDEN:], given[..., HIDDEN:])
-    caches = [span.new_cache(256) for span in spans]
-    found = torch.empty_like(expected)
-    for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
-        part = given[:, start:stop]
-        for span, cache in zip(spans, caches, strict=True):
-            part = step(span, cache, start, part)
-        found[:, start:stop] = part
+    found = in_stretches(spans, given)
     assert relative_error(found[..., :HIDDEN], expected[..., :HIDDEN]) < 1e-4
     assert torch.equal(found[..., HIDDEN:], given[..., HIDDEN:])
 

@@ -16,8 +16,8 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from mesh.wire.messages import CopyPrefix, PrefixCopied
 from tests.shard.asker import Asker, Attic, CountedLoader, close_to
-from tests.shard.compiled.spans import compiled, step
-from tests.shard.spans import HIDDEN, of_module, rows, runtime
+from tests.shard.compiled.spans import compiled
+from tests.shard.spans import HIDDEN, of_module, rows, runtime, step
 
 LONG = 2 * PIECE + 40
 

@@ -15,8 +15,8 @@ from mesh.shard.marks import MARKS, REACH
 from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.types import Site
 from tests.checkpoints import FAMILIES, MORE_FAMILIES, STATEFUL
-from tests.shard.compiled.spans import COMPILED, compiled, step
-from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime
+from tests.shard.compiled.spans import COMPILED, compiled
+from tests.shard.spans import WHOLE, checkpoint, relative_error, rows, runtime, step
 from tests.shard.test_lean import WITH_STATES, needs_packing
 from tests.shard.test_lean import runtime as lean
 

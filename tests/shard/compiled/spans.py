@@ -10,7 +10,6 @@ from mesh.models.load import load_span
 from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import GraphSpan, dense_span, quantised_span
-from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES
@@ -79,18 +78,8 @@ def in_torch(runtime: CompiledRuntime) -> TorchRuntime:
     return TorchRuntime(runtime.loaded, device=CPU, dtype=torch.float32)
 
 
-def step(
-    runtime: Runtime, cache: KeyValueCache, position: int, hidden: torch.Tensor
-) -> torch.Tensor:
-    """One session's step, alone."""
-    return runtime.forward([StepInput(cache, position, hidden)])[0]
-
-
 def added(found: torch.Tensor, expected: torch.Tensor, hidden: torch.Tensor) -> float:
     """How far the middle row of `found` is off, relative to what the layers add to `hidden`: a row
     may go to another expert by a hair."""
     off, whole = (found - expected).norm(dim=-1), (expected - hidden).norm(dim=-1)
     return float((off / whole).median())
-
-
-__all__ = ["COMPILED", "EXPERTS", "REFUSED", "added", "compiled", "in_torch", "span", "step"]

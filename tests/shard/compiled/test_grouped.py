@@ -14,8 +14,8 @@ from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.passes import PassPlace
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.slots import Bank, CacheShape, KeyShape
-from tests.shard.compiled.spans import APART, GROUPED, WINDOWED, compiled, step
-from tests.shard.spans import relative_error, rows, whole_model
+from tests.shard.compiled.spans import APART, GROUPED, WINDOWED, compiled
+from tests.shard.spans import relative_error, rows, step, whole_model
 
 SHARED = Attention(
     (), torch.nn.Identity(), 14, 2, 64, 0.125, 0.0, None, None, None, None, norm_whole=False

@@ -7,8 +7,8 @@ import torch
 from mesh.shard.rotary import Rotary
 from mesh.shard.runtime import StepInput
 from tests.checkpoints import LONGROPE
-from tests.shard.compiled.spans import compiled, step
-from tests.shard.spans import relative_error, rows, whole_model
+from tests.shard.compiled.spans import compiled
+from tests.shard.spans import relative_error, rows, step, whole_model
 
 _FAMILY, _SHORT = "phi4_mini/1x1", int(LONGROPE["original_max_position_embeddings"])
 

@@ -13,8 +13,7 @@ from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import dense_span
 from mesh.shard.runtime import Runtime
 from mesh.shard.torch_runtime import TorchRuntime
-from tests.shard.compiled.spans import step
-from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows
+from tests.shard.spans import CPU, WHOLE, checkpoint, relative_error, rows, step
 
 
 def normed_in_groups() -> LoadedSpan:

@@ -29,10 +29,17 @@ from tests.shard.compiled.spans import (
     compiled,
     in_torch,
     span,
-    step,
 )
-from tests.shard.spans import HIDDEN, WHOLE, checkpoint, relative_error, rows
-from tests.shard.test_runtime import whole_model
+from tests.shard.spans import (
+    HIDDEN,
+    WHOLE,
+    checkpoint,
+    in_stretches,
+    relative_error,
+    rows,
+    step,
+    whole_model,
+)
 
 QUANTS: tuple[Quant, ...] = ("int8", "int4")
 ROUNDING = 0.06
@@ -45,16 +52,7 @@ def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(
 ) -> None:
     spans = [compiled(None, family, LayerRange(0, 1)), compiled(None, family, LayerRange(1, 4))]
     hidden = rows(WINDOW + 40)
-    expected = whole_model(family, hidden)
-    caches = [span.new_cache(256) for span in spans]
-    found = torch.empty_like(expected)
-    # A chunk, a chunk behind a past that crosses the window, a rejected draft, single rows.
-    for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
-        part = hidden[:, start:stop]
-        for runtime, cache in zip(spans, caches, strict=True):
-            part = step(runtime, cache, start, part)
-        found[:, start:stop] = part
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(in_stretches(spans, hidden), whole_model(family, hidden)) < 1e-4
 
 
 @pytest.mark.parametrize("family", COMPILED)

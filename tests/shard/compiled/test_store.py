@@ -17,8 +17,8 @@ from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import GraphSpan
 from mesh.types import LayerRange
 from tests.full_disk import file_size_limit
-from tests.shard.compiled.spans import span, step
-from tests.shard.spans import CPU, checkpoint, rows
+from tests.shard.compiled.spans import span
+from tests.shard.spans import CPU, checkpoint, rows, step
 
 SPAN = LayerRange(1, 3)
 
