@@ -352,6 +352,10 @@ def test_what_a_decorator_did_is_missed_aloud(daemon: LocalNode, model: Transfor
         total = summed(model.output.logits).save()  # noqa: F841
     said = [each.description for each in via.seen if each.status.value == "LOG"]
     assert "`summed` runs here without @negated" in "".join(said)
+    via = client.Recording(client.KEY, host=daemon.url, api_key=daemon.record.api_key)
+    with model.generate(PROMPT, max_new_tokens=2, backend=via) as tracer:
+        ids = tracer.result.save()  # noqa: F841
+    assert not [each for each in via.seen if each.status.value == "LOG"]
 
 
 def test_tokens_and_earlier_results_go_into_a_trace_of_any_key(

@@ -59,7 +59,12 @@ from mesh.interventions.jail.ownership import (
     UserModule,
     require_harmless,
 )
-from mesh.interventions.jail.shipped import bind_super, complete_functions, refusing_incomplete
+from mesh.interventions.jail.shipped import (
+    bind_super,
+    complete_functions,
+    is_nnsight_s,
+    refusing_incomplete,
+)
 from mesh.interventions.jail.standins import (
     CompiledFunction,
     DataclassParams,
@@ -76,9 +81,7 @@ from mesh.interventions.jail.storages import WRITTEN_AS, load_storage
 _BUILTINS = guarded_builtins()
 _LOAD = serialization._load_function
 _suffix = ""
-# What `model.generate` and `model.pipe` run comes by its source, which is nnsight's own: ours is
-# taken instead.
-_MODEL_FILE = "nnsight/modeling/transformers.py"
+# These come by their source: ours is taken instead.
 _SHIPPED_BY_NNSIGHT: dict[str, Any] = {
     name: getattr(TransformersModel, name).__wrapped__ for name in ("generate", "pipe")
 }
@@ -151,8 +154,8 @@ def _fenced_loader(
     load: Callable[..., types.FunctionType],
 ) -> Callable[..., types.FunctionType | RefusedFunction]:
     def fenced(*args: Any) -> types.FunctionType | RefusedFunction:
-        name, filename = str(args[1]), str(args[5])
-        if name in _SHIPPED_BY_NNSIGHT and filename.endswith(_MODEL_FILE):
+        name = str(args[1])
+        if is_nnsight_s(name, str(args[5])):
             own: types.FunctionType = _SHIPPED_BY_NNSIGHT[name]
             return own
         try:

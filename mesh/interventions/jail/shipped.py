@@ -29,6 +29,8 @@ _decorated: WeakKeyDictionary[FunctionType, _Decorated] = WeakKeyDictionary()
 bare: dict[str, tuple[str, ...]] = {}
 """The functions that came so far and may do something else without the decorators that they had."""
 
+_MODEL_FILE = "nnsight/modeling/transformers.py"
+_MODEL_CALLS = frozenset(("generate", "pipe"))
 _MAKES_CONTEXTS = frozenset(("contextmanager", "asynccontextmanager"))
 _CHANGES_NOTHING = frozenset((
     "property", "setter", "getter", "deleter", "staticmethod", "classmethod",  # come as they are
@@ -72,13 +74,20 @@ def bind_super(tree: ast.Module) -> ast.Module:
     return tree
 
 
+def is_nnsight_s(name: str, file: str) -> bool:
+    """Whether a function that came, from that file at the client, is what nnsight runs itself for
+    ``model.generate`` and ``model.pipe``."""
+    return name in _MODEL_CALLS and file.replace("\\", "/").endswith(_MODEL_FILE)
+
+
 def noting_decorators(load: Callable[..., Any]) -> Callable[..., Any]:
     """`load`, nnsight's loader of functions, for `refusing_incomplete` to know what to expect."""
 
     def noting(*args: Any) -> Any:
         function = load(*args)
-        source, name, defaults, kwdefaults = args[:4]
-        if type(function) is FunctionType and source.startswith("@"):
+        source, name, defaults, kwdefaults, _, file = args[:6]
+        own = is_nnsight_s(name, file)
+        if type(function) is FunctionType and source.startswith("@") and not own:
             node = ast.parse(source).body[0]
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 given = len(defaults or ()) + len(kwdefaults or ())

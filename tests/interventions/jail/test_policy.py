@@ -472,9 +472,15 @@ def test_a_payload_cannot_change_what_nnsight_s_own_functions_see() -> None:
     assert not hasattr(transformers, "evil")
 
 
-def test_what_a_model_generates_with_is_the_server_s_own_whatever_comes() -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        "/anywhere/nnsight/modeling/transformers.py",
+        r"C:\site-packages\nnsight\modeling\transformers.py",
+    ],
+)
+def test_what_a_model_generates_with_is_the_server_s_own_whatever_comes(where: str) -> None:
     """Its source is shipped by every client, and would not pass the fence."""
-    where = "/anywhere/nnsight/modeling/transformers.py"
     load = policy._fenced_loader(serialization._load_function)
     loaded = load("def generate(): evil", "generate", None, None, None, where, 1)
     assert loaded is TransformersModel.generate.__wrapped__
