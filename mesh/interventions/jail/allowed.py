@@ -147,7 +147,7 @@ DUNDERS = frozenset(
     )
 )
 
-# What rewritten code calls; see `guards.guarded_builtins`.
+# What rewritten code calls; see `names.guarded_builtins`.
 GUARDS = frozenset((
     "__metaclass__", "_getattr_", "_getitem_", "_getiter_", "_write_", "_inplacevar_", "_import_",
     "_import_from_", "_unpack_sequence_", "_iter_unpack_sequence_", "_match_sequence_",

@@ -226,7 +226,7 @@ def compile_guarded(
 ) -> CodeType:
     """Compile for execution among the guards; line numbers stay the user's own.
 
-    The guards' names end in `suffix`, as those of `guards.guarded_builtins` do. `finish` may change
+    The guards' names end in `suffix`, as those of `names.guarded_builtins` do. `finish` may change
     what was found to be allowed. Raises PolicyViolation, with the line, for what is not allowed;
     SyntaxError as usual.
     """

@@ -6,9 +6,7 @@ with a sentence. Lives in the job's process, beside the code it guards: a fence,
 
 from __future__ import annotations
 
-import builtins
 import importlib
-import operator
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +16,11 @@ from typing import Any
 import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.tracing.tracer import Tracer
-from RestrictedPython.Guards import (
-    guarded_iter_unpack_sequence,
-    guarded_unpack_sequence,
-)
 from RestrictedPython.transformer import INSPECT_ATTRIBUTES
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 from mesh.interventions.jail.ownership import (
-    CLASS_OF,
     Namespace,
     UserClass,
     UserModule,
@@ -43,12 +36,6 @@ _SELF_MATCHING = (
 _DATA = (bool, int, float, complex, str, type(None), torch.dtype, torch.Size)
 """What opens nothing, whoever has it."""
 _COMPILED = frozenset(dir(torch._C)).difference(dir(torch._C._VariableFunctions))
-_IN_PLACE = {
-    "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
-    "%=": operator.imod, "**=": operator.ipow, "<<=": operator.ilshift, ">>=": operator.irshift,
-    "|=": operator.ior, "^=": operator.ixor, "&=": operator.iand, "//=": operator.ifloordiv,
-    "@=": operator.imatmul,
-}  # fmt: skip
 
 
 def refuse(what: str) -> PolicyViolation:
@@ -59,27 +46,20 @@ def refuse(what: str) -> PolicyViolation:
     )
 
 
+def type_of(*arguments: Any) -> Any:
+    """``type(x)``, of which nobody gets a class of classes."""
+    if len(arguments) != 1:
+        raise refuse("making a class by calling `type`")
+    kind = type(arguments[0])
+    # The class of a class makes classes, of any names.
+    return type_of if issubclass(kind, type) else kind
+
+
 def refuse_metaclass(bases: tuple[Any, ...]) -> None:
     """Raise PolicyViolation for a class whose objects would be classes, made of any names."""
     classes = (base for base in bases if isinstance(base, type))
-    if _type in bases or any(issubclass(base, type) for base in classes):
+    if type_of in bases or any(issubclass(base, type) for base in classes):
         raise refuse("a class of classes")
-
-
-class _Metaclass:
-    """What makes the classes of guarded code: `UserClass`, unless their bases want their own."""
-
-    def __prepare__(self, name: str, bases: tuple[type, ...]) -> Any:
-        return _fitting(bases).__prepare__(name, bases)
-
-    def __call__(self, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
-        refuse_metaclass(bases)
-        return _fitting(bases)(name, bases, namespace)
-
-
-def _fitting(bases: tuple[type, ...]) -> type:
-    wanted = next((type(base) for base in bases if type(base) is not type), type)
-    return CLASS_OF.get(wanted, wanted)
 
 
 def module_allowed(name: str) -> bool:
@@ -92,10 +72,17 @@ def module_allowed(name: str) -> bool:
     return any(allowed.MODULES.get(".".join(parts[:n]), False) for n in range(1, len(parts)))
 
 
+def _leads_to_allowed(name: str) -> bool:
+    """Whether it is a package of which modules are on the list, and nothing else is."""
+    return any(each.startswith(f"{name}.") for each in allowed.MODULES)
+
+
 def _check_module_attribute(module: ModuleType, name: str) -> None:
     full = module.__name__
     if not module_allowed(full):
-        raise refuse(f"module `{full}`")
+        if _leads_to_allowed(full) and module_allowed(f"{full}.{name}"):
+            return
+        raise refuse(f"`{full}.{name}`" if _leads_to_allowed(full) else f"module `{full}`")
     root = full.partition(".")[0]
     only = allowed.ONLY_IN_MODULES.get(full)
     denied = allowed.DENIED_IN_MODULES.get(root, ())
@@ -136,8 +123,10 @@ def _check_value(owner: Any, name: str, value: Any) -> None:
     if not plain:
         raise refuse(f"`.{name}` of a {type(owner).__name__}")
     own = type(value) is UserModule
-    if isinstance(value, ModuleType) and not own and not module_allowed(value.__name__):
-        raise refuse(f"module `{value.__name__}`")
+    if isinstance(value, ModuleType) and not own:
+        found = value.__name__
+        if not module_allowed(found) and not _leads_to_allowed(found):
+            raise refuse(f"module `{found}`")
 
 
 def _is_added(model: Any, name: str, value: Any) -> bool:
@@ -333,67 +322,3 @@ def match_class(subject: Any, kind: Any, count: int, names: tuple[str, ...]) -> 
     except AttributeError:
         return None
     return values
-
-
-def _in_place(op: str, old: Any, new: Any) -> Any:
-    operation: Callable[[Any, Any], Any] = _IN_PLACE[op]
-    return operation(old, new)
-
-
-def _type(*arguments: Any) -> Any:
-    if len(arguments) != 1:
-        raise refuse("making a class by calling `type`")
-    kind = type(arguments[0])
-    # The class of a class makes classes, of any names.
-    return _type if issubclass(kind, type) else kind
-
-
-def _set_attribute(owner: Any, name: str, value: Any) -> None:
-    setattr(guarded_write(owner), name, value)
-
-
-def _delete_attribute(owner: Any, name: str) -> None:
-    delattr(guarded_write(owner), name)
-
-
-def guarded_builtins(suffix: str = "") -> dict[str, Any]:
-    """The builtins of guarded code: the allowed ones, and the guards its rewriting calls.
-
-    With a `suffix` that nobody knows, no variable that comes along can take a guard's place.
-    """
-    guards = {name + suffix: guard for name, guard in _GUARDS.items()}
-    exceptions = {n: v for n, v in vars(builtins).items() if isinstance(v, type)
-                  and issubclass(v, BaseException)}  # fmt: skip
-    return {
-        **exceptions,
-        **{name: getattr(builtins, name) for name in allowed.BUILTINS},
-        # A class takes its module from here; `dataclass` wants one that exists.
-        "__name__": "builtins",
-        # Statements go by `_import_`; this is what compiled code fetches its own parts with, at
-        # their first use, as numpy's ``mean`` does. No author can name it.
-        "__import__": builtins.__import__,
-        "type": _type,
-        "getattr": guarded_getattr,
-        "hasattr": guarded_hasattr,
-        "setattr": _set_attribute,
-        "delattr": _delete_attribute,
-        "format": builtins.format,
-        **guards,
-    }
-
-
-_GUARDS: dict[str, Any] = {
-    "__metaclass__": _Metaclass(),
-    "_getattr_": guarded_getattr,
-    "_getitem_": operator.getitem,
-    "_getiter_": iter,
-    "_write_": guarded_write,
-    "_inplacevar_": _in_place,
-    "_import_": guarded_import,
-    "_import_from_": guarded_import_from,
-    "_unpack_sequence_": guarded_unpack_sequence,
-    "_iter_unpack_sequence_": guarded_iter_unpack_sequence,
-    "_match_sequence_": match_sequence,
-    "_match_mapping_": match_mapping,
-    "_match_class_": match_class,
-}

@@ -45,13 +45,13 @@ from mesh.interventions.jail.generated import (
     with_generated,
 )
 from mesh.interventions.jail.guards import (
-    guarded_builtins,
     guarded_import_from,
     module_allowed,
     refuse,
     refuse_metaclass,
 )
 from mesh.interventions.jail.libraries import guarded_libraries
+from mesh.interventions.jail.names import guarded_builtins
 from mesh.interventions.jail.ownership import (
     CLASS_OF,
     Namespace,
@@ -340,9 +340,10 @@ class FencedUnpickler(pickle._Unpickler):
                 return found
         is_builtin = module == "builtins" and not name.startswith("_")
         found = _BUILTINS.get(name) if is_builtin else _importable(module, name)
-        if found is None and self._brings_a_module:
+        refused = found is None or type(found) is RefusedFunction
+        if refused and self._brings_a_module:
             return unavailable(full)
-        if found is None:
+        if refused:
             return NamedOnly.of(full, refuse(f"`{full}` in a payload"))
         return found
 

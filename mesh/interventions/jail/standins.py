@@ -89,7 +89,7 @@ class DataclassParams:
 
 
 class RefusedFunction:
-    """In the place of a function whose source is not for traced code: so is calling it."""
+    """In the place of a function that is not for traced code, by itself or by its source."""
 
     def __init__(self, violation: PolicyViolation) -> None:
         self._violation = violation

@@ -27,9 +27,9 @@ from mesh.errors import PolicyViolation
 from mesh.interventions.jail import policy
 from mesh.interventions.jail.allowed import GUARDS
 from mesh.interventions.jail.desugar import compile_guarded
-from mesh.interventions.jail.guards import guarded_builtins
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import Ending, JobOutcome
+from mesh.interventions.jail.names import guarded_builtins
 from mesh.interventions.jail.policy import FencedUnpickler
 from tests.interventions.jail import own_module, toy_model, trace_bodies
 
@@ -237,7 +237,8 @@ def guarded(source: str) -> dict[str, Any]:
         "def __getattr__(x): return 1", "_getattr_ = getattr", "async def f(): pass",
         "from math import *", "model.trace(1).info", "1\nx = print\nx.__self__",
         "y = [0]\ny.__class__ += 1", "from abc import ABCMeta", "import abc\nabc.ABCMeta",
-        "from torch.utils.data import datapipes", "import tqdm\ntqdm.cli",
+        "from torch.utils.data import datapipes", "import tqdm\ntqdm.cli", "torch.utils.checkpoint",
+        "torch.utils.swap_tensors", "torch.utils.data.datapipes",
         "model.interleaver = torch.nn.Identity()", "model._own = torch.nn.Identity()",
         "torch.cuda.CUDAPluggableAllocator", "from torch.cuda import graphs",
         "import gc\ngc.get_objects()", "from types import FunctionType",
@@ -261,11 +262,11 @@ def test_what_is_not_for_everybody_is_refused_with_a_sentence(body: str) -> None
 @pytest.mark.parametrize(
     "body",
     ["open('x')", "eval('1')", "exec('1')", "globals()", "vars()", "dir()", "input()",
-     "compile('1', '', 'eval')", "memoryview(b'')"],
+     "compile('1', '', 'eval')", "memoryview(b'')", "exit()"],
 )  # fmt: skip
-def test_builtins_that_are_not_for_everybody_are_not_there(body: str) -> None:
+def test_builtins_that_are_not_for_everybody_refuse_to_be_called(body: str) -> None:
     name = body.partition("(")[0]
-    with pytest.raises(NameError, match=f"name '{name}' is not defined"):
+    with pytest.raises(PolicyViolation, match=f"`{name}` is not available"):
         guarded(body)
 
 

@@ -691,6 +691,7 @@ def progress_bars_and_loaders(m: Any, x: torch.Tensor, backend: Backend) -> Name
             sums.append(bar.n)
         batches = DataLoader(TensorDataset(hidden[0]), batch_size=2)
         sums += [float(batch.sum()) for (batch,) in batches]
+        sums += map(len, torch.utils.data.DataLoader(hidden[0], batch_size=3))
     return locals()
 
 
