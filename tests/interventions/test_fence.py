@@ -19,7 +19,7 @@ from nnsight.tracing.util import Scope
 from transformers import BatchEncoding, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from mesh.errors import PolicyViolation
+from mesh.errors import BadRequest, PolicyViolation
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from tests.interventions.jail import toy_model
 
@@ -216,6 +216,12 @@ def test_nothing_in_a_payload_says_of_itself_what_is_not_so(name: str) -> None:
     ):
         with pytest.raises(PolicyViolation, match=name):
             way()
+
+
+def test_what_a_library_has_that_is_not_there_is_refused_with_how_it_comes_along() -> None:
+    kind = FencedUnpickler(io.BytesIO(b""), {}).find_class("autoencoders.sparse", "TopK")
+    with pytest.raises(BadRequest, match=r"by nnsight.register\(autoencoders\) before the trace"):
+        kind(64)
 
 
 def test_a_class_of_a_kind_that_is_not_there_may_be_named() -> None:

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import pickle
 import re
 import secrets
@@ -63,6 +64,7 @@ from mesh.interventions.jail.shipped import (
     bind_super,
     complete_functions,
     is_nnsight_s,
+    not_here,
     refusing_incomplete,
 )
 from mesh.interventions.jail.standins import (
@@ -344,7 +346,9 @@ class FencedUnpickler(pickle._Unpickler):
         if refused and self._brings_a_module:
             return unavailable(full)
         if refused:
-            return NamedOnly.of(full, refuse(f"`{full}` in a payload"))
+            is_here = module in sys.modules or importlib.util.find_spec(module.partition(".")[0])
+            reason = refuse(f"`{full}` in a payload") if is_here else not_here(full)
+            return NamedOnly.of(full, reason)
         return found
 
 

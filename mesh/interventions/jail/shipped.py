@@ -182,11 +182,17 @@ def _module(name: str) -> Any:
 
 
 def _missing(what: str, error: Exception) -> NamedOnly:
-    missing = BadRequest(
-        f"`{what}`, which the trace uses, is not on this node: {error}.",
-        fix="Do without it inside the trace, or have it installed there.",
+    return NamedOnly.of(what, not_here(what, f": {error}", " Or have it installed there."))
+
+
+def not_here(what: str, why: str = "", *more: str) -> BadRequest:
+    """The error for something of a module that this node does not have."""
+    root = what.partition(".")[0]
+    return BadRequest(
+        f"`{what}`, which the trace uses, is not on this node{why}.",
+        fix=f"Have `{root}` come along where it is plain Python, by nnsight.register({root}) before"
+        f" the trace; else do without it inside of that.{''.join(more)}",
     )
-    return NamedOnly.of(what, missing)
 
 
 class _Super(ast.NodeTransformer):
