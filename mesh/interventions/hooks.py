@@ -50,15 +50,17 @@ _BY_USER_CODE = "__intervention_tb__"
 
 
 class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
-    """nnsight's interleaver, which says when a trace ends, and of what the model itself raises at
-    which lines user code waits for a value."""
+    """nnsight's interleaver, which says when a trace ends, and of what the model itself raises, or
+    cannot be given, at which lines user code waits for a value."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_end: Callable[[], None] = lambda: None
 
     def __exit__(self, kind: Any, raised: Any, frames: Any) -> bool:
-        is_failure = isinstance(raised, Exception) and not isinstance(raised, _NO_FAILURES)
+        is_failure = isinstance(raised, BadRequest) or (
+            isinstance(raised, Exception) and not isinstance(raised, _NO_FAILURES)
+        )
         if is_failure and not hasattr(raised, _BY_USER_CODE):
             for mediator in self.mediators[:_MOST_NAMED]:
                 if line := _waits_at(mediator):
@@ -250,7 +252,7 @@ class Hooks:
         def other(data: list[Any], _path: Path) -> Any:
             if data[0] == EncodedKind.CACHE:
                 return self._caches.by_number(int(data[1]))
-            return Staying(int(data[1]), str(data[2]))
+            return Staying.of(int(data[1]), str(data[2]))
 
         return Reader(buffers, hop.tensors.read, other, CPU)
 

@@ -47,6 +47,7 @@ from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.ownership import Namespace
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jail.shipped import CompleteUnpickler, bare, complete_functions
+from mesh.interventions.jobs.hints import hints
 from mesh.interventions.jobs.left import CameContainers, LeftGradients
 from mesh.interventions.jobs.one_model import one_model
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
@@ -68,8 +69,6 @@ _INSTALLED = (*readable_paths(), "<frozen ")
 _COMPRESSION_LEVEL = 3
 _UNWRITABLE = (pickle.PicklingError, TypeError, AttributeError)
 """What Python raises for an object that cannot be pickled."""
-_NO_GRADIENT = ("does not require grad", "doesn't require grad", "has requires_grad=False")
-_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 _remote_backend = Remotable._remote_backend
 _skeleton: Skeleton | None = None
@@ -316,23 +315,7 @@ def _told(raised: BaseException) -> str:
     text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
-    said = "".join(traceback.format_exception_only(raised))  # whose own __str__ may raise
-    if not _is_ours(raised) and any(hint in said for hint in _NO_GRADIENT):
-        text += (
-            "\nThe weights of a model on a mesh are frozen. Call requires_grad_(True) on the value"
-            " that you want a gradient of, before what is computed from it."
-        )
-    if isinstance(raised, MemoryError) or any(hint in text for hint in _NO_MEMORY):
-        text += (
-            "\nThe job needed more memory than a job may use. Keep less at a time, or ask whoever"
-            " runs this node to raise jobs.memory_mb."
-        )
-    if any(isinstance(error, PermissionError) for error in errors):
-        text += (
-            "\nA job has no network, no files and no other processes. Do outside of the trace what"
-            " needs them, and give data loaders no workers."
-        )
-    return text
+    return "\n".join([text, *hints(errors, text, is_ours=_is_ours(raised))])
 
 
 def _with_what_led_to_it(raised: BaseException) -> list[BaseException]:

@@ -15,6 +15,7 @@ import struct
 from collections import UserDict
 from collections.abc import Callable
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import msgpack
@@ -80,8 +81,19 @@ class Staying:
         self.number = number
         self.kind = kind
 
+    @staticmethod
+    def of(number: int, kind: str) -> Staying:
+        """One whose class is called by its `kind`, which is what Python says of a wrong use."""
+        return _staying_class(kind)(number, kind)
+
     def __repr__(self) -> str:
         return f"<{self.kind} on another machine>"
+
+
+@lru_cache(maxsize=64)
+def _staying_class(kind: str) -> type[Staying]:
+    name = kind if kind.isidentifier() else "object"
+    return type(f"{name} on another machine", (Staying,), {"__slots__": ()})
 
 
 Buffers = list[memoryview]

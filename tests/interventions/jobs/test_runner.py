@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import nnsight
+import numpy
 import pytest
 import pytest_asyncio
 import torch
@@ -465,6 +466,53 @@ async def test_an_error_of_embedding_or_head_says_where_the_author_waits(here: B
         assert text.endswith(f": {line}")
         assert text.count("was waiting at") == 1
         assert "mesh." not in text
+
+
+async def test_what_a_machine_cannot_be_given_says_where_the_author_waits(here: Bench) -> None:
+    def foreign(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[2].mlp.output = numpy.zeros(3)
+            model.output.logits.save()
+
+    with pytest.raises(
+        JobFailed, match=r"A ndarray cannot be sent[^\n]*\nYour code was waiting at"
+    ):
+        await run(here, foreign)
+
+
+async def test_an_object_of_another_machine_is_called_by_its_kind(here: Bench) -> None:
+    def unpacking(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            _, _weights = model.model.layers[2].self_attn.source.attention_interface_0.output
+
+    with pytest.raises(JobFailed, match="function on another machine"):
+        await run(here, unpacking)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_what_is_not_there_says_what_is(here: Bench, trusted: bool) -> None:
+    here.trusted = trusted
+
+    def misspelt(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[2].self_atn.output.save()
+
+    def beyond(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[6].output.save()
+
+    def on_a_device(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[2].output.cuda().save()
+
+    for job, told in (
+        (misspelt, "Did you mean self_attn? model.model.layers.2 has self_attn, mlp, input_lay"),
+        (beyond, "model.model.layers has 0 to 5."),
+        (on_a_device, "Leave .cuda() out, or write .to(x.device)"),
+    ):
+        with pytest.raises(JobFailed) as failed:
+            await run(here, job)
+        assert told in str(failed.value).splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["bare", "block", "retained"])
