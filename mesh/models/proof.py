@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 _CHUNKS = (13, 7, 1, 1)
 _TOLERANCE = 1e-4
 _WIDTHS = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "ffn_hidden_size": 96,
+    "n_inner": 96, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "head_dim": 64, "max_position_embeddings": 256,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
@@ -60,6 +61,7 @@ _QUERY = "qk_nope_head_dim", "qk_rope_head_dim"
 _SUMS = (("head_dim", _QUERY[1:]), ("head_dim", _QUERY), ("qk_head_dim", _QUERY))
 """What some configs say a second time."""
 _HEADS, _HEADS_PER_LAYER = 4, "num_attention_heads_per_layer"
+_KV_HEADS = "num_key_value_heads", "num_kv_heads"
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
 settled: dict[str, str] = {}
 """The verdicts that this process has reached or read, by their keys; empty: none is settled."""
@@ -98,11 +100,14 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         return vars(config).get(name) if own else getattr(config, name, None)
 
     heads = said("num_attention_heads") or _HEADS
-    kv_heads = said("num_key_value_heads") or heads
     sizes = dict(_WIDTHS, num_attention_heads=_HEADS)
-    sizes["num_key_value_heads"] = max(1, _HEADS * kv_heads // heads)
+    for name in _KV_HEADS:
+        sizes[name] = max(1, _HEADS * (said(name) or heads) // heads)
     sizes.update(bos_token_id=0, eos_token_id=0, pad_token_id=0)
-    if not own and not said("head_dim") and (width := _narrow_head(config)):
+    each = said("head_dim")
+    width = min(each, sizes["head_dim"]) if each else _narrow_head(config)
+    # Some say how wide a head is, and count on what all of them are together (Helium).
+    if not own and width and (not each or each * heads == said("hidden_size")):
         sizes["hidden_size"] = _HEADS * width
     for name, size in sizes.items():
         value = said(name)
@@ -115,8 +120,8 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         fewer = (max(1, _HEADS * n // heads // alike) * alike for n in each_layer)
         setattr(twin, _HEADS_PER_LAYER, [*fewer])
     for name, parts in _SUMS:
-        each = [said(part) for part in parts]
-        if None not in each and said(name) == sum(each):
+        widths = [said(part) for part in parts]
+        if None not in widths and said(name) == sum(widths):
             with contextlib.suppress(AttributeError):
                 setattr(twin, name, sum(getattr(twin, part) for part in parts))
     if isinstance(said("eos_token_id"), list):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -138,8 +139,31 @@ def test_twin_keeps_layers_and_shrinks_widths() -> None:
     twin = proof.twin_config(config)
     assert twin.num_hidden_layers == 40
     assert twin.layer_types == config.layer_types
-    assert (twin.hidden_size, twin.vocab_size) == (64, 64)
+    assert (twin.hidden_size, twin.vocab_size) == (4 * 64, 64)  # heads are together as wide
     assert config.hidden_size == 8192
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        # Its 40 and 180 billion say so of how many heads have keys.
+        transformers.FalconConfig(
+            hidden_size=8192, num_attention_heads=128, num_kv_heads=8, num_hidden_layers=2,
+            multi_query=True, bias=False, new_decoder_architecture=True,
+        ),
+        # It says how wide a head is, and projects as many numbers as the model is wide.
+        transformers.HeliumConfig(num_hidden_layers=2),
+    ],
+)  # fmt: skip
+def test_heads_stay_in_scale_whatever_says_how_many_and_how_wide_they_are(config: Any) -> None:
+    proof.require_proof(family_of_config(config), None)
+    twin = proof.twin_config(config)
+    assert sum(each.numel() for each in _empty(twin).parameters()) < 1_000_000
+
+
+def _empty(config: Any) -> Any:
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def test_a_twin_shrinks_what_some_layers_have_otherwise() -> None:

@@ -143,7 +143,7 @@ PLAIN = (
     "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
     "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
     "mellum", "solar_open", "cohere", "cohere2", "gpt_neox", "persimmon", "phi", "stablelm",
-    "hyperclovax", "nanochat", "olmo",
+    "hyperclovax", "nanochat", "olmo", "helium",
 )  # fmt: skip
 BY_CONFIG: dict[str, dict[str, Any]] = {
     **{model_type: {} for model_type in PLAIN},
