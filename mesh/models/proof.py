@@ -60,6 +60,12 @@ _WIDTHS = {
 _QUERY = "qk_nope_head_dim", "qk_rope_head_dim"
 _SUMS = (("head_dim", _QUERY[1:]), ("head_dim", _QUERY), ("qk_head_dim", _QUERY))
 """What some configs say a second time."""
+_TELLING = {
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"), 0.1),
+    "layer_norm_epsilon": 0.1,
+}
+"""What a few random rows would hardly show otherwise, and a model's own may show well."""
 _HEADS, _HEADS_PER_LAYER = 4, "num_attention_heads_per_layer"
 _KV_HEADS = "num_key_value_heads", "num_kv_heads"
 _FIRST_POSITIONS, _FEW_POSITIONS = "original_max_position_embeddings", 8
@@ -126,6 +132,7 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
                 setattr(twin, name, sum(getattr(twin, part) for part in parts))
     if isinstance(said("eos_token_id"), list):
         twin.eos_token_id = [0]
+    vars(twin).update({name: _TELLING[name] for name in _TELLING if vars(twin).get(name)})
     _turn_alike(config, twin, positions)
     if own:
         twin.per_layer_config = {

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import StableLmConfig
+import torch
+from transformers import Gemma2Config, StableLmConfig
 
 from mesh.errors import DeviceFailed
 from mesh.models.families import family_of, family_of_config
@@ -22,8 +23,9 @@ from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.proof import check_kernels, require_compilable
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.runtime import Runtime
+from mesh.shard.torch_runtime import TorchRuntime
 from tests.shard.compiled.spans import compiled, span
-from tests.shard.spans import checkpoint
+from tests.shard.spans import CPU, checkpoint
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
@@ -92,3 +94,16 @@ def test_a_verdict_holds_until_any_file_of_the_package_is_another(tmp_path: Path
         with pytest.raises(NotCompilable, match="only tried"):
             elsewhere.require_right(elsewhere.Way("a", "b", "c", refused), family, tmp_path)
         assert len(tried) == count
+
+
+@pytest.mark.parametrize(("name", "misread"), [("eps", 1e-5), ("attn_logit_softcapping", None)])
+def test_a_twin_shows_what_a_few_random_numbers_would_not(name: str, misread: object) -> None:
+    def by_misread(loaded: LoadedSpan) -> TorchRuntime:
+        for module in loaded.module.modules():
+            if hasattr(module, name):
+                setattr(module, name, misread)
+        return TorchRuntime(loaded, device=CPU, dtype=torch.float32)
+
+    way = twins.Way(f"with another {name}", "layers", "", by_misread)
+    with pytest.raises(NotCompilable, match="its layers differ by"):
+        twins.require_right(way, family_of_config(Gemma2Config(num_hidden_layers=4)), None)
