@@ -72,6 +72,9 @@ _MET = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "to
 _KINDS, _MIXED = ("layers_block_type", "hybrid_override_pattern"), ("moe", "E")
 """What a layer of Nemotron-H is, by names or by letters, and how those with experts are called:
 the others may say how many experts they would have."""
+_NORMED_APART = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
+"""Where configs say that each head is normalised by weights of its own (Command R+, StableLM 2 of
+12 billion)."""
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
     "ssm_state_size", "conv_L_cache",
@@ -89,7 +92,7 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
         model_type in (STANDARD if experts_met(text) == 1 else mixtures)
         and str(activation) in ACTIVATIONS
         and _ROPES.issuperset(_ropes(text))
-        and not text.get("clip_qkv")
+        and not _are_queries_singular(text)
     )
 
 
@@ -128,7 +131,7 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
-        or bool(text.get("clip_qkv"))
+        or _are_queries_singular(text)
     )
 
 
@@ -152,6 +155,12 @@ def experts_met(config: Mapping[str, Any]) -> float:
     count = next((n for name in _EXPERTS if (n := _most(text.get(name))) > 1), 1)
     met = next((n for name in _MET if (n := _most(text.get(name))) > 0), 1)
     return min(1.0, met / count)
+
+
+def _are_queries_singular(text: Mapping[str, Any]) -> bool:
+    """Whether queries and keys are limited, or normalised, as those of no other layers."""
+    normed = _NORMED_APART.get(str(text.get("model_type")), "")
+    return bool(text.get("clip_qkv") or text.get(normed))
 
 
 def _most(said: Any) -> int:

@@ -139,6 +139,7 @@ IN_THIRDS = {"rope_parameters": SIDES | {"mrope_section": [16, 24, 24]}}
 INTERLEAVED = {
     "rope_parameters": SIDES | {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
 }
+NARROW = {"num_attention_heads": 4, "num_key_value_heads": 4}
 PLAIN = (
     "arcee", "cwm", "exaone4", "gemma", "glm", "granite_swa", "jais2", "ministral3", "olmo3",
     "seed_oss", "starcoder2", "vaultgemma", "aria_text", "granitemoe_swa", "granitemoeshared",
@@ -153,7 +154,10 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
     **dict.fromkeys(("apertus", "hunyuan_v1_dense"), IN_GROUPS),
-    "hunyuan_v1_moe": IN_GROUPS | {"num_experts": 8, "moe_topk": [2, 2]},
+    "hunyuan_v1_moe": IN_GROUPS | {"num_experts": 8, "moe_topk": [2] * 4},
+    "glm with heads of 48": NARROW | {"head_dim": 48},
+    "gpt2 with heads of 40": {"n_embd": 160, "n_head": 4},
+    "exaone4 without a window": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "cohere2_moe": {
         "first_k_dense_replace": 1,
         "num_shared_experts": 2,
@@ -163,14 +167,30 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
 """Types of models of which there are no checkpoints here, and what their publishers say."""
 
 
-@pytest.mark.parametrize("model_type", BY_CONFIG)
-def test_so_are_those_of_models_that_are_known_by_their_configs(model_type: str) -> None:
-    config: Any = CONFIG_MAPPING[model_type](num_hidden_layers=2, **BY_CONFIG[model_type])
+@pytest.mark.parametrize("name", BY_CONFIG)
+def test_so_are_those_of_models_that_are_known_by_their_configs(name: str) -> None:
+    model_type, *_ = name.split()
+    # The fourth is the first, in many, that sees more than a window.
+    config: Any = CONFIG_MAPPING[model_type](num_hidden_layers=4, **BY_CONFIG[name])
     family = family_of_config(config)
     require_lean(family, None)
     require_compilable(family, None)
     assert has_standard_layers(config.to_dict(), model_type)
     assert not has_other_layers(config.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("cohere", "use_qk_norm"), ("stablelm", "qk_layernorm")]
+)
+def test_plans_know_where_each_head_is_normalised_by_its_own_weights(
+    model_type: str, said: str
+) -> None:
+    config: Any = CONFIG_MAPPING[model_type](num_hidden_layers=2, **{said: True})
+    for required in (require_lean, require_compilable):
+        with pytest.raises(NotCompilable, match="it normalises by"):
+            required(family_of_config(config), None)
+    assert not has_standard_layers(config.to_dict(), model_type)
+    assert has_other_layers(config.to_dict())
 
 
 @pytest.mark.parametrize("family", sorted(SINGULAR))
