@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,11 +125,7 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         alike = twin.num_key_value_heads
         fewer = (max(1, _HEADS * n // heads // alike) * alike for n in each_layer)
         setattr(twin, _HEADS_PER_LAYER, [*fewer])
-    for name, parts in _SUMS:
-        widths = [said(part) for part in parts]
-        if None not in widths and said(name) == sum(widths):
-            with contextlib.suppress(AttributeError):
-                setattr(twin, name, sum(getattr(twin, part) for part in parts))
+    _add_up(said, twin)
     if isinstance(said("eos_token_id"), list):
         twin.eos_token_id = [0]
     vars(twin).update({name: _TELLING[name] for name in _TELLING if vars(twin).get(name)})
@@ -142,6 +138,15 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
             for layer, each in own.items()
         }
     return twin
+
+
+def _add_up(said: Callable[[str], Any], twin: Any) -> None:
+    """Let the twin say a second time what the config does."""
+    for name, parts in _SUMS:
+        widths = [said(part) for part in parts]
+        if None not in widths and said(name) == sum(widths):
+            with contextlib.suppress(AttributeError):
+                setattr(twin, name, sum(getattr(twin, part) for part in parts))
 
 
 def _turn_alike(config: Any, twin: Any, positions: int | None) -> None:
