@@ -41,13 +41,13 @@ from mesh import codec
 from mesh.codec import Fault, printable
 from mesh.errors import PairingRejected, UntrustedPeer
 from mesh.identity.certificates import Certificate, check_certificate, make_certificate
+from mesh.identity.decisions import MAX_NAME, Name
 from mesh.identity.invitations import Form, Ticket, Window, WindowEnding
 from mesh.identity.keys import NodeIdText, NodeKey, node_id
 from mesh.identity.roster import Member, TrustLevel
 from mesh.types import NodeId
 
 MAX_FRAME_BYTES = 16 << 10
-MAX_NAME = 64
 ELSEWHERE = "elsewhere"
 """Why a joiner gives its proof to nobody but those that it knows."""
 
@@ -57,7 +57,6 @@ _MEMBERS_BYTES = 14 << 10
 _SPAKE_BYTES = 33
 _MAC_BYTES = 32
 T = TypeVar("T")
-_Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME), printable]
 
 
 class _MemberRow(NamedTuple):
@@ -148,9 +147,7 @@ class Inviter:
             _refuse("code", "The code is wrong.")
         self._window.shut(WindowEnding.USED)
         self._keys = keys
-        name, certificate, signature = _fields(
-            keys.open(b"joiner", box), tuple[_Name, bytes, bytes]
-        )
+        name, certificate, signature = _fields(keys.open(b"joiner", box), tuple[Name, bytes, bytes])
         _check_peer(keys, b"joiner", self._peer_key, certificate, signature)
         level = self._window.invitation.level
         return JoinRequest(node_id(self._peer_key), name, certificate, level)

@@ -17,13 +17,12 @@ from torch._guards import detect_fake_mode
 from mesh.interventions.hop import JobHop
 from mesh.interventions.unread import UnreadTensor, unread_again, unread_parameter
 from mesh.interventions.unseen import checksum
+from mesh.shard.belongings import TABLES
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-TABLES = ("_parameters", "_buffers")
-"""Where a module has its weights."""
 KEPT_BYTES = 256 << 20
 """Of values that were read and nobody else has: those read first are fetched again if needed."""
 

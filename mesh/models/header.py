@@ -21,7 +21,7 @@ from mesh.errors import BadCheckpoint
 
 MAX_HEADER_BYTES = 25 * 1024 * 1024
 _METADATA = "__metadata__"
-_COPY_AGAIN = "Copy or download the file again."
+COPY_AGAIN = "Copy or download the file again."
 _MAX_NAME = 512
 """As many characters as other nodes take of a tensor's name (`mesh.transfers.documents`)."""
 
@@ -179,7 +179,7 @@ def read_metadata(file: Path) -> dict[str, str]:
         return convert(fields.get(_METADATA, {}), dict[str, str])
     except Fault as fault:
         raise BadCheckpoint(
-            f"{file} has metadata that is not text: {fault.why}.", fix=_COPY_AGAIN
+            f"{file} has metadata that is not text: {fault.why}.", fix=COPY_AGAIN
         ) from fault
 
 
@@ -193,7 +193,7 @@ def _fields(file: Path) -> tuple[dict[str, Any], int, int]:
             raw = stream.read(length)
     except OSError as error:
         raise BadCheckpoint(
-            f"Weights file {file} cannot be read: {error.strerror}.", fix=_COPY_AGAIN
+            f"Weights file {file} cannot be read: {error.strerror}.", fix=COPY_AGAIN
         ) from error
     return _parse(file, raw), 8 + length, size
 
@@ -201,17 +201,17 @@ def _fields(file: Path) -> tuple[dict[str, Any], int, int]:
 def _check_length(file: Path, length: int, size: int) -> None:
     if length < 0:
         raise BadCheckpoint(
-            f"{file} is {size} bytes long, too short for a safetensors file.", fix=_COPY_AGAIN
+            f"{file} is {size} bytes long, too short for a safetensors file.", fix=COPY_AGAIN
         )
     if length > MAX_HEADER_BYTES:
         raise BadCheckpoint(
             f"{file} claims a header of {length} bytes; the limit is {MAX_HEADER_BYTES}.",
-            fix="It is not a safetensors file, or it is damaged. " + _COPY_AGAIN,
+            fix="It is not a safetensors file, or it is damaged. " + COPY_AGAIN,
         )
     if 8 + length > size:
         raise BadCheckpoint(
             f"{file} is truncated: its header needs {8 + length} bytes, the file has {size}.",
-            fix=_COPY_AGAIN,
+            fix=COPY_AGAIN,
         )
 
 
@@ -220,21 +220,21 @@ def _parse(file: Path, raw: bytes) -> dict[str, Any]:
         return convert(parse_json(raw), dict[str, Any])
     except Fault as fault:
         raise BadCheckpoint(
-            f"The header of {file} is not a JSON object: {fault.why}.", fix=_COPY_AGAIN
+            f"The header of {file} is not a JSON object: {fault.why}.", fix=COPY_AGAIN
         ) from fault
 
 
 def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> TensorEntry:
     if len(name) > _MAX_NAME:
         raise BadCheckpoint(
-            f"{file} has a tensor whose name has {len(name)} characters.", fix=_COPY_AGAIN
+            f"{file} has a tensor whose name has {len(name)} characters.", fix=COPY_AGAIN
         )
     try:
         stored = convert(value, _Stored)
     except Fault as fault:
         raise BadCheckpoint(
             f"{file} describes tensor {name} in a way that is not understood: {str(value)[:200]}.",
-            fix="The file is damaged, or needs a newer hearthnet. " + _COPY_AGAIN,
+            fix="The file is damaged, or needs a newer hearthnet. " + COPY_AGAIN,
         ) from fault
     dtype, shape, (begin, end) = stored.dtype, stored.shape, stored.data_offsets
     nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
@@ -242,12 +242,12 @@ def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> Tensor
         raise BadCheckpoint(
             f"{file} gives tensor {name} {end - begin} bytes;"
             f" {dtype} {list(shape)} needs {nbytes}.",
-            fix=_COPY_AGAIN,
+            fix=COPY_AGAIN,
         )
     if body + end > size:
         raise BadCheckpoint(
             f"{file} is truncated: tensor {name} ends at byte {body + end}, the file has {size}.",
-            fix=_COPY_AGAIN,
+            fix=COPY_AGAIN,
         )
     return TensorEntry(name, file, dtype, shape, body + begin, nbytes)
 
@@ -260,5 +260,5 @@ def check_overlap(file: Path, entries: list[TensorEntry]) -> None:
             raise BadCheckpoint(
                 f"{file} stores tensors {before.name} and {after.name} over one another: one ends"
                 f" at byte {before.offset + before.nbytes}, the other begins at {after.offset}.",
-                fix=_COPY_AGAIN,
+                fix=COPY_AGAIN,
             )

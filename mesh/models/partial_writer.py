@@ -21,6 +21,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Self
 
+from mesh.codec import Buffer
 from mesh.errors import BadCheckpoint, Busy, MeshError
 from mesh.models.disk_room import require_room
 from mesh.models.header import TensorEntry
@@ -37,7 +38,6 @@ from mesh.private_files import flush
 
 logger = logging.getLogger(__name__)
 
-Buffer = bytes | bytearray | memoryview
 
 _LOCK = "hearthnet-partial.lock"
 _COMMIT_BYTES = 64 << 20

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_TABLES = ("_parameters", "_buffers")
+TABLES = ("_parameters", "_buffers")
+"""Where a module has its weights."""
 _DEPTH = 4
 
 
@@ -31,13 +32,13 @@ def belongings(module: nn.Module) -> Iterator[Belonging]:
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         own = vars(part)
-        for kind in _TABLES:
+        for kind in TABLES:
             table: dict[str, Any] = own[kind]
             for key, tensor in dict.items(table):
                 if tensor is not None:
                     yield Belonging(prefix + key, tensor, table, key)
         for key, value in own.items():
-            if key in _TABLES or key == "_modules":
+            if key in TABLES or key == "_modules":
                 continue
             if isinstance(value, torch.Tensor):
                 yield Belonging(prefix + key, value, own, key)

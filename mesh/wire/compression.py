@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import zstandard
 
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, FrameTooLarge
-from mesh.wire.frames import Buffer
 
 COMPRESS_ABOVE_BYTES = 64 * 1024
 WORTHWHILE_RATIO = 0.9

@@ -11,10 +11,10 @@ from typing import Any
 import msgpack
 
 from mesh import codec
-from mesh.codec import Fault
+from mesh.codec import Buffer, Fault
 from mesh.errors import SAME_VERSION, BadFrame, BadRequest
 from mesh.wire import call_back  # noqa: F401 - its messages enter CONTROL_MESSAGES
-from mesh.wire.frames import Buffer, FrameType
+from mesh.wire.frames import FrameType
 from mesh.wire.messages import CONTROL, CONTROL_MESSAGES, EVERY, TENSORS, WEIGHTS, Message
 
 _ALWAYS = {FrameType.NACK, FrameType.PING, FrameType.PONG} | {

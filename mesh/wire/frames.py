@@ -10,6 +10,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, FrameTooLarge, VersionMismatch
 
 FRAME_VERSION = 1
@@ -21,8 +22,6 @@ COUNT = struct.Struct("!I")
 
 TOKEN = struct.Struct("!Q")
 """The payload of PING and PONG."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FrameType(IntEnum):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from mesh.accounts.ledger import Hold
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, Busy, FrameTooLarge
 from mesh.wire import steps
 from mesh.wire.compression import decompress
@@ -18,7 +19,6 @@ from mesh.wire.frames import (
     COUNT,
     FINAL,
     GRADIENT,
-    Buffer,
     Frame,
     FrameType,
     number,

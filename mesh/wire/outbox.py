@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, Busy
 from mesh.wire.credits import Credits
-from mesh.wire.frames import FINAL, GRADIENT, Buffer, FrameType, pack_frame
+from mesh.wire.frames import FINAL, GRADIENT, FrameType, pack_frame
 from mesh.wire.limits import Limits
 from mesh.wire.messages import Bearer, Result
 from mesh.wire.steps import CREDITS, pack, pack_end, pack_plain

@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import ClassVar
 
 from mesh.accounts.ledger import Hold
+from mesh.codec import Buffer
 from mesh.errors import (
     SAME_VERSION,
     BadFrame,
@@ -36,7 +37,6 @@ from mesh.wire.credits import Credits
 from mesh.wire.frames import (
     COMPRESSED,
     TOKEN,
-    Buffer,
     Frame,
     FrameType,
     number,

@@ -15,8 +15,9 @@ from __future__ import annotations
 import struct
 from math import prod
 
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, BadRequest
-from mesh.wire.frames import FRAME_VERSION, GRADIENT, HEADER, Buffer, FrameType, pack_frame
+from mesh.wire.frames import FRAME_VERSION, GRADIENT, HEADER, FrameType, pack_frame
 from mesh.wire.messages import Bearer, Blob, BlobKind, Result, Step, WireTensor
 from mesh.wire.tensors import CODES, ITEMSIZE, MAX_RANK, NAMES, pack_header
 

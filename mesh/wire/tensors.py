@@ -12,8 +12,8 @@ import struct
 from dataclasses import dataclass
 from math import prod
 
+from mesh.codec import Buffer
 from mesh.errors import SAME_VERSION, BadFrame, BadRequest, FrameTooLarge
-from mesh.wire.frames import Buffer
 from mesh.wire.limits import Limits
 from mesh.wire.messages import WireTensor
 

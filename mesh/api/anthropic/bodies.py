@@ -13,11 +13,10 @@ from pydantic import Field, field_validator, model_validator
 
 from mesh.api.anthropic.turns import Messages, Texts, to_conversation
 from mesh.api.bodies import Strict, Unsupported, only, only_types, require_plain
-from mesh.api.openai.sampling import INT32, Hint, Refused, TopP
+from mesh.api.openai.sampling import INT32, MAX_STOPS, Hint, Refused, TopP
 from mesh.api.openai.tools import MAX_TOOLS, as_template, require_choosable, tool_use
 from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams
 
-_MAX_STOPS = 16
 _NO_THREADS = Unsupported("nothing is stored here", "Send the whole conversation, without it.")
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
@@ -183,7 +182,7 @@ class MessagesBody(AskedBody):
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=INT32)] | None = None
     stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1)]], Field(max_length=_MAX_STOPS, fail_fast=True)
+        list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)
     ] | None = None  # fmt: skip
 
     @property

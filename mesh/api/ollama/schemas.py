@@ -13,10 +13,10 @@ from mesh.api.bodies import Strict, only, require_plain
 from mesh.api.ollama.messages import OllamaMessage, to_turns
 from mesh.api.ollama.options import NumPredict, Options
 from mesh.api.openai.sampling import Hint, Temperature, TopP
+from mesh.api.openai.schemas import MAX_MESSAGES
 from mesh.api.openai.tools import ToolsBody
 from mesh.types import GenerationRequest, ModelId, Principal
 
-_MAX_MESSAGES = 4096
 _ZERO = frozenset({"0", "0s", "0m", "0h", "0ms"})
 
 
@@ -95,7 +95,7 @@ class OllamaChatBody(_AnswerBody, ToolsBody):
     `keep_alive` has no effect: how long a model stays is its deployment's.
     """
 
-    messages: list[OllamaMessage] = Field(default=[], max_length=_MAX_MESSAGES, fail_fast=True)
+    messages: list[OllamaMessage] = Field(default=[], max_length=MAX_MESSAGES, fail_fast=True)
     system: str | None = None
     truncate: bool | None = None
 

@@ -18,7 +18,7 @@ from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, St
 MAX_EDITS = 16
 """Steering edits of one request."""
 INT32 = 2**31
-_MAX_STOPS = 16
+MAX_STOPS = 16
 _MAX_BIASED = 1024
 
 Effort = Literal["none", "low", "medium", "high"]
@@ -101,8 +101,8 @@ class TokenChoice(Strict):
     @classmethod
     def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         texts = [value] if isinstance(value, str) else value or []
-        if len(texts) > _MAX_STOPS or not all(texts):
-            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
+        if len(texts) > MAX_STOPS or not all(texts):
+            raise ValueError(f"at most {MAX_STOPS} texts, none of them empty")
         return value
 
     @property

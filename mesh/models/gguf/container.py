@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mesh.errors import BadCheckpoint
-from mesh.models.header import DTYPE_BITS, TensorEntry, check_overlap
+from mesh.models.header import COPY_AGAIN, DTYPE_BITS, TensorEntry, check_overlap
 
 SUFFIX = ".gguf"
 
@@ -39,7 +39,6 @@ _ALIGNMENT = 32
 
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_COPY_AGAIN = "Copy or download the file again."
 
 BLOCK_TYPES = frozenset(
     {
@@ -83,7 +82,7 @@ def read_gguf_header(file: Path) -> GgufHeader:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as m:
             return _Cursor(file, m, len(m)).header()
     except (OSError, ValueError) as error:  # an empty file is a ValueError
-        raise BadCheckpoint(f"{file} cannot be read: {error}.", fix=_COPY_AGAIN) from error
+        raise BadCheckpoint(f"{file} cannot be read: {error}.", fix=COPY_AGAIN) from error
 
 
 def header_of_beginning(file: Path, beginning: bytes, size: int) -> GgufHeader | None:
@@ -246,5 +245,5 @@ class _Cursor:
         check_overlap(self.file, list(found.values()))
         return found
 
-    def refuse(self, why: str, fix: str = _COPY_AGAIN) -> NoReturn:
+    def refuse(self, why: str, fix: str = COPY_AGAIN) -> NoReturn:
         raise BadCheckpoint(f"{self.file} cannot be used: {why}.", fix=fix)
