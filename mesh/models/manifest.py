@@ -27,9 +27,8 @@ from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import CheckpointContents, TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
-from mesh.models.joined_rows import with_joined_rows
-from mesh.models.latents import with_latents
 from mesh.models.layer_names import find_layers, language_part, layer_bytes, number_in
+from mesh.models.pairs import with_pairs
 from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.standard import goes_by_torch, joined_from
 from mesh.types import LayerRange, ModelId
@@ -205,7 +204,7 @@ def _manifest(
     tensors, bytes_hashed = _hashed(stored, partial, cache_dir) if is_hashed else (stored, 0)
     named = model_id or checkpoint_name(path)
     # A GGUF file says of each tensor how it is stored.
-    weights = _put_together(tensors) if found.heads else gathered(tensors, scheme_of(config, named))
+    weights = with_pairs(tensors) if found.heads else gathered(tensors, scheme_of(config, named))
     vocab_size, hidden_size = _widths(directory, text, weights, prefix)
     return Manifest(
         model_id=named,
@@ -340,11 +339,6 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
             fix="Download index and weights again, from the same revision.",
         )
     return tensors
-
-
-def _put_together(stored: Mapping[str, TensorEntry]) -> Mapping[str, TensorEntry]:
-    """Of a GGUF file, with those in one that are one in the model."""
-    return with_joined_rows(with_latents(stored))
 
 
 def _widths(

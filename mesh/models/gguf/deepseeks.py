@@ -23,7 +23,7 @@ from mesh.models.gguf.architecture import (
 from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary, partial_rotary
 from mesh.models.gguf.settings import GgufSettings
-from mesh.models.latents import KEYS, LAYER, VALUES
+from mesh.models.pairs import KEYS, LAYER, VALUES
 
 MIXTURE = {
     "ffn_gate_inp": "mlp.gate",

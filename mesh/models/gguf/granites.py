@@ -21,7 +21,7 @@ from mesh.models.gguf.llamas import unlike_llama
 from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
-from mesh.models.joined_rows import half
+from mesh.models.pairs import half
 
 _ATTENDS = {
     name: DECODER[name] for name in DECODER if name not in ("ffn_gate", "ffn_up", "ffn_down")
