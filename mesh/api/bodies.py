@@ -7,6 +7,7 @@ import difflib
 import gc
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,7 +220,8 @@ async def _read(request: Request, settings: ApiSettings) -> bytes:
 
 def _parse(raw: bytes) -> Any:
     """Raises ValueError, RecursionError."""
-    text = raw.decode("utf-8-sig")
+    # Python reads its codec "utf-8-sig" from a file, which may be one too many to have open.
+    text = raw.removeprefix(BOM_UTF8).decode()
     with _no_collecting():
         fields = json.loads(text, parse_constant=_refuse_constant)
     if "\\u" in text:

@@ -112,13 +112,13 @@ def unforeseen() -> MeshError:
     )
 
 
-def on_mesh_error(request: Request, error: Exception) -> Response:
+async def on_mesh_error(request: Request, error: Exception) -> Response:
     """Handler for MeshError."""
     known = error if isinstance(error, MeshError) else unforeseen()
     return error_response(known, form_for(request.scope))
 
 
-def on_http_exception(request: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Exception) -> Response:
     """Handler for what Starlette's router raises: unknown paths and methods."""
     path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -149,12 +149,12 @@ def _asked_without_an_id(routes: Sequence[BaseRoute], begun: str) -> list[str]:
     return [path for path in paths if path.startswith(begun) and "{" not in path]
 
 
-def on_client_gone(_request: Request, _error: Exception) -> Response:
+async def on_client_gone(_request: Request, _error: Exception) -> Response:
     """Handler for clients that leave before their request has come whole: nothing failed here."""
     return Response(status_code=499)  # nobody reads it
 
 
-def on_exception(request: Request, _error: Exception) -> Response:
+async def on_exception(request: Request, _error: Exception) -> Response:
     """Handler for everything else; Starlette raises it again and uvicorn logs it."""
     response = error_response(unforeseen(), form_for(request.scope))
     response.headers["X-Request-Id"] = request.state.request_id  # it answers around all middleware
@@ -167,4 +167,5 @@ HANDLERS: Mapping[Any, ExceptionHandler] = {
     ClientDisconnect: on_client_gone,
     Exception: on_exception,
 }
-"""By the class of an exception that ends a request, as Starlette wants them."""
+"""By the class of an exception that ends a request, as Starlette wants them: coroutines, as it has
+others run on a thread, for which modules are read that a process without descriptors cannot."""
