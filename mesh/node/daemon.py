@@ -20,7 +20,7 @@ from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
 from mesh.private_files import remove_stale_drafts
 from mesh.processes.cards import all_cards
-from mesh.processes.descriptors import allow_enough
+from mesh.processes.descriptors import allow_enough, say_when_out
 from mesh.processes.leftovers import leave_nothing
 from mesh.processes.shared_pages import unmap_files
 from mesh.processes.tasks import abandonable
@@ -56,6 +56,7 @@ async def _run(
     node = Node(config, key, models, [str(each.address) for each in chosen] or ["127.0.0.1"])
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
+    say_when_out(loop)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
