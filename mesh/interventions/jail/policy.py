@@ -78,7 +78,7 @@ from mesh.interventions.jail.standins import (
     progress_modules,
     unavailable,
 )
-from mesh.interventions.jail.storages import WRITTEN_AS, load_storage
+from mesh.interventions.jail.storages import REPLACED
 
 _BUILTINS = guarded_builtins()
 _LOAD = serialization._load_function
@@ -252,7 +252,7 @@ _REPLACED: dict[str, Any] = {
     "_frozen_importlib.ModuleSpec": Nothing,
     "_frozen_importlib_external.SourceFileLoader": Nothing,
     "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,
-    ".".join(WRITTEN_AS): load_storage,
+    **{".".join(name): function for name, function in REPLACED.items()},
     "builtins.getattr": _fenced_getattr,
     "torch.autograd.function.FunctionMeta": _OF_FUNCTIONS,
     "torch._C._VariableFunctionsClass": _TorchFunctions,

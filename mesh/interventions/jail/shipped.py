@@ -20,7 +20,7 @@ from nnsight.intervention import serialization
 
 from mesh.errors import BadRequest
 from mesh.interventions.jail.standins import NamedOnly
-from mesh.interventions.jail.storages import WRITTEN_AS, load_storage
+from mesh.interventions.jail.storages import REPLACED
 
 _CLASS = "__class__"
 _REFUSAL = "__refusal__"
@@ -165,8 +165,8 @@ class CompleteUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[mis
 
     def find_class(self, module: str, name: str) -> Any:
         """A global by name; for what is not here, a stand-in that says so when it is used."""
-        if (module, name) == WRITTEN_AS:
-            return load_storage
+        if (module, name) in REPLACED:
+            return REPLACED[module, name]
         try:
             found = super().find_class(module, name)
         except (ImportError, AttributeError) as error:

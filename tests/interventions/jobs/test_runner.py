@@ -327,6 +327,27 @@ async def test_the_client_s_tensors_come_in_every_number_format_and_from_every_d
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(given, back, strict=True))
 
 
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_a_tensor_without_values_is_refused(here: Bench, trusted: bool) -> None:
+    here.trusted = trusted
+    adapter = torch.nn.Linear(64, 64)
+
+    def adding(model: TransformersModel) -> None:
+        direction = torch.ones(64).to(model.device)
+        with model.trace(PROMPT):
+            model.model.layers[2].output[:] += direction
+            logits = model.output.logits.save()
+
+    def adapting(model: TransformersModel) -> None:
+        adapter.to(model.device)
+        with model.trace(PROMPT):
+            seen = adapter(model.model.layers[2].output).save()
+
+    for job in (adding, adapting):
+        with pytest.raises(JobFailed, match=r"the meta device.*leave \.to\(model\.device\) out"):
+            await run(here, job)
+
+
 async def test_what_cannot_be_saved_is_named(here: Bench) -> None:
     def saving(model: TransformersModel) -> None:
         with model.trace(PROMPT):
