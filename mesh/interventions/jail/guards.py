@@ -17,6 +17,7 @@ import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.tracing.tracer import Tracer
 from RestrictedPython.transformer import INSPECT_ATTRIBUTES
+from transformers import PreTrainedTokenizerBase
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
@@ -228,6 +229,7 @@ def _is_attaching(owner: Any, name: str, value: Any) -> bool:
 
 
 _TENSOR_WRITABLE = frozenset(("grad", "requires_grad", "data"))
+_TOKENIZER_WRITABLE = frozenset(("padding_side", "truncation_side", "pad_token", "pad_token_id"))
 
 
 def guarded_write(owner: Any) -> Any:
@@ -240,6 +242,8 @@ def guarded_write(owner: Any) -> Any:
         raise refuse(f"changing `{getattr(owner, '__name__', type(owner).__name__)}`")
     if isinstance(owner, torch.Tensor):
         return _Writable(owner, _TENSOR_WRITABLE)
+    if isinstance(owner, PreTrainedTokenizerBase):
+        return _Writable(owner, _TOKENIZER_WRITABLE)
     return _Writable(owner, allowed.ENVOY_WRITABLE)
 
 

@@ -31,6 +31,7 @@ from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import Ending, JobOutcome
 from mesh.interventions.jail.names import guarded_builtins
 from mesh.interventions.jail.policy import FencedUnpickler
+from tests.checkpoints import make_tokenizer
 from tests.interventions.jail import own_module, toy_model, trace_bodies
 
 RUN = "tests.interventions.jail.fenced:run"
@@ -275,6 +276,16 @@ def test_a_name_is_text_and_nothing_that_says_of_itself_how_it_starts(owner: str
     lying = "class Name(str):\n    def startswith(self, *_): return False\n"
     with pytest.raises(TypeError, match="must be string"):
         guarded(f"{lying}getattr({owner}, Name('__class__'))")
+
+
+def test_how_a_tokenizer_pads_is_for_everybody_to_set() -> None:
+    tokenizer = make_tokenizer(384, sentencepiece=False)
+    names = {"__builtins__": guarded_builtins(), "tokenizer": tokenizer}
+    source = "tokenizer.padding_side = 'right'\ntokenizer.pad_token = tokenizer.eos_token"
+    exec(compile_guarded(source, "<body>"), names)  # noqa: S102
+    assert (tokenizer.padding_side, tokenizer.pad_token) == ("right", tokenizer.eos_token)
+    with pytest.raises(PolicyViolation, match=r"assigning to `\.name_or_path`"):
+        exec(compile_guarded("tokenizer.name_or_path = '/'", "<body>"), names)  # noqa: S102
 
 
 def test_a_refusal_names_the_line() -> None:
