@@ -315,6 +315,8 @@ def _told(raised: BaseException) -> str:
     text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
     if _is_ours(raised):
         text = text.replace(f"{type(raised).__module__}.", "")
+    for path in sorted(_INSTALLED, key=len, reverse=True):  # where the node has it, tells its owner
+        text = text.replace(f'File "{path}{os.sep}', 'File "')
     return "\n".join([text, *hints(errors, text, is_ours=_is_ours(raised))])
 
 

@@ -485,6 +485,8 @@ async def test_an_error_of_embedding_or_head_says_where_the_author_waits(here: B
         text = str(failed.value)
         assert text.splitlines()[-1].startswith("Your code was waiting at line ")
         assert text.endswith(f": {line}")
+        assert 'File "torch/nn/' in text
+        assert sys.prefix not in text
         assert text.count("was waiting at") == 1
         assert "mesh." not in text
 
