@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, TokenType
+from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType, TokenType
 from safetensors.torch import load_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -311,6 +312,12 @@ def _tensor(name: str, numbers: torch.Tensor) -> _Edit:
     return edit
 
 
+def _yarn(writer: GGUFWriter, factor: float) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(factor)
+    writer.add_rope_scaling_orig_ctx_len(64)
+
+
 _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "heads that share unevenly": (
         "qwen3_5", UnsupportedFamily, "share 3 for keys", _other("ssm.group_count", 3),
@@ -410,6 +417,37 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         "gemma4", UnsupportedFamily, "of which a part is turned",
         _tensor("rope_freqs.weight", torch.full((16,), 0.5)),
     ),
+    "Command R whose heads are wider together than it is": (
+        "cohere", UnsupportedFamily, "heads together are not as wide",
+        lambda w: (w.add_key_length(32), w.add_value_length(32)),
+    ),
+    "Command R 7B that turns more slowly within a window": (
+        "cohere2", UnsupportedFamily, "by a base of their own",
+        lambda w: w.add_float32("cohere2.rope.freq_base_swa", 5e4),
+    ),
+    "a part of each head where all of it turns": (
+        "gemma2", UnsupportedFamily, "turns a part of each head",
+        lambda w: w.add_uint32("gemma2.rope.dimension_count", 8),
+    ),
+    "more of each head than there is": (
+        "glm4", UnsupportedFamily, "turns 4096 numbers of each head of",
+        _other("rope.dimension_count", 4096),
+    ),
+    "half a pair of each head": (
+        "glm4", UnsupportedFamily, "turns 7 numbers of each head of",
+        _other("rope.dimension_count", 7),
+    ),
+    "turns by a base of 1": (
+        "qwen3", UnsupportedFamily, "base of its rotary embedding is 1",
+        _other("rope.freq_base", 1.0),
+    ),
+    "yarn that is multiplied by something else": (
+        "qwen3", UnsupportedFamily, "it says attn_factor",
+        lambda w: (_yarn(w, 4.0), w.add_float32("qwen3.rope.scaling.attn_factor", 2.0)),
+    ),
+    "yarn that makes texts shorter": (
+        "qwen3", UnsupportedFamily, "scaled by 0.5", lambda w: _yarn(w, 0.5),
+    ),
     "a tensor that is neither weight nor bias": (
         "qwen3_5", UnsupportedFamily, "blk.0.ffn_up.scale, which is unknown",
         lambda w: w.add_tensor("blk.0.ffn_up.scale", torch.ones(4).numpy()),
@@ -425,6 +463,46 @@ def test_what_is_not_understood_is_refused(
     file = write_gguf(checkpoint(family, layers=3), tmp_path / "model.gguf", edit=edit)
     with pytest.raises(error, match=said):
         read_manifest(file)
+
+
+def test_how_much_more_long_texts_are_attended_to(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("phi3", layers=2)
+    plain = read_manifest(write_gguf(directory, tmp_path / "plain.gguf")).config
+    whole, original = plain["max_position_embeddings"], plain["max_position_embeddings"] // 16
+    turned = plain["hidden_size"] // plain["num_attention_heads"]
+    turned = round(turned * plain["rope_parameters"]["partial_rotary_factor"])
+    usual = math.sqrt(1 + math.log(whole / original) / math.log(original))
+
+    def read(factor: float, count: int = turned // 2) -> dict[str, Any]:
+        def edit(writer: GGUFWriter) -> None:
+            writer.add_rope_scaling_orig_ctx_len(original)
+            writer.add_float32("phi3.rope.scaling.attn_factor", factor)
+            for name, value in (("long", 4.0), ("short", 1.0)):
+                numbers = torch.full((count,), value).numpy()
+                writer.add_tensor(f"rope_factors_{name}.weight", numbers)
+
+        file = write_gguf(directory, tmp_path / "model.gguf", edit=edit)
+        found: dict[str, Any] = read_manifest(file).config["rope_parameters"]
+        return found
+
+    assert "attention_factor" not in read(usual)  # which transformers makes of the lengths
+    assert read(1.5)["attention_factor"] == 1.5
+    with pytest.raises(UnsupportedFamily, match="is not for heads of which"):
+        read(usual, turned)
+
+
+def test_command_r_says_what_else_would_be_as_in_most(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def edit(writer: GGUFWriter) -> None:
+        del writer.kv_data[0]["cohere2.logit_scale"]
+        writer.add_sliding_window_pattern([True, False, True])
+
+    directory = checkpoint("cohere2", layers=3)
+    config = read_manifest(write_gguf(directory, tmp_path / "model.gguf", edit=edit)).config
+    window, whole = "sliding_attention", "full_attention"
+    assert config["layer_types"] == [window, whole, window]
+    assert config["logit_scale"] == 1.0
 
 
 def test_a_width_that_a_header_claims_takes_no_memory(
