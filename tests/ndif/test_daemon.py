@@ -404,7 +404,7 @@ def test_what_is_only_named_need_not_be_on_the_node(
         logits = model.output.logits.save()
         twice = doubled(logits).save()
     assert torch.equal(twice, 2 * logits)
-    what = "No module named 'only_here'" if is_trusted else "only_here.Matrix` in a payload is not"
+    what = "No module named 'only_here'" if is_trusted else "only_here.Matrix`, which the trace"
     with pytest.raises(RemoteError, match=what) as caught:  # noqa: SIM117
         with model.trace(PROMPT, remote=True):
             made = matrix()
