@@ -67,7 +67,8 @@ def _chosen_by(
     router's product of several rows may have other bits than that of one."""
     # Some blocks hand their router a tensor of theirs, and all call it as the router does.
     _, *others = signature(router.forward).parameters
-    is_of_texts = "expert_bias" in others  # Arcee's takes (texts, rows, hidden)
+    # Arcee's, which is a linear layer in a module, takes (texts, rows, hidden).
+    is_of_texts = "expert_bias" in others and hasattr(router, "gate")
 
     def chosen(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         beside = {name: getattr(block, name, None) for name in others}
