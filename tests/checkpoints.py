@@ -332,7 +332,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "gemma4_unified_text": gemma4,
         "deepseek_v2": experts | latent,
         "mistral4": experts | latent | {
-            "qk_nope_head_dim": 8, "first_k_dense_replace": 0, "rope_parameters": GROWING,
+            "qk_nope_head_dim": 8, "first_k_dense_replace": 0,
+            "rope_parameters": {**GROWING},  # to which its config adds
         },
         "axk2": experts | latent | indexed | {"n_group": None, "topk_group": None},
         "deepseek_v32": experts | latent | indexed,

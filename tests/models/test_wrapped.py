@@ -64,7 +64,10 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "glm4v": (_turning(2, 1, 1, partial_rotary_factor=0.5), {}),
     "glm4v_moe": (EXPERTS | _turning(2, 1, 1, partial_rotary_factor=0.5), {}),
     "mistral3": ({"model_type": "ministral3", "tie_word_embeddings": True}, {}),
-    "mistral3/4": (EXPERTS | LATENT | {"model_type": "mistral4", "rope_parameters": GROWING}, {}),
+    "mistral3/4": (
+        EXPERTS | LATENT | {"model_type": "mistral4", "rope_parameters": {**GROWING}},
+        {},
+    ),
     "gemma4": (
         EXPERTS | {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0},
         {"vision_config": None, "audio_config": None},
