@@ -224,6 +224,12 @@ def test_what_a_library_has_that_is_not_there_is_refused_with_how_it_comes_along
         kind(64)
 
 
+def test_what_is_named_below_a_module_that_was_never_looked_for_is_refused() -> None:
+    kind = FencedUnpickler(io.BytesIO(b""), {}).find_class("__main__.within", "Kind")
+    with pytest.raises(PolicyViolation, match=r"__main__.within.Kind` in a payload"):
+        kind(64)
+
+
 def test_a_class_of_a_kind_that_is_not_there_may_be_named() -> None:
     unpickle = FencedUnpickler(io.BytesIO(b""), {}).find_class
     make = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")

@@ -346,7 +346,8 @@ class FencedUnpickler(pickle._Unpickler):
         if refused and self._brings_a_module:
             return unavailable(full)
         if refused:
-            is_here = module in sys.modules or importlib.util.find_spec(module.partition(".")[0])
+            root = module.partition(".")[0]
+            is_here = root in sys.modules or importlib.util.find_spec(root)
             reason = refuse(f"`{full}` in a payload") if is_here else not_here(full)
             return NamedOnly.of(full, reason)
         return found
