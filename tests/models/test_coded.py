@@ -57,28 +57,22 @@ def test_a_checkpoint_gives_the_tokens_of_the_numbers_it_stands_for(
     _compare(manifest, plain)
 
 
-def test_experts_in_mxfp4(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    directory = checkpoint("gpt_oss", layers=3)
-    plain = write_coded(directory, tmp_path / "coded", coded_files.mxfp4())
-    manifest = read_manifest(tmp_path / "coded")
-    assert manifest.dtype == "mxfp4"
-    _compare(manifest, plain)
+_EXPERTS: dict[str, tuple[str, Form, str]] = {
+    "mxfp4": ("gpt_oss", coded_files.mxfp4(), "mxfp4"),
+    "stacks in fp8": ("mistral4", coded_files.stacks_of_fp8(), "fp8"),
+    **{
+        f"one by one, {form}": ("qwen3_moe", *FORMS[form])
+        for form in ("fp8 in blocks", "packed int4", "gptq")
+    },
+}
 
 
-@pytest.mark.parametrize("form", ["fp8 in blocks", "packed int4", "gptq"])
-def test_experts_one_by_one(form: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    written, dtype = FORMS[form]
-    plain = write_coded(checkpoint("qwen3_moe", layers=3), tmp_path / "coded", written)
+@pytest.mark.parametrize("form", _EXPERTS)
+def test_experts(form: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    family, written, dtype = _EXPERTS[form]
+    plain = write_coded(checkpoint(family, layers=3), tmp_path / "coded", written)
     manifest = read_manifest(tmp_path / "coded")
     assert manifest.dtype == dtype
-    _compare(manifest, plain)
-
-
-def test_experts_that_are_stacked_in_fp8(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    directory = checkpoint("mistral4", layers=3)
-    plain = write_coded(directory, tmp_path / "coded", coded_files.stacks_of_fp8())
-    manifest = read_manifest(tmp_path / "coded")
-    assert manifest.dtype == "fp8"
     _compare(manifest, plain)
 
 
