@@ -5,10 +5,11 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -225,8 +226,12 @@ def test_what_a_library_has_that_is_not_there_is_refused_with_how_it_comes_along
 
 
 def test_what_is_named_below_a_module_that_was_never_looked_for_is_refused() -> None:
-    kind = FencedUnpickler(io.BytesIO(b""), {}).find_class("__main__.within", "Kind")
-    with pytest.raises(PolicyViolation, match=r"__main__.within.Kind` in a payload"):
+    sys.modules["made_by_hand"] = ModuleType("made_by_hand")  # as `__main__` of a script
+    try:
+        kind = FencedUnpickler(io.BytesIO(b""), {}).find_class("made_by_hand.within", "Kind")
+    finally:
+        del sys.modules["made_by_hand"]
+    with pytest.raises(PolicyViolation, match=r"made_by_hand.within.Kind` in a payload"):
         kind(64)
 
 
