@@ -329,6 +329,15 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         | {"vocab_size_per_layer_input": 384, "layer_types": [
             "full_attention" if (layers - i) % 2 else "sliding_attention" for i in range(layers)
         ]},
+        "gemma3n": head | {
+            "sliding_window": WINDOW, "intermediate_size": [2 * hidden] * layers,
+            "activation_sparsity_pattern": [0.95] * (layers // 3) + [0.0] * (layers - layers // 3),
+            "laurel_rank": 8, "altup_num_inputs": 3, "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": layers // 2, "vocab_size_per_layer_input": 384,
+            "layer_types": [
+                "full_attention" if (layers - i) % 2 else "sliding_attention" for i in range(layers)
+            ],
+        },
         "gemma4_unified_text": gemma4,
         "deepseek_v2": experts | latent,
         "mistral4": experts | latent | {
@@ -426,7 +435,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
 
 _MODEL_TYPES = {
     "phi4_mini": "phi3",
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_dense": "gemma4_text",
+    "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
+    "gemma4_dense": "gemma4_text",
     "gemma4_e": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "granitemoehybrid_dense": "granitemoehybrid", "nemotron_h_dense": "nemotron_h",

@@ -30,7 +30,9 @@ class Anatomy:
         lists = layer_lists(base)
         layers = [n for n, each in lists.items() if len(each) == base.config.num_hidden_layers]
         embedding = [n for n, m in base.named_modules() if m is base.get_input_embeddings()]
-        known = {*layers, *embedding, family.entry.positions, *family.entry.layer_inputs}
+        entry, streams = family.entry, family.entry.streams
+        known = {*layers, *embedding, entry.positions, *entry.layer_inputs}
+        known |= {*streams.spread, *streams.gathered} if streams else set()
         others = [(name, child) for name, child in base.named_children() if name not in known]
         rest = [name for name, child in others if any(True for _ in child.parameters())]
         # Some norms have no parameters (OLMo's): go by the class then.
@@ -41,7 +43,7 @@ class Anatomy:
                 f" {', '.join(name for name, _ in base.named_children())}.",
                 fix="It needs an entry in mesh/models/families.py.",
             )
-        return cls(layers[0], embedding[0], rest[0], family.entry.positions)
+        return cls(layers[0], embedding[0], rest[0], entry.positions)
 
 
 def base_of(causal: nn.Module) -> tuple[str, Any]:

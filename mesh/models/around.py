@@ -6,6 +6,7 @@ loaded; the rest has no weights, stays on the meta device and refuses to compute
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, UnsupportedFamily
 from mesh.models.anatomy import base_of
 from mesh.models.families import whole_config
 from mesh.models.manifest import Manifest
@@ -21,7 +22,10 @@ from mesh.models.manifest import Manifest
 
 def around(text: Any, manifest: Manifest) -> Any:
     """What `AutoModelForCausalLM` makes of the checkpoint, with the causal model `text` in the
-    places of its text; `text` itself where it makes that."""
+    places of its text; `text` itself where it makes that.
+
+    Raises UnsupportedFamily where what it makes takes packages that are not here.
+    """
     if manifest.gguf is not None:
         return text
     config = whole_config(manifest)
@@ -29,8 +33,16 @@ def around(text: Any, manifest: Manifest) -> Any:
     if kind is None or isinstance(text, kind):
         return text
     attention = text.config._attn_implementation  # noqa: SLF001 - it has no other name
-    with torch.device("meta"), no_init_weights():
-        whole = kind._from_config(config, dtype=text.dtype, attn_implementation=attention)  # noqa: SLF001
+    try:
+        with torch.device("meta"), no_init_weights():
+            whole = kind._from_config(config, dtype=text.dtype, attn_implementation=attention)  # noqa: SLF001
+    except ImportError as error:  # of what computes images, in Gemma 3n
+        lacking = ", ".join(re.findall(r"requires the (\S+) library", str(error))) or str(error)
+        raise UnsupportedFamily(
+            f"Clients of nnsight see a {kind.__name__}, and this node cannot lay one out: it lacks"
+            f" {lacking}.",
+            fix="Install that where hearthnet is installed, and start the node again.",
+        ) from error
     _put(whole, base_of(text)[1], text.get_output_embeddings())
     for key in whole.config.sub_configs:
         if type(getattr(whole.config, key)) is type(text.config):

@@ -8,6 +8,8 @@ from mesh.models.layer_names import INDEXED
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
 _INPUTS = "embed_tokens_per_layer.weight"
+_STREAMS = re.compile(r"(^|\.)altup_(unembed_)?projections\.[0-9]+\.weight$")
+"""What makes several hidden states of one, and one of several (`mesh.models.streams`)."""
 
 
 def is_head(name: str) -> bool:
@@ -25,8 +27,8 @@ def is_end(name: str, prefix: str) -> bool:
     other modalities have none."""
     if name.startswith(prefix):
         return False
-    inside = name.startswith(parent_of(prefix)) and not INDEXED.match(name)
-    return inside or is_head(name)
+    is_listed = INDEXED.match(name) and not _STREAMS.search(name)
+    return (name.startswith(parent_of(prefix)) and not is_listed) or is_head(name)
 
 
 def parent_of(layer_prefix: str) -> str:

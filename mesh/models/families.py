@@ -29,15 +29,15 @@ from mesh.models.coded.scheme import KEYS
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.models.pooling import read_pooling
-from mesh.models.row_form import RowForm
-from mesh.models.standard import joined_from, may_lie_apart
+from mesh.models.row_form import RowForm, StreamParts
+from mesh.models.standard import joined_from, may_lie_apart, streams_of
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
         "afmoe", "apertus", "arcee", "axk2", "bamba", "deepseek_v2", "deepseek_v3",
         "deepseek_v32", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-        "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+        "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
         "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
         "glm4v_text", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
@@ -72,8 +72,6 @@ _KINDS = _STATE_KINDS | {
     "full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "moe", "mlp",
 }  # fmt: skip
 _INPUTS, _SHARED_KEYS = "hidden_size_per_layer_input", "num_kv_shared_layers"
-_STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
-"""Where configs say how many streams of hidden states there are."""
 _PER_LAYER = frozenset(
     {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "sliding_windows"}
 )
@@ -97,7 +95,8 @@ class FamilyEntry:
     `embedding_scale` is applied by the ends. `norms_embedding`: its final norm comes before the
     first layer as well. `layer_inputs` name what of a base model makes the numbers that its layers
     take beside hidden states, where they do (see `mesh.models.row_form`). `shares_keys`: its last
-    layers may see the keys and values of earlier ones. `settle(whole)` has transformers compute
+    layers may see the keys and values of earlier ones. `streams`: there may be several hidden
+    states for one position. `settle(whole)` has transformers compute
     one config as the model was made. `refuse(whole)` is the reason why one cannot be cut, or None.
     """
 
@@ -106,6 +105,7 @@ class FamilyEntry:
     norms_embedding: bool = False
     layer_inputs: tuple[str, ...] = ()
     shares_keys: bool = False
+    streams: StreamParts | None = None
     settle: Callable[[Any], None] | None = None
     refuse: Callable[[Any], str | None] | None = None
 
@@ -123,6 +123,9 @@ def _refuse_gpt2(whole: Any) -> str | None:
 _MULTIPLIED = FamilyEntry(
     embedding_scale=EmbeddingScale("embedding_multiplier", 1.0, lambda c: c.embedding_multiplier)
 )
+_GIVEN = (
+    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm",
+)  # fmt: skip
 ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
     {
         "afmoe": FamilyEntry(
@@ -131,14 +134,12 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
             )
         ),
         "falcon_h1": _MULTIPLIED,
-        "gemma4_text": FamilyEntry(
-            layer_inputs=(
-                "embed_tokens_per_layer",
-                "per_layer_model_projection",
-                "per_layer_projection_norm",
-            ),
+        "gemma3n_text": FamilyEntry(
+            layer_inputs=_GIVEN,
             shares_keys=True,
+            streams=StreamParts(0, ("altup_projections",), ("altup_unembed_projections",)),
         ),
+        "gemma4_text": FamilyEntry(layer_inputs=_GIVEN, shares_keys=True),
         "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
         "gpt_neo": FamilyEntry(positions="wpe"),
@@ -148,6 +149,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         "granitemoehybrid": _MULTIPLIED,
         "granitemoe_swa": _MULTIPLIED,
         "granitemoeshared": _MULTIPLIED,
+        "hy_v4": FamilyEntry(streams=StreamParts(2, (), ("hc_head",), among_others=True)),
         "hyperclovax": _MULTIPLIED,
         "nanochat": FamilyEntry(norms_embedding=True),
         "nemotron_h": FamilyEntry(settle=_without_least_step),
@@ -194,7 +196,9 @@ class Family:
     def row_form(self) -> RowForm:
         """What goes from hop to hop."""
         width = getattr(self.config, _INPUTS, None) or 0
-        return RowForm(self.config.hidden_size, self.config.num_hidden_layers, width)
+        streams, parts = streams_of(self.config.to_dict()), self.entry.streams
+        axis = parts.axis if parts else 0
+        return RowForm(self.config.hidden_size, self.config.num_hidden_layers, width, streams, axis)
 
     def require_joined(self, layers: LayerRange) -> None:
         """Raise UnsupportedFamily for layers that have some, and not all, of those that see the
@@ -363,7 +367,7 @@ def _unlike_layers(text: Any, entry: FamilyEntry) -> str | None:
         return f"its last {shared} layers share the keys and values of earlier ones"
     if getattr(text, _INPUTS, 0) and not entry.layer_inputs:
         return "each of its layers reads the token ids, and a hop has only hidden states"
-    if any(getattr(text, name, None) for name in _STREAMS):
+    if streams_of(text.to_dict()) > 1 and not entry.streams:
         return "several streams of hidden states are mixed between its layers"
     return None
 

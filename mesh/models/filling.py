@@ -197,13 +197,16 @@ def _read_tensors(
 def compute_buffers(module: Any, device: torch.device) -> None:
     """Give every buffer that is not stored (rotary frequencies, embedding scales) its value, before
     its weights are put in, some of which that spoils."""
+    base = {}  # of each module the innermost model that it is in, as transformers asks that one
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            base.update(dict.fromkeys(model.modules(), model))
     for owner in list(module.modules()):
         names: Iterable[str] = owner._non_persistent_buffers_set  # noqa: SLF001 - no accessor
         empty = [name for name in names if owner._buffers[name] is not None]  # noqa: SLF001
         for name in empty:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=device)  # noqa: SLF001
         if empty:
-            module._init_weights(owner)  # noqa: SLF001 - as transformers does
-    for owner in module.modules():
-        if isinstance(owner, PreTrainedModel):  # some layers' are computed for all of them
-            module._init_weights(owner)  # noqa: SLF001
+            base[owner]._init_weights(owner)  # noqa: SLF001 - as transformers does
+    for model in dict.fromkeys(base.values()):  # some layers' are computed for all of them
+        model._init_weights(model)  # noqa: SLF001

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mesh.models.ends import Ends
 from mesh.models.families import family_of
 from mesh.models.filling import Placement
 from mesh.models.manifest import Manifest
 from mesh.models.progress import Progress
 from mesh.models.proof import require_proof
-from mesh.models.span import (
-    Ends,
-    LoadedSpan,
-    build_ends,
-    build_skeleton,
-    build_span,
-)
+from mesh.models.span import LoadedSpan, build_ends, build_skeleton, build_span
 from mesh.types import LayerRange
 
 if TYPE_CHECKING:

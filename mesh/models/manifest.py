@@ -30,7 +30,7 @@ from mesh.models.hub_cache import checkpoint_name
 from mesh.models.layer_names import find_layers, language_part, layer_bytes, number_in
 from mesh.models.pairs import with_pairs
 from mesh.models.partial import Partial, read_partial, require_present
-from mesh.models.standard import goes_by_torch, joined_from
+from mesh.models.standard import goes_by_torch, joined_from, streams_of
 from mesh.types import LayerRange, ModelId
 
 INDEX = "model.safetensors.index.json"
@@ -140,7 +140,8 @@ class Manifest:
         """How many numbers go from hop to hop for one position: a hidden state, and what layers are
         given beside it (`mesh.models.row_form`)."""
         tables = (each for each in self.ends_weights() if is_inputs(each.name))
-        return self.hidden_size + sum(each.shape[-1] for each in tables)
+        states = self.hidden_size * streams_of(self.config)
+        return states + sum(each.shape[-1] for each in tables)
 
     def ends_tensors(self) -> tuple[TensorEntry, ...]:
         """Those stored for embedding, final norm and head; towers for other modalities are left

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
@@ -26,6 +25,7 @@ from mesh.models.anatomy import Anatomy, base_of
 from mesh.models.coded.scheme import is_decoded
 from mesh.models.empty import empty_model
 from mesh.models.end_names import is_head, is_inputs
+from mesh.models.ends import Ends
 from mesh.models.families import Family, narrow_config
 from mesh.models.filling import Placement, compute_buffers, fill, without_empty_biases
 from mesh.models.gguf.embedding import stored_embedding
@@ -35,6 +35,7 @@ from mesh.models.manifest import Manifest
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.models.row_form import taking_rows
+from mesh.models.streams import idle
 from mesh.types import LayerRange
 
 
@@ -60,106 +61,6 @@ class LoadedSpan:
     sha256: Mapping[str, str]
     deferred: Mapping[str, TensorEntry] = field(default_factory=dict)
     late: Late = field(default_factory=dict)
-
-
-class Ends(nn.Module):
-    """Embedding, final norm and head of a model: what turns ids into hidden states, and back.
-
-    `bytes_read` counts what was taken from the checkpoint's files, `norm` is the final one.
-    """
-
-    def __init__(
-        self,
-        causal: Any,
-        anatomy: Anatomy,
-        family: Family,
-        bytes_read: int,
-        deferred_head: TensorEntry | None = None,
-    ) -> None:
-        super().__init__()
-        self.deferred_head = deferred_head
-        """The weight of the head where that has none yet: it is on the meta device."""
-        name, base = base_of(causal)
-        entry = family.entry
-        self.row_form = family.row_form
-        self._inputs = base if self.row_form.width else None
-        """What makes the inputs of its layers, where they have some."""
-        self.hidden_size: int = family.config.hidden_size
-        self.vocab_size: int = family.config.vocab_size
-        self.bytes_read = bytes_read
-        self._embedding = base.get_submodule(anatomy.embedding)
-        self._positions = base.get_submodule(anatomy.positions) if anatomy.positions else None
-        scale = entry.embedding_scale
-        self._scale = None if scale is None else scale.of(family.config)
-        self._norms_embedding = entry.norms_embedding
-        self._head = next(
-            path for path, part in causal.named_modules() if part is causal.get_output_embeddings()
-        )
-        # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
-        self.norm = base.get_submodule(anatomy.norm)
-        setattr(causal, name, _NormOnly(base, self.norm))
-        self._causal = causal
-
-    @property
-    def max_positions(self) -> int | None:
-        """How many positions have an embedding of their own; None where they need none."""
-        return None if self._positions is None else len(self._positions.weight)
-
-    @property
-    def head(self) -> nn.Module:
-        """The output head."""
-        head: nn.Module = self._causal.get_submodule(self._head)
-        return head
-
-    def replace_head(self, head: nn.Module) -> None:
-        """Have this one compute the logits."""
-        parent, _, name = self._head.rpartition(".")
-        setattr(self._causal.get_submodule(parent), name, head)
-
-    @torch.no_grad()
-    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """Token ids (1, rows) that stand at `position`.. as what the first layer is given
-        (1, rows, `row_form.size`)."""
-        hidden: torch.Tensor = self._embedding(ids)
-        if self._inputs is not None:
-            token = self._inputs.get_per_layer_inputs(ids)
-            inputs = self._inputs.project_per_layer_inputs(hidden, token)
-            return torch.cat((hidden, inputs.flatten(-2).to(hidden.dtype)), -1)
-        if self._scale is not None:
-            hidden = hidden * self._scale
-        if self._positions is not None:
-            places = torch.arange(position, position + ids.shape[1], device=ids.device)
-            hidden = hidden + self._positions(places.unsqueeze(0))
-        return self.norm(hidden) if self._norms_embedding else hidden
-
-    @torch.no_grad()
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """What the last layer gave, (1, rows, at least hidden), as logits (1, rows, vocab)."""
-        hidden = rows[..., : self.hidden_size]
-        logits: torch.Tensor = self._causal(inputs_embeds=hidden, use_cache=False).logits
-        return logits
-
-
-@dataclass
-class _NormOutput(BaseModelOutputWithPast):  # type: ignore[misc] # transformers is untyped
-    """What causal models of any kind expect of their base model."""
-
-    router_logits: Any = None
-    cross_attentions: Any = None
-    shared_kv_states: Any = None
-
-
-class _NormOnly(nn.Module):
-    """Stands for the base model in a causal model whose layers have already run elsewhere."""
-
-    def __init__(self, base: Any, norm: nn.Module) -> None:
-        super().__init__()
-        # Some have the head's scale from there.
-        vars(self).update({name: n for name, n in vars(base).items() if isinstance(n, float)})
-        self.norm = norm
-
-    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _NormOutput:
-        return _NormOutput(last_hidden_state=self.norm(inputs_embeds))
 
 
 class _NoPositions(nn.Module):
@@ -221,10 +122,12 @@ def bare_of_ends(base: Any, family: Family, anatomy: Anatomy, first_layer: int) 
     to hop."""
     setattr(base, anatomy.norm, nn.Identity())
     setattr(base, anatomy.embedding, None)
-    if family.row_form.width:
-        base.hidden_size_per_layer_input = 0  # they come with its rows
+    if not family.row_form.is_plain:
         for part in family.entry.layer_inputs:
             setattr(base, part, None)
+        if streams := family.entry.streams:
+            for part in (*streams.spread, *streams.gathered):
+                setattr(base, part, idle(getattr(base, part)))
         taking_rows(base, family.row_form, first_layer, anatomy.layers)
 
 
@@ -236,7 +139,7 @@ def _only(whole: Any, anatomy: Anatomy, layers: LayerRange, *, is_shared: bool) 
     base._modules = {**whole._modules, anatomy.layers: kept}  # noqa: SLF001
     base = copy.deepcopy(base) if is_shared else base
     for module in getattr(base, anatomy.layers).modules():
-        for name in ("layer_idx", "layer_id"):
+        for name in ("layer_idx", "layer_id", "kv_shared_layer_index"):
             if isinstance(number := getattr(module, name, None), int):
                 setattr(module, name, number - layers.start)
     return base

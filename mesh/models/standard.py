@@ -75,6 +75,7 @@ the others may say how many experts they would have."""
 _NORMED_APART = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
 """Where configs say that each head is normalised by weights of its own (Command R+, StableLM 2 of
 12 billion)."""
+_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
     "ssm_state_size", "conv_L_cache",
@@ -113,6 +114,12 @@ def joined_from(config: Mapping[str, Any], total: int) -> int:
     return min(len(own) - 1 - own[::-1].index(k) if k in own else 0 for k in seeing)
 
 
+def streams_of(config: Mapping[str, Any]) -> int:
+    """How many hidden states there are for one position between its layers."""
+    text = _text(config)
+    return int(next((text[name] for name in _STREAMS if text.get(name)), 1))
+
+
 def may_lie_apart(layers: LayerRange, joined: int, total: int) -> bool:
     """Whether a machine can have these of so many layers without the others, where those from
     `joined` on lie together."""
@@ -131,6 +138,7 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or bool(are_unequal and known not in UNEQUAL)
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
+        or streams_of(text) > 1
         or _are_queries_singular(text)
     )
 

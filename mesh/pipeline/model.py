@@ -114,7 +114,8 @@ class AskerModel:
     """How it makes one vector of a text."""
     inputs_size: int = 0
     """How many numbers go from hop to hop behind each hidden state: what the model's layers are
-    given of the token that stands there, where they are (`mesh.models.row_form`)."""
+    given of the token that stands there, and other hidden states of that position, where there are
+    such (`mesh.models.row_form`)."""
 
     short_positions: int = 0
     """Texts of up to so many positions are turned otherwise than longer ones; 0 where that is no

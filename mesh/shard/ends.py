@@ -69,9 +69,7 @@ class ComputedEnds:
 
     @torch.no_grad()
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden[..., : self._ends.hidden_size].to(self._device, self._dtype)
-        normed: torch.Tensor = self._ends.norm(rows)
-        return normed
+        return self._ends.norm(hidden.to(self._device, self._dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
         ends = load_ends(manifest, dtype=as_stored, device=device, progress=progress, defer=True)
         kernels = compile_head(ends, manifest.weights_sha256, plan.cache_dir, plan.threads, quant)
     computed = ComputedEnds(ends, device, dtype.value)
-    rows = rows_at_once(computed, manifest.hidden_size)
+    rows = rows_at_once(computed, ends.row_form.states)
     return LoadedEnds(computed, rows, ends.bytes_read, (dtype.reason, kernels))
 
 
@@ -144,11 +142,11 @@ def _quant(plan: EndsPlan) -> Quant | None:
     return quant
 
 
-def rows_at_once(ends: ModelEnds, hidden_size: int) -> int:
+def rows_at_once(ends: ModelEnds, states: int) -> int:
     """How many rows the head may compute together, a power of two: with 2, 4, ... `MOST_ROWS` of
     them each has the same bits as alone on this machine."""
     seeded = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, MOST_ROWS, hidden_size, generator=seeded)
+    hidden = torch.randn(1, MOST_ROWS, states, generator=seeded)
     alone: list[torch.Tensor] = []
     equal = 1
     while 2 * equal <= MOST_ROWS:

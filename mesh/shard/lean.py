@@ -120,7 +120,7 @@ class LeanLayers(nn.Module):
         x = flat[:, : form.hidden]
         for layer, own in zip(running, self._inputs(flat, layers), strict=True):
             x = layer.run(x, turns[layer.turning], past, own)
-        return form.with_hidden(flat, x).view(sessions, rows, form.size)
+        return form.with_states(flat, x).view(sessions, rows, form.size)
 
     def _inputs(
         self, rows: torch.Tensor, layers: LayerRange

@@ -54,6 +54,10 @@ WITH_KEYS_OF_OTHERS = (
     "source_of_the_loop", "attentions", "session", "of_the_residual", "through_replacements",
     "attribution_patching",
 )  # fmt: skip
+WITH_STREAMS = (
+    "keyword_inputs", "edit_in_place", "generate_beams", "cache_cut_short", "session", "attentions",
+    "of_the_residual", "attribution_patching",
+)  # fmt: skip
 WITH_INDEXERS = (
     "every_layer", "generate_iter", "generate_beams", "cache_cut_short", "batch_with_padding",
     "attentions", "session", "of_the_residual",
@@ -65,12 +69,13 @@ ELSEWHERE = (
     *((WITH_IMAGES, 3, name) for name in INSIDE_A_WHOLE),
     *((family, 3, name) for family in ("bamba", "falcon_h1") for name in OF_TUPLES),
     *(("gemma4_e", 2, name) for name in WITH_KEYS_OF_OTHERS),
+    *(("gemma3n", 2, name) for name in WITH_STREAMS),
     *(("axk2", 2, name) for name in WITH_INDEXERS),
     ("lfm2", 3, "generate_by_prompt_lookup"),
 )
 """What is different in layers with running states, where an MLP or a layer gives more than a
-tensor, where layers take more than hidden states, and where text is a part of what a model is
-for."""
+tensor, where layers take more than hidden states, or several for each position, and where text is
+a part of what a model is for."""
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:

@@ -137,7 +137,7 @@ def remote(
     kept_bytes: int = KEPT_BYTES,
 ) -> Remote:
     """A fresh job over `hops` hops, to whose sessions it speaks `over` that."""
-    split = JOINED if family == "gemma4_e" else SPLITS[hops]
+    split = JOINED if family in ("gemma4_e", "gemma3n") else SPLITS[hops]
     sessions = [TapSession(tree(family, held), run, limits or TapLimits()) for run, held in split]
     channel = (over or DirectChannel)(sessions)
     log: list[str] = []

@@ -70,6 +70,20 @@ async def test_hops_say_what_hugging_face_says(
         assert done.drafted_tokens > 0
 
 
+async def test_a_model_with_several_hidden_states_says_what_hugging_face_says(
+    tmp_path: Path,
+) -> None:
+    """Gemma 3n in small, to who holds its ends and who does not."""
+    directory = make_checkpoint(tmp_path / "model", "gemma3n", layers=LAYERS)
+    said = hugging_face(directory, PROMPT, COUNT)[0]
+    way, cache = WAYS["three hops"], tmp_path / "cache"
+    async with asking_both_ways(directory, [way], ModelId("given"), cache) as askers:
+        for mesh in askers.values():
+            await mesh.use(way)
+            done = await mesh.generate(greedy(PROMPT, COUNT), WireDtype.FP16)
+            assert list(done.token_ids) == said
+
+
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 async def test_in_few_bits_it_says_the_same_over_any_hops(quant: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "gemma4_e", layers=LAYERS)

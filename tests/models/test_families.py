@@ -41,8 +41,14 @@ def _hollow(directory: Path, config: Any, prefix: str) -> Path:
 
 
 REFUSED = {
-    "gemma3n_text": (transformers.Gemma3nTextConfig(), "last 15 layers share the keys and values"),
-    "hy_v4": (transformers.HYV4Config(num_hidden_layers=2), "several streams of hidden states"),
+    "llama": (
+        transformers.LlamaConfig(num_kv_shared_layers=2),
+        "last 2 layers share the keys and values",
+    ),
+    "qwen4_exp": (
+        transformers.Qwen4ExpTextConfig(num_hidden_layers=2),
+        "several streams of hidden states",
+    ),
     "glm_moe_dsa": (
         transformers.GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["full", "shared"]),
         "attend to what an earlier one has chosen",

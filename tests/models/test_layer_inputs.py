@@ -1,18 +1,27 @@
 """Models whose layers take numbers of their own beside hidden states, and see keys of each other:
-Gemma 4 E2B and E4B."""
+Gemma 4 E2B and E4B; and Gemma 3n, between whose layers there are several hidden states as well."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache, Gemma4Config, Gemma4TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3nConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+)
 from transformers import Gemma4ForConditionalGeneration as WithImages
 
-from mesh.models.families import family_of_config
+from mesh.errors import UnsupportedFamily
+from mesh.interventions.skeleton import load_skeleton
+from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.standard import joined_from
@@ -25,11 +34,18 @@ LAYERS = 8
 CUTS = ([0, 8], [0, 2, 8], [0, 1, 2, 8])
 
 
+STREAMS = {"gemma4_e": 1, "gemma3n": 3}
+
+
 @pytest.mark.parametrize("shared", [0, 4, 5])
-def test_chain_of_spans_equals_the_whole_model(shared: int, checkpoint: Checkpoint) -> None:
-    directory = checkpoint("gemma4_e", layers=LAYERS, num_kv_shared_layers=shared)
+@pytest.mark.parametrize("family", STREAMS)
+def test_chain_of_spans_equals_the_whole_model(
+    family: str, shared: int, checkpoint: Checkpoint
+) -> None:
+    directory = checkpoint(family, layers=LAYERS, num_kv_shared_layers=shared)
     manifest, chunks = read_manifest(directory), prompt_chunks((128, 72))
-    assert (manifest.joined_from, manifest.row_size) == ({0: 8, 4: 2, 5: 1}[shared], 64 + 8 * 16)
+    assert manifest.joined_from == {0: 8, 4: 2, 5: 1}[shared]
+    assert manifest.row_size == family_of(manifest).row_form.size == 64 * STREAMS[family] + 8 * 16
     expected, expected_ids = run_whole(directory, chunks, 16)
     assert len(set(expected_ids)) > 3
     more = [[*range(9)]] if not shared else []
@@ -43,8 +59,9 @@ def test_chain_of_spans_equals_the_whole_model(shared: int, checkpoint: Checkpoi
 
 
 @torch.no_grad()
-def test_bfloat16_spans_give_the_same_bits(checkpoint: Checkpoint) -> None:
-    directory = checkpoint("gemma4_e", layers=LAYERS, hidden=80, dtype="bfloat16")
+@pytest.mark.parametrize("family", STREAMS)
+def test_bfloat16_spans_give_the_same_bits(family: str, checkpoint: Checkpoint) -> None:
+    directory = checkpoint(family, layers=LAYERS, hidden=80, dtype="bfloat16")
     manifest, ids = read_manifest(directory), prompt_chunks((70,))[0]
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
     ends = load_ends(manifest, dtype=torch.bfloat16, device=CPU)
@@ -81,6 +98,25 @@ def test_the_text_of_a_model_for_images_with_weights_that_nothing_reads(tmp_path
         logits, _ = run_parts(manifest, cuts, chunks, 0)
         for part, whole in zip(logits, expected, strict=True):
             torch.testing.assert_close(part, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_the_text_of_gemma_3n_is_read_and_clients_are_told_what_its_images_take(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    directory = checkpoint("gemma3n", layers=LAYERS)
+    text, weights = read_manifest(directory), load_file(directory / "model.safetensors")
+    stored = {name.replace("model.", "model.language_model.", 1): weights[name] for name in weights}
+    stored["model.vision_tower.timm_model.blocks.0.0.conv.weight"] = torch.zeros(4, 4, 1, 1)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    said = Gemma3nConfig(text_config=dict(text.config)).to_json_string(use_diff=False)
+    (tmp_path / "config.json").write_text(said)
+    manifest, chunks = read_manifest(tmp_path), prompt_chunks((13, 7, 1))
+    assert manifest.row_size == text.row_size
+    found, expected = (run_parts(each, CUTS[2], chunks, 2)[0] for each in (manifest, text))
+    assert all(map(torch.equal, found, expected))
+    if importlib.util.find_spec("timm") is None:
+        with pytest.raises(UnsupportedFamily, match=r"Gemma3nForConditionalGeneration.* timm"):
+            load_skeleton(manifest, dtype=torch.float32)
 
 
 def test_the_last_layers_lie_together_from_the_first_whose_keys_are_seen() -> None:

@@ -47,15 +47,24 @@ QUANTS: tuple[Quant, ...] = ("int8", "int4")
 FORM = RowForm(HIDDEN, LAYERS, 16)
 
 
-def rows(count: int, seed: int = 0) -> torch.Tensor:
+FORMS = {
+    "gemma4_e": FORM,
+    "gemma3n": RowForm(HIDDEN, LAYERS, 16, streams=3),
+}
+"""Of the second no layers are lean."""
+
+
+def rows(count: int, seed: int = 0, form: RowForm = FORM) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, count, FORM.size, generator=generator)
+    return torch.randn(1, count, form.size, generator=generator)
 
 
-def runtime(layers: LayerRange = ALL, *, lean: bool, dtype: torch.dtype) -> TorchRuntime:
-    loaded = load_span(checkpoint("gemma4_e", LAYERS), layers, dtype=dtype, device=CPU)
+def runtime(
+    layers: LayerRange = ALL, *, lean: bool, dtype: torch.dtype, family: str = "gemma4_e"
+) -> TorchRuntime:
+    loaded = load_span(checkpoint(family, LAYERS), layers, dtype=dtype, device=CPU)
     made = TorchRuntime(loaded, device=CPU, dtype=dtype, lean=lean)
-    assert (made.is_lean, made.batch_rows, made.row_size) == (lean, 1, FORM.size)
+    assert (made.is_lean, made.batch_rows, made.row_size) == (lean, 1, FORMS[family].size)
     return made
 
 
@@ -70,30 +79,36 @@ def graphs(quant: Quant | None, layers: LayerRange = ALL) -> CompiledRuntime:
     return CompiledRuntime(made, threads=1, positions=256)
 
 
-@pytest.mark.parametrize("way", ["modules", "lean", "graphs"])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [*(("gemma4_e", way) for way in ("modules", "lean", "graphs")), ("gemma3n", "modules")],
+)
 def test_chunks_decode_and_rollback_over_two_spans_give_what_hugging_face_gives(
-    way: str,
+    family: str, way: str
 ) -> None:
+    form = FORMS[family]
     spans: list[Runtime] = [
         graphs(None, layers)
         if way == "graphs"
-        else runtime(layers, lean=way == "lean", dtype=torch.float32)
+        else runtime(layers, lean=way == "lean", dtype=torch.float32, family=family)
         for layers in HALVES
     ]
-    given = rows(WINDOW + 40)
-    expected = whole_model("gemma4_e", given, LAYERS)
-    assert torch.equal(expected[..., HIDDEN:], given[..., HIDDEN:])
+    given, states = rows(WINDOW + 40, form=form), form.states
+    expected = whole_model(family, given, LAYERS)
+    assert torch.equal(expected[..., states:], given[..., states:])
     found = in_stretches(spans, given)
-    assert relative_error(found[..., :HIDDEN], expected[..., :HIDDEN]) < 1e-4
-    assert torch.equal(found[..., HIDDEN:], given[..., HIDDEN:])
+    assert relative_error(found[..., :states], expected[..., :states]) < 1e-4
+    assert torch.equal(found[..., states:], given[..., states:])
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_a_row_in_a_ragged_batch_equals_the_row_alone(lean: bool) -> None:
-    span = runtime(lean=lean, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("family", "lean"), [("gemma4_e", False), ("gemma4_e", True), ("gemma3n", False)]
+)
+def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str, lean: bool) -> None:
+    span, form = runtime(lean=lean, dtype=torch.bfloat16, family=family), FORMS[family]
     alone, inputs = [], []
     for i, length in enumerate((3, WINDOW + 20, 17, WINDOW - 1)):
-        first, last = (rows(*each).bfloat16() for each in ((length, i), (1, 100 + i)))
+        first, last = (rows(*each, form).bfloat16() for each in ((length, i), (1, 100 + i)))
         cache = span.new_cache(256)
         step(span, cache, 0, first)
         alone.append(step(span, cache, length, last))
@@ -137,11 +152,15 @@ def test_its_graphs_are_proven_and_plans_know_of_them() -> None:
     assert not has_other_layers(manifest.config)
 
 
-def test_a_step_in_the_middle_of_a_span_is_given_what_is_meant_for_its_layers() -> None:
-    span, given = runtime(lean=False, dtype=torch.float32), rows(9)
+@pytest.mark.parametrize("family", FORMS)
+def test_a_step_in_the_middle_of_a_span_is_given_what_is_meant_for_its_layers(
+    family: str,
+) -> None:
+    span = runtime(lean=False, dtype=torch.float32, family=family)
+    given = rows(9, form=FORMS[family])
     behind = span.forward([StepInput(span.new_cache(32), 0, given)], HALVES[0])[0]
     parted = span.forward([StepInput(span.new_cache(32), 0, behind)], HALVES[1])[0]
-    assert relative_error(parted, whole_model("gemma4_e", given, LAYERS)) < 1e-4
+    assert relative_error(parted, whole_model(family, given, LAYERS)) < 1e-4
 
 
 def test_it_is_steered_like_by_a_hook() -> None:
@@ -173,11 +192,12 @@ def test_layers_that_see_the_same_keys_are_not_parted() -> None:
         assert f"layers {HALVES[1]} on one machine" in caught.value.fix
 
 
-def test_only_layers_with_keys_of_their_own_are_counted() -> None:
-    manifest = checkpoint("gemma4_e", LAYERS)
-    span = runtime(HALVES[1], lean=False, dtype=torch.float32)
+@pytest.mark.parametrize("family", FORMS)
+def test_only_layers_with_keys_of_their_own_are_counted(family: str) -> None:
+    manifest = checkpoint(family, LAYERS)
+    span = runtime(HALVES[1], lean=False, dtype=torch.float32, family=family)
     cache = span.new_cache(256)
-    step(span, cache, 0, rows(7))
+    step(span, cache, 0, rows(7, form=FORMS[family]))
     taken = SessionCache.allocated_bytes.__get__(cache) // 256
     assert position_bytes(manifest, HALVES[1], 4) == taken
     assert [bool(each) for each in cached_numbers(manifest, ALL)] == [True] * 4 + [False] * 4

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.models.span import Ends
+from mesh.models.ends import Ends
 from mesh.shard.compiled.builder import Product
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BlockMatrix, Quant
@@ -43,8 +43,8 @@ class CompiledLinear(nn.Module):
 def compile_head(
     ends: Ends, weights_sha256: str, cache_dir: Path | None, threads: int, quant: Quant
 ) -> str:
-    """Replace the head of `ends` by one in this format, and have its norm compute in fp32; what it
-    is, for people.
+    """Replace the head of `ends` by one in this format, and have what comes before it compute in
+    fp32; what it is, for people.
 
     The embedding stays as it is stored: only the rows of a prompt are read of it.
     """
@@ -53,7 +53,7 @@ def compile_head(
     file = None if folder is None else folder / f"{_HEAD}.safetensors"
     stored = {} if ends.deferred_head is None else {id(head): (ends.deferred_head,)}
     products, pages = stored_products({_HEAD: (head,)}, quant, file, stored)
-    ends.norm.float()
+    ends.widen()
     ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))
     del products
     for each in pages:

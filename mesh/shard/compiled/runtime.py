@@ -225,7 +225,7 @@ class CompiledRuntime:
                 _call(hooks, at, "output", workspace.state(number + 1, rows))
         found = workspace.state(end, rows)
         return [
-            self._form.with_hidden(step.hidden, found[:, place.slice].clone())
+            self._form.with_states(step.hidden, found[:, place.slice].clone())
             for step, place in zip(steps, places, strict=True)
         ]
 
