@@ -51,6 +51,13 @@ LATENT = frozenset(
     }
 )  # fmt: skip
 """Models whose keys are made of latents that are computed in few bits."""
+MIXTURES_BY_MODULES = frozenset(
+    {
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mimo_v2_flash",
+    }
+)  # fmt: skip
+"""Other mixtures of experts whose modules torch computes in 4 bit, as it does those of all models
+that are none."""
 MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""
 ACTIVATIONS = frozenset(
@@ -145,7 +152,9 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
 
 def goes_by_torch(config: Mapping[str, Any], model_type: str) -> bool:
     """Whether torch computes its layers in 4 bit instead."""
-    return experts_met(config) < 1 and model_type in MIXTURES_BY_TORCH
+    if experts_met(config) < 1:
+        return model_type in MIXTURES_BY_TORCH | MIXTURES_BY_MODULES
+    return has_other_layers(config)
 
 
 def other_formats(quants: Iterable[str]) -> str:

@@ -30,6 +30,7 @@ _TILES = (8, 4, 2)
 """Tiles of 16 columns that the kernel takes at a time, on CUDA."""
 
 _ROWS_PER_TILE = {"cuda": 8, "cpu": 16}
+"""On a CPU rows are filled up to whole tiles."""
 
 _AT_ONCE = 512
 """Rows or columns that are made dense at a time."""
@@ -65,9 +66,11 @@ class Int4Linear(nn.Module):
         self.scales: torch.Tensor
         self.bias: torch.Tensor | None
         codes = matrix.codes.to(device).view(self.out_features, -1)
+        filling = -self.out_features % _ROWS_PER_TILE[device.type]
+        codes = F.pad(codes, (0, 0, 0, filling))
         self.register_buffer("packed", _packed(codes, self.in_features))
-        both = torch.stack((scales, shifts), -1).to(torch.bfloat16)
-        self.register_buffer("scales", both.transpose(0, 1).contiguous())
+        both = F.pad(torch.stack((scales, shifts), -1), (0, 0, 0, 0, 0, filling))
+        self.register_buffer("scales", both.to(torch.bfloat16).transpose(0, 1).contiguous())
         beside = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.register_buffer("bias", None if bias is None else bias.to(device, beside))
         self._multiply = _MULTIPLY if device.type == "cuda" else _MULTIPLY_ON_CPU
@@ -102,18 +105,20 @@ class Int4Linear(nn.Module):
             return F.linear(x, self.weight.to(x.dtype), bias)
         output = self._product(x.reshape(-1, self.in_features).to(torch.bfloat16)).to(x.dtype)
         output = output if bias is None else output + bias
-        return output.view(*x.shape[:-1], self.out_features)
+        return output.reshape(*x.shape[:-1], self.out_features)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self._multiply(rows.contiguous(), self.packed, BLOCK, self.scales)
-        return output
+        return output[:, : self.out_features]
 
 
 def fits(matrix: BlockMatrix, device: torch.device) -> bool:
     """Whether the kernel there takes a matrix of this form."""
     rows, columns = matrix.shape
-    is_whole = rows % _ROWS_PER_TILE[device.type] == 0 and columns % BLOCK == 0
-    return matrix.bits == 4 and is_whole and (device.type == "cpu" or _tiles(columns) > 0)
+    if matrix.bits != 4 or columns % BLOCK:
+        return False
+    is_whole = rows % _ROWS_PER_TILE[device.type] == 0 and _tiles(columns) > 0
+    return device.type == "cpu" or is_whole
 
 
 @torch.no_grad()  # not inference: torch keeps packed weights by their version where it packs them

@@ -18,6 +18,7 @@ from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 from mesh.models.standard import experts_met, goes_by_torch, has_other_layers, other_formats
 from mesh.shard import int4
+from mesh.shard.block_modules import rounded_size
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import MIXED_SIZE, Quant, bytes_per_weight
 from mesh.shard.compiled.parts import NotCompilable
@@ -125,7 +126,7 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
         dtype = Choice(
             beside, f"dtype {dtype_name(beside)}: what is computed beside products in 4 bit"
         )
-        lean = Choice(True, "")  # no others are computed so
+        lean = _lean_in_4_bit(request, manifest, host)
     elif is_compiled:
         lean = Choice(False, "")
     else:
@@ -133,7 +134,7 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     settings = request.settings
     size = 2.0 if _is_halved(quant.value, lean, dtype.value) else None
     if quant.value is not None:
-        size = _few_bits(manifest, quant.value) if is_compiled else int4.BYTES_PER_WEIGHT
+        size = _few_bits(manifest, quant.value) if is_compiled else _by_torch(manifest, lean)
     need = estimate(
         manifest,
         request.layers,
@@ -154,6 +155,10 @@ def _few_bits(manifest: Manifest, quant: Quant) -> float:
     """What a weight takes in that format, as the compiled runtime computes with it."""
     is_mixed = experts_met(manifest.config) < 1
     return bytes_per_weight(quant) * (MIXED_SIZE[quant] if is_mixed else 1.0)
+
+
+def _by_torch(manifest: Manifest, lean: Choice[bool]) -> float:
+    return int4.BYTES_PER_WEIGHT if lean.value else rounded_size(family_of(manifest))
 
 
 def _lean(
@@ -183,6 +188,14 @@ def _require_lean_on_card(family: Family, cache_dir: Path | None, positions: int
     if experts_met(family.config.to_dict()) < 1:
         raise NotCompilable("it is a mixture of experts")
     require_lean(family, cache_dir, positions)
+
+
+def _lean_in_4_bit(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[bool]:
+    """The same where they are in 4 bit and by torch; on a card they do without them always."""
+    known = family_of(manifest), manifest.cache_dir, request.settings.kv_tokens
+    if host.device.type != "cpu" or _has_lean_layers(*known):
+        return Choice(True, "")
+    return Choice(False, "layers by modules: no graph is built for them")
 
 
 def _has_lean_layers(family: Family, cache_dir: Path | None, positions: int) -> bool:
@@ -240,7 +253,9 @@ def _is_compiled(quant: Quant, family: Family, cache_dir: Path | None, positions
     try:
         require_compilable(family, cache_dir, positions)
     except NotCompilable:
-        if quant != "int4" or not _has_lean_layers(family, cache_dir, positions):
+        if quant != "int4":
             raise
+        if not _has_lean_layers(family, cache_dir, positions):
+            rounded_size(family)
         return False
     return True

@@ -22,6 +22,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.rounded import note_place
 from mesh.shard import int4
 from mesh.shard.admission import LayerShape
+from mesh.shard.block_modules import rounded_modules
 from mesh.shard.compiled.formats import Quant
 from mesh.shard.device import (
     determinism_class,
@@ -165,7 +166,7 @@ def _made(plan: LoadPlan) -> tuple[Runtime, int]:
     if plan.quant.value is not None and plan.is_compiled:
         return _load_compiled(plan, plan.quant.value)
     if plan.quant.value is not None:
-        loaded = _round(plan, plan.quant.value).loaded
+        loaded = _in_4_bit(plan)
         int4.to_device(loaded.module, plan.host.device, plan.dtype.value)
     else:
         loaded = _load_span(plan, plan.loaded_dtype)
@@ -197,20 +198,31 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     return runtime, span.loaded.bytes_read
 
 
+def _in_4_bit(plan: LoadPlan) -> LoadedSpan:
+    """Its layers for torch, in main memory."""
+    if plan.lean.value:
+        return _round(plan, "int4").loaded
+    sha256 = plan.manifest.weights_sha256
+    return rounded_modules(_to_round(plan), sha256, plan.request.cache_dir, plan.progress)
+
+
 def _round(plan: LoadPlan, quant: Quant) -> GraphSpan:
     """Its layers in few bits, in main memory."""
     from mesh.shard.compiled.store import quantised_span
 
+    sha256 = plan.manifest.weights_sha256
+    return quantised_span(_to_round(plan), quant, sha256, plan.request.cache_dir, plan.progress)
+
+
+def _to_round(plan: LoadPlan) -> LoadedSpan:
+    """Its layers as they are stored: most of that is only mapped then, and read where it was not
+    rounded before."""
     manifest = plan.manifest
     note_place(plan.request.cache_dir, manifest.weights_sha256, manifest.path)
-    # As it is stored: most of it is only mapped then, and read where it was not rounded before.
-    loaded = load_span(
+    return load_span(
         manifest, plan.request.layers, dtype=stored_dtype(manifest), device=torch.device("cpu"),
         progress=plan.progress, defer=True,
     )  # fmt: skip
-    return quantised_span(
-        loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
-    )
 
 
 def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:

@@ -91,7 +91,10 @@ def all_are_blocks(weights: Iterable[TensorEntry], kind: str) -> bool:
 
 def _rounded(weights: Iterable[TensorEntry]) -> list[TensorEntry]:
     return [
-        entry for entry in weights if len(entry.shape) > 1 and not entry.name.endswith(_ROUTERS)
+        entry
+        for entry in weights
+        # A convolution of each channel by itself is no matrix.
+        if len(entry.shape) > 1 and entry.shape[1] > 1 and not entry.name.endswith(_ROUTERS)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -17,14 +17,21 @@ from mesh.models.coded.scheme import is_decoded
 from mesh.models.header import TensorEntry
 from mesh.models.late_experts import GATE_UP
 from mesh.shard.compiled.coded_blocks import matrix_of_codes
-from mesh.shard.compiled.experts import ExpertMatrices, Experts
+from mesh.shard.compiled.experts import ExpertMatrices
 from mesh.shard.compiled.formats import BlockMatrix, Quant, joined, rows_of
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 
-if TYPE_CHECKING:
-    from mesh.shard.compiled.parts import ExpertsBeside
-
 _UP, _GATE_AND_UP, _DOWN = ("up_proj",), ("gate_proj", "up_proj"), ("down_proj",)
+
+
+class BothMatrices(Protocol):
+    """What rows go through first in the experts of a layer, and then."""
+
+    @property
+    def up(self) -> ExpertMatrices: ...
+
+    @property
+    def down(self) -> ExpertMatrices: ...
 
 
 def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
@@ -36,7 +43,7 @@ def matrix_of(entry: TensorEntry, quant: Quant) -> BlockMatrix:
 
 
 def stored_experts(
-    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
+    part: BothMatrices, names: Mapping[str, TensorEntry]
 ) -> dict[int, tuple[TensorEntry, ...]]:
     """By the ids of its `up` and `down`, what each of them is made of, expert after expert; empty
     unless `names` are just these, none of them plain."""
@@ -44,7 +51,7 @@ def stored_experts(
 
 
 def _in_stacks(
-    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
+    part: BothMatrices, names: Mapping[str, TensorEntry]
 ) -> dict[int, tuple[TensorEntry, ...]]:
     """Where a file has one tensor for all of them, as modules have."""
     made = {}
@@ -73,7 +80,7 @@ def _of_expert(entry: TensorEntry, number: int) -> TensorEntry:
 
 
 def _one_by_one(
-    part: Experts | ExpertsBeside, names: Mapping[str, TensorEntry]
+    part: BothMatrices, names: Mapping[str, TensorEntry]
 ) -> dict[int, tuple[TensorEntry, ...]]:
     found = {}
     for name, entry in names.items():
