@@ -60,6 +60,13 @@ MIXTURES_BY_MODULES = frozenset(
 that are none."""
 MIXTURES = (STANDARD_MIXTURES | RECURRENT | LATENT) - MIXTURES_BY_TORCH
 """Mixtures of experts that are computed in few bits."""
+UNREAD = frozenset(
+    {
+        "biogpt", "bitnet", "bloom", "codegen", "diffllama", "gpt_neo", "gpt_neox_japanese", "gptj",
+        "mpt", "opt", "xglm",
+    }
+)  # fmt: skip
+"""Models without experts for whose layers no graph is built."""
 ACTIVATIONS = frozenset(
     {
         "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2",
@@ -146,6 +153,8 @@ def has_other_layers(config: Mapping[str, Any]) -> bool:
         or (experts_met(config) < 1 and known not in MIXTURES)
         or (keeps_states and known not in RECURRENT)
         or streams_of(text) > 1
+        or known in UNREAD
+        or bool(text.get("new_decoder_architecture"))  # of Falcon 11B, 40B and 180B
         or _are_queries_singular(text)
     )
 

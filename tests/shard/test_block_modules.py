@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from mesh.deployments.shape import shape_of
 from mesh.errors import UnsupportedFamily
+from mesh.models.families import family_of_config
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.standard import goes_by_torch, has_other_layers
 from mesh.shard import int4
 from mesh.shard.block_modules import rounded_modules
 from mesh.shard.commands import ShardRequest
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.proof import require_compilable
 from mesh.shard.load_plan import LoadPlan, plan_shard
 from mesh.shard.loading import LoadedShard, load_shard
 from mesh.shard.runtime import Runtime
@@ -122,3 +127,15 @@ def test_experts_in_another_form_than_others_have_them_are_refused() -> None:
         plan(manifest, 2)
     assert "(--quant none)" in caught.value.fix
     assert shape_of(manifest, 64).quants == ("none",)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("gptj", {}), ("mpt", {}), ("falcon", {"new_decoder_architecture": True})],
+)
+def test_plans_know_for_whose_layers_no_graph_is_built(family: str, more: dict[str, bool]) -> None:
+    config = AutoConfig.for_model(family, **more)
+    assert has_other_layers(config.to_dict())
+    assert goes_by_torch(config.to_dict(), family)
+    with pytest.raises(NotCompilable):
+        require_compilable(family_of_config(config), None, 64)
