@@ -23,6 +23,7 @@ from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen3_5Tokeniz
 from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.tokenizer import Tokenizer
+from mesh.models.tokenizer_files import load_tokenizer
 from mesh.shard.footprint import cached_numbers, keeps_states, state_bytes
 from mesh.types import LayerRange
 from tests.checkpoints import make_tokenizer
@@ -674,6 +675,30 @@ def test_texts_are_split_as_the_file_says(
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == expected.decode(ids)
         assert wrong.encode(text) != ids
+
+
+def test_words_that_bytes_do_not_spell_are_taken_whole(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """As those are in which DeepSeek and its distilled models take turns, and runs of spaces."""
+    directory = shutil.copytree(checkpoint("qwen2", layers=2), tmp_path / "made")
+    model = _trained()
+    model["vocab"]["ĠĠĠĠ"] = len(model["vocab"])  # what a run of spaces is in bytes, to no avail
+    expected = _of_deepseek(model)
+    special = ["<｜User｜>", "<｜end▁of▁sentence｜>"]
+    expected.add_special_tokens({"additional_special_tokens": special})
+    expected.add_tokens(["    ", "\t\t", "<｜tool▁calls▁begin｜>"])
+    expected.save_pretrained(directory)
+    file = write_gguf(directory, tmp_path / "model.gguf", edit=_split("deepseek-v3"))
+    tokenizer = Tokenizer.load(read_manifest(file))
+    for text in (
+        "if:\n     x\t\ty",
+        *(f"a{word}b" for word in [*special, "<｜tool▁calls▁begin｜>"]),
+    ):
+        ids = expected(text)["input_ids"]
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+    assert "ĠĠĠĠ" in load_tokenizer(read_manifest(file)).get_vocab()
 
 
 def _split(name: str) -> _Edit:

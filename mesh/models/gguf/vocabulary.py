@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from mesh.errors import BadCheckpoint
 from mesh.models.gguf.container import read_gguf_header
 from mesh.models.hashing import read_cached, write_json_atomically
 
-_VERSION = 2
+_VERSION = 3
 """Counts up when the same file would give another tokenizer."""
 
 _SPACE = "▁"
+_CONTROL, _OF_ITS_OWN = 3, 4
+"""How a file numbers words that texts are never cut in, of which the first are special."""
 _AS_GPT2 = frozenset(
     {"gpt-2", "phi-2", "mellum", "exaone4", "gigachat", "a.x-4.0", "trillion", "granite-docling"}
 )
@@ -214,6 +216,8 @@ def _built(file: Path, metadata: Any) -> Any:
         architecture, described, _ = made_by.get_gguf_tokenizer(str(file))
         described["pre_tokenizer_type"] = _ALIKE.get(split, split)
         backend, _ = made_by.convert_gguf_tokenizer(architecture, described)
+        if kind == "gpt2":
+            backend = _with_words(backend, described["tokens"], described.get("token_type") or ())
     except Exception as error:  # whatever foreign code raises over foreign data
         raise _refused(file, f"{type(error).__name__}: {str(error)[:200].rstrip('.')}") from error
     backend = _as_said(backend, len(described["tokens"]), _SHOWN if kind == "gemma4" else ())
@@ -224,6 +228,30 @@ def _built(file: Path, metadata: Any) -> Any:
         _set_spaces(backend, before=before)
     _set_ends(file, backend, metadata, begins=kind != "gpt2" or split in _WORDS_FIRST - _BARE)
     return backend
+
+
+def _with_words(backend: Any, tokens: Sequence[str], kinds: Sequence[int]) -> Any:
+    """With the words that no text is cut in and that bytes do not spell, as those of DeepSeek's
+    turns are, and runs of spaces: transformers has them as bytes, to which no merges lead."""
+    alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet())
+    missed = {
+        number: {"id": number, "content": word, "special": kind == _CONTROL}
+        for number, (word, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind in (_CONTROL, _OF_ITS_OWN) and not alphabet.issuperset(word)
+    }
+    if not missed:
+        return backend
+    said = json.loads(backend.to_str())
+    spelt = {word: number for number, word in enumerate(tokens) if number not in missed}
+    vocab = said["model"]["vocab"]
+    for word in [word for word, number in vocab.items() if number in missed]:
+        del vocab[word]
+        vocab |= {word: spelt[word]} if word in spelt else {}
+    vocab |= {each["content"]: number for number, each in missed.items()}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    said["added_tokens"] += [plain | each for each in missed.values()]
+    said["added_tokens"].sort(key=lambda each: each["id"])
+    return Tokenizer.from_str(json.dumps(said))
 
 
 def _as_said(backend: Any, count: int, special: Collection[str]) -> Any:
