@@ -418,6 +418,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             # transformers empties the row of the padding as it loads it, and so this head's.
             "tie_word_embeddings": False,
         },
+        "gpt_neox": {"num_key_value_heads": 4},
         "gpt_neo": {
             "window_size": 16,
             "attention_types": [[[("global", "local")[i % 2] for i in range(layers)], 1]],
@@ -483,7 +484,9 @@ def _widen(model: Any, generator: torch.Generator) -> None:
     ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
     factor = 2.0 / float(model(ids).logits.std())
     base = next(part for part in model.children() if isinstance(part, PreTrainedModel))
-    names = ("ln_f", "norm", "norm_f", "final_layernorm", "embedding_norm")
+    names = (
+        "ln_f", "norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm",
+    )  # fmt: skip
     norm = next(getattr(base, name) for name in names if hasattr(base, name))
     if getattr(norm, "weight", None) is None:
         model.get_output_embeddings().weight.mul_(factor)

@@ -23,6 +23,10 @@ from tests.gguf_later import AS_STORED, SAYS_MORE, divisors
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
+    "phi": gguf.MODEL_ARCH.PHI2, "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2, "nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX, "olmo": gguf.MODEL_ARCH.OLMO,
+    "gemma": gguf.MODEL_ARCH.GEMMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
@@ -50,7 +54,7 @@ _ARCHITECTURES = {
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
-    "granitemoehybrid", "arcee",
+    "granitemoehybrid", "arcee", "olmo",
 )  # fmt: skip
 """Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(
@@ -84,6 +88,7 @@ def write_gguf(
     tensors = _apart(_stacked(load_file(directory / "model.safetensors")), config["model_type"])
     if (later := AS_STORED.get(config["model_type"])) is not None:
         tensors = later(tensors, config)
+    is_turned = config["model_type"] in _TURNED and arch != gguf.MODEL_ARCH.EXAONE
     side = _side_tensors(config)
     per_file = -(-(len(tensors) + len(side)) // parts) if parts > 1 else 0
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=per_file)
@@ -100,7 +105,7 @@ def write_gguf(
     for name, tensor in tensors.items():
         stored = str(names.get_name(name, try_suffixes=(".weight", ".bias", ".scale")))
         is_end = not stored.startswith("blk.")
-        as_stored = _as_stored(name, tensor, config)
+        as_stored = _as_stored(name, tensor, config, is_turned=is_turned)
         _add(writer, stored, as_stored, ends if ends and is_end else kind, decoded=decoded)
     for name, numbers in side.items():
         _add(writer, name, torch.tensor(numbers), "F32")
@@ -122,9 +127,13 @@ def _layers(config: dict[str, Any]) -> int:
     return len(kinds) if kinds else _number(config, "num_hidden_layers", "n_layer")
 
 
-def _epsilon(config: dict[str, Any]) -> float:
+def _describe_norms(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    if centred := config.get("layer_norm_eps") or config.get("norm_epsilon"):
+        writer.add_layer_norm_eps(centred)
+        return
     names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    return float(next(config[name] for name in names if config.get(name)))
+    for epsilon in [config[name] for name in names if config.get(name)][:1]:
+        writer.add_layer_norm_rms_eps(epsilon)
 
 
 def _layer_of(name: str) -> int:
@@ -172,17 +181,19 @@ def _apart(tensors: dict[str, torch.Tensor], model_type: str) -> dict[str, torch
     return found
 
 
-def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+def _as_stored(
+    name: str, tensor: torch.Tensor, config: dict[str, Any], *, is_turned: bool
+) -> torch.Tensor:
     kind = config["model_type"]
     tensor = tensor.float()
-    if kind in _TURNED:
+    if is_turned:
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = name.split(".")[-2]
         if part in heads:
             count = config[heads[part]]
             apart = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
             return apart.swapaxes(1, 2).reshape(tensor.shape)
-    if kind in ("gemma2", "gemma3_text") and name.endswith("norm.weight"):
+    if kind in ("gemma", "gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
         return tensor.t()
@@ -243,11 +254,9 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    if config.get("layer_norm_eps"):
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-    else:
-        writer.add_layer_norm_rms_eps(_epsilon(config))
+    if config.get("num_key_value_heads"):
+        writer.add_head_count_kv(config["num_key_value_heads"])
+    _describe_norms(writer, config)
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -255,7 +264,7 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if config["model_type"] in (*_TURNED, "phi3"):
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
         writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"].startswith(("gemma", "phi3", "gpt_oss", "olmo3")):
+    if config["model_type"].startswith(("gemma2", "gemma3", "gemma4", "phi3", "gpt_oss", "olmo3")):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])

@@ -184,6 +184,27 @@ def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _gpt_neox(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Queries of all heads, then their keys, then their values."""
+    heads = config["num_attention_heads"]
+    return {
+        name: tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        if ".query_key_value." in name
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _stablelm(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """The norms of all heads of a layer as the rows of one matrix."""
+    made = {name: tensor for name, tensor in tensors.items() if ".norms." not in name}
+    for name in (name for name in tensors if ".norms.0." in name):
+        count = sum(other.startswith(name.removesuffix("0.weight")) for other in tensors)
+        rows = [tensors[name.replace(".norms.0.", f".norms.{i}.")] for i in range(count)]
+        made[name.replace(".norms.0.", ".")] = torch.stack(rows)
+    return made
+
+
 def _of_a_state(name: str, part: str, tensor: torch.Tensor, groups: int | None) -> torch.Tensor:
     """A tensor of Mamba 2, which a layer calls `part`, as it is stored; others as they are."""
     if name.endswith(".A_log"):
@@ -232,6 +253,8 @@ def _nemotron(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
+    "gpt_neox": _gpt_neox,
+    "stablelm": _stablelm,
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
     "qwen3_next": _qwen3_next,
@@ -553,6 +576,30 @@ def divisors(config: dict[str, Any]) -> list[float]:
     return [1.0] * turned + [1e30] * (far // 2 - turned)
 
 
+def _of_turned_parts(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """Of Phi 2, StableLM and GPT-NeoX: how much of each head turns, and not by what base."""
+    del writer.kv_data[0][f"{writer.arch}.rope.freq_base"]
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    width = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(share * width))
+    if config["model_type"] != "phi":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+
+
+def _of_nemotron4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_layer_norm_eps(config["norm_eps"])
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(share * config["head_dim"]))
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+
+
+def _of_olmo(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_layer_norm_eps(1e-5)
+    if config["clip_qkv"] is not None:
+        writer.add_clamp_kqv(config["clip_qkv"])
+
+
 def _of_cohere(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_logit_scale(config["logit_scale"])
     writer.add_rope_scaling_type(RopeScalingType.NONE)
@@ -566,6 +613,11 @@ def _of_cohere2(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
+    "phi": _of_turned_parts,
+    "stablelm": _of_turned_parts,
+    "gpt_neox": _of_turned_parts,
+    "nemotron": _of_nemotron4,
+    "olmo": _of_olmo,
     "qwen3_5_text": _of_qwen35,
     "nemotron_h": _of_nemotron,
     "qwen3_5_moe_text": _of_qwen35_moe,

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType, TokenType
 from safetensors.torch import load_file
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
@@ -75,6 +75,14 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_out_multiplier": 2.0, "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5,
             "tie_word_embeddings": False,
         },
+    ),
+    "StableLM of 12 billion": (
+        "stablelm",
+        {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},
+    ),
+    "OLMo that is clipped": ("olmo", {"clip_qkv": 0.5}),
+    "GPT-NeoX of layers one after the other": (
+        "gpt_neox", {"use_parallel_residual": False, "attention_bias": False},
     ),
     "LFM 2 with biases": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "GLM 4.7 Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1}),
@@ -161,6 +169,42 @@ def test_of_models_that_look_at_pictures_the_text_is_read(
         writer.add_rope_dimension_sections([4, 2, 2, 0])
         if family != "qwen2":
             writer.add_num_deepstack_layers(3)
+
+    expected = run_whole(directory, prompt_chunks(_CHUNKS), decode=6)
+    file = write_gguf(directory, tmp_path / "model.gguf", edit=edit, arch=arch)
+    _require_same(read_manifest(file), expected)
+
+
+_AS_OTHERS: dict[str, tuple[str, MODEL_ARCH, dict[str, Any]]] = {
+    "EXAONE 3.5": ("llama", MODEL_ARCH.EXAONE, {}),
+    "InternLM 2": ("mistral", MODEL_ARCH.INTERNLM2, {"sliding_window": None}),
+    "MiniCPM": ("granite", MODEL_ARCH.MINICPM, {"attention_multiplier": 0.25}),
+    "MiniCPM 4": (
+        "granite",
+        MODEL_ARCH.MINICPM,
+        {
+            "attention_multiplier": 0.25,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4,
+                "short_factor": [1.0 + i / 4 for i in range(8)],
+                "long_factor": [1.0 + i / 4 for i in range(8)],
+                "original_max_position_embeddings": 1024,
+            },
+        },
+    ),
+}  # fmt: skip
+"""By what a file is of: which of transformers' families computes it, and with what settings."""
+
+
+@pytest.mark.parametrize("what", _AS_OTHERS)
+def test_what_transformers_has_no_class_for_is_computed_as_its_like(
+    what: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    family, arch, settings = _AS_OTHERS[what]
+    directory = checkpoint(family, layers=3, **settings)
+
+    def edit(writer: GGUFWriter) -> None:
+        writer.kv_data[0].pop("minicpm.attention.scale", None)
 
     expected = run_whole(directory, prompt_chunks(_CHUNKS), decode=6)
     file = write_gguf(directory, tmp_path / "model.gguf", edit=edit, arch=arch)
@@ -418,6 +462,17 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
         "gemma4", UnsupportedFamily, "of which a part is turned",
         _tensor("rope_freqs.weight", torch.full((16,), 0.5)),
     ),
+    "norms of fewer heads than there are": (
+        "stablelm", BadCheckpoint, "attn_q_norm.weight is no stack of 4 rows",
+        lambda w: w.add_tensor("blk.0.attn_q_norm.weight", torch.ones(3, 16).numpy()),
+    ),
+    "OLMo that normalises with another number": (
+        "olmo", UnsupportedFamily, "another number than 1e-05",
+        _other("attention.layer_norm_epsilon", 1e-6),
+    ),
+    "GPT-NeoX whose heads share keys": (
+        "gpt_neox", UnsupportedFamily, "heads share keys", _other("attention.head_count_kv", 2),
+    ),
     "Command R whose heads are wider together than it is": (
         "cohere", UnsupportedFamily, "heads together are not as wide",
         lambda w: (w.add_key_length(32), w.add_value_length(32)),
@@ -641,7 +696,37 @@ def _of_kimi(model: dict[str, Any]) -> Any:
     return _cut(model, "|".join(patterns))
 
 
+def _of_neox(model: dict[str, Any]) -> Any:
+    """As the tokenizer.json of GPT-NeoX, which OLMo and MPT have as well."""
+    expected = _cut(model)
+    backend = expected.backend_tokenizer
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return expected
+
+
+def _of_exaone(model: dict[str, Any]) -> Any:
+    """As that of EXAONE 3: each digit by itself."""
+    expected = _of_neox(model)
+    backend = expected.backend_tokenizer
+    backend.normalizer = None
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    return expected
+
+
+def _of_stablelm(model: dict[str, Any]) -> Any:
+    """As tokenization_arcade100k.py of StableLM 2."""
+    expected = _cut(model, _GLM.replace("{1,3}", ""))
+    expected.backend_tokenizer.normalizer = normalizers.NFC()
+    return expected
+
+
 _TOKENIZERS = {
+    "olmo": ("olmo", _of_neox),
+    "mpt": ("gpt_neox", _of_neox),
+    "exaone": ("llama", _of_exaone),
+    "stablelm2": ("stablelm", _of_stablelm),
     "exaone-moe": ("exaone_moe", _of_exaone_moe),
     "afmoe": ("afmoe", _of_afmoe),
     "kimi-k2": ("deepseek_v3", _of_kimi),
@@ -668,7 +753,7 @@ def test_texts_are_split_as_the_file_says(
         Tokenizer.load(
             read_manifest(write_gguf(directory, tmp_path / f"{split}.gguf", edit=_split(split)))
         )
-        for split in (name, "qwen2")
+        for split in (name, "gpt-2" if name == "stablelm2" else "qwen2")
     )
     for text in _SPLIT:
         ids = expected(text)["input_ids"]

@@ -43,11 +43,12 @@ class Architecture:
     `ends` and `layer` map names of GGUF to those of transformers, without ``.weight`` or ``.bias``
     unless there is one that has either by another name; of one that ends in neither, the dot alone
     is at its end. Tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts`
-    are stacked in one tensor there and apart here. `config` gives what config.json would say, but
-    for ids. `by_layer` are lists in the metadata of which each number is a tensor of a layer's, by
-    what that is called. `dimensions` says of tensors how many a model's has; where the file's has
-    one less, the model's has a 1 before the last, and where the model's has one alone, the file's
-    are that. Else either has ones before the others.
+    are stacked in one tensor there and apart here; so are the rows of `stacks`, by what those are
+    called here and how the config calls their number. `config` gives what config.json would say,
+    but for ids. `by_layer` are lists in the metadata of which each number is a tensor of a
+    layer's, by what that is called. `dimensions` says of tensors how many a model's has; where the
+    file's has one less, the model's has a 1 before the last, and where the model's has one alone,
+    the file's are that. Else either has ones before the others.
     """
 
     config: Callable[[GgufSettings], dict[str, Any]]
@@ -55,6 +56,7 @@ class Architecture:
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     layers: str = "model.layers."
     experts: Mapping[str, str] = field(default_factory=dict)
+    stacks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     by_layer: Mapping[str, str] = field(default_factory=dict)
     dimensions: Mapping[str, int] = field(default_factory=dict)
     unlike: Callable[[str, Mapping[str, Any]], Difference | None] = lambda name, config: None

@@ -171,10 +171,11 @@ def _named(
     of_layer = found is not None and found.re is _OF_LAYER
     names = architecture.layer if of_layer else architecture.ends
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
-    if found and of_layer and part in architecture.experts and found["kind"] != "scale":
-        name = before + architecture.experts[part] + f".{found['kind']}"
-        count = next(config[key] for key in _COUNTS if key in config)
-        yield from _experts(entry, name, count)
+    stack = _stack(architecture, part, config) if of_layer else None
+    if found and stack is not None and found["kind"] != "scale":
+        name, count = stack
+        rank = 1 if part in architecture.stacks else 2
+        yield from _apart(entry, f"{before}{name}.{found['kind']}", count, rank)
         return
     own = None if found is None else _name(names, part, found["kind"])
     if found is None or own is None:
@@ -223,11 +224,25 @@ def _name(names: Mapping[str, str], part: str, kind: str | None) -> str | None:
     return f"{names[part]}.{kind}" if part in names and kind in ("weight", "bias") else None
 
 
-def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:
+def _stack(
+    architecture: Architecture, part: str, config: Mapping[str, Any]
+) -> tuple[str, int] | None:
+    """What each tensor of a stack is called, and how many they are; None for what is no stack."""
+    if part in architecture.stacks:
+        name, key = architecture.stacks[part]
+        return name, config[key]
+    if part in architecture.experts:
+        return architecture.experts[part], next(config[key] for key in _COUNTS if key in config)
+    return None
+
+
+def _apart(entry: TensorEntry, name: str, expected: int, rank: int) -> Iterator[TensorEntry]:
+    """Of a stack, each by itself, of so many dimensions."""
     count, *shape = entry.shape
-    if len(shape) != 2 or count != expected or count > _MAX_EXPERTS:
+    if len(shape) != rank or count != expected or count > _MAX_EXPERTS:
+        what = "matrices" if rank == 2 else "rows"
         raise BadCheckpoint(
-            f"{entry.file} cannot be used: tensor {entry.name} is no stack of {expected} matrices.",
+            f"{entry.file} cannot be used: tensor {entry.name} is no stack of {expected} {what}.",
             fix="Download the file again.",
         )
     size = entry.nbytes // count

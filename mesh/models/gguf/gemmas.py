@@ -1,4 +1,4 @@
-"""Gemma 2 to 4. Of 2 and 3 the converter stores the weights of norms with one added."""
+"""Gemma. Of 1 to 3 the converter stores the weights of norms with one added."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ def _gemma_scale(said: GgufSettings, config: Mapping[str, Any], width: int, larg
     if config["num_hidden_layers"] == largest:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return width
+
+
+def _gemma(said: GgufSettings) -> dict[str, Any]:
+    config = decoder(said, "gemma", "GemmaForCausalLM")
+    width = head_width(said, config)
+    return config | {"head_dim": width, "rope_parameters": plain_rotary(said, width)}
 
 
 def _gemma2(said: GgufSettings) -> dict[str, Any]:
@@ -171,10 +177,12 @@ def _experts(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-def _unlike_gemma(name: str, _: Mapping[str, Any]) -> Difference | None:
+def unlike_gemma(name: str, _: Mapping[str, Any]) -> Difference | None:
+    """See `Architecture`."""
     return _LESS_ONE if name.endswith("norm") else None
 
 
-GEMMA2 = Architecture(_gemma2, _LAYER, unlike=_unlike_gemma)
-GEMMA3 = Architecture(_gemma3, _LAYER | HEAD_NORMS, unlike=_unlike_gemma)
+GEMMA = Architecture(_gemma, DECODER, unlike=unlike_gemma)
+GEMMA2 = Architecture(_gemma2, _LAYER, unlike=unlike_gemma)
+GEMMA3 = Architecture(_gemma3, _LAYER | HEAD_NORMS, unlike=unlike_gemma)
 GEMMA4 = Architecture(_gemma4, _GEMMA4, _GEMMA4_ENDS)

@@ -18,7 +18,7 @@ from mesh.models.gguf.architecture import (
     some_attend,
 )
 from mesh.models.gguf.llamas import unlike_llama
-from mesh.models.gguf.rotary import full_rotary
+from mesh.models.gguf.rotary import full_rotary, longrope
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 from mesh.models.pairs import half
@@ -68,6 +68,25 @@ def heads_of_states(said: GgufSettings) -> tuple[int, int]:
 def _granite(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "granite", "GraniteForCausalLM")
     return config | _scaled(said, config) | {"mlp_bias": said.has("blk.0.ffn_up.bias")}
+
+
+def _minicpm(said: GgufSettings) -> dict[str, Any]:
+    """MiniCPM, but for 3 and 5, which multiplies where Granite does: transformers has no class for
+    it. What its first files leave out is that of MiniCPM 2B."""
+    config = decoder(said, "granite", "GraniteForCausalLM")
+    width, length = head_width(said, config), config["max_position_embeddings"]
+    is_long = said.text("rope.scaling.type") == "longrope"
+    return config | {
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "mlp_bias": False,
+        "attention_multiplier": width**-0.5,
+        "embedding_multiplier": said.real("embedding_scale", 12.0),
+        "residual_multiplier": said.real(
+            "residual_scale", 1.4 / config["num_hidden_layers"] ** 0.5
+        ),
+        "logits_scaling": said.real("logit_scale", config["hidden_size"] / 256),
+        "rope_parameters": longrope(said, width, length) if is_long else full_rotary(said, width),
+    }
 
 
 def _granite_moe(said: GgufSettings) -> dict[str, Any]:
@@ -131,6 +150,7 @@ def _unlike_hybrid(name: str, config: Mapping[str, Any]) -> Difference | None:
 
 
 GRANITE = Architecture(_granite, DECODER, unlike=unlike_llama)
+MINICPM = Architecture(_minicpm, DECODER, unlike=unlike_llama)
 GRANITE_MOE = Architecture(_granite_moe, _ATTENDS | _MIXTURE, unlike=unlike_llama)
 GRANITE_HYBRID = Architecture(
     _granite_hybrid,

@@ -89,7 +89,22 @@ def _mistral3(said: GgufSettings) -> dict[str, Any]:
     return config | {"head_dim": width, "sliding_window": None, "rope_parameters": turned}
 
 
+def _exaone(said: GgufSettings) -> dict[str, Any]:
+    """EXAONE 3, 3.5 and Deep, Llama's layers by other names: transformers has no class for it."""
+    config = decoder(said, "llama", "LlamaForCausalLM")
+    width = head_width(said, config)
+    said.pass_over("attention.layer_norm_epsilon")
+    return config | {
+        "head_dim": width,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "mlp_bias": said.has("blk.0.ffn_up.bias"),
+        "rope_parameters": full_rotary(said, width),
+    }
+
+
 LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=MIXTRAL_EXPERTS, unlike=unlike_llama)
+EXAONE = Architecture(_exaone, DECODER)
+INTERNLM2 = Architecture(_dense, DECODER, unlike=unlike_llama)
 ARCEE = Architecture(
     _arcee,
     {name: DECODER[name] for name in DECODER if name != "ffn_gate"},

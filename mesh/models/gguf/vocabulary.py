@@ -32,12 +32,15 @@ _SPACE = "▁"
 _CONTROL, _OF_ITS_OWN = 3, 4
 """How a file numbers words that texts are never cut in, of which the first are special."""
 _AS_GPT2 = frozenset(
-    {"gpt-2", "phi-2", "mellum", "exaone4", "gigachat", "a.x-4.0", "trillion", "granite-docling"}
-)
+    {
+        "gpt-2", "phi-2", "mellum", "exaone4", "gigachat", "a.x-4.0", "trillion", "granite-docling",
+        "olmo", "mpt",
+    }
+)  # fmt: skip
 _DIGIT_BY_DIGIT = frozenset(
-    {"smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "mellum2"}
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "minerva-7b", "mellum2", "exaone"}
 )
-_COMPOSED = frozenset({"qwen2", "qwen35"})
+_COMPOSED = frozenset({"qwen2", "qwen35", "olmo", "mpt", "stablelm2"})
 _WORDS_FIRST = frozenset(
     {
         "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
@@ -120,8 +123,10 @@ _CUT_BY = {
 """Splits that transformers does not know: by each of these, one after the other
 (https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp)."""
 
-_ALIKE = {"glm4": "llama-bpe", "hunyuan": "qwen2", "solar-open": "qwen2"} | dict.fromkeys(
-    _CUT_BY, "llama-bpe"
+_ALIKE = (
+    dict.fromkeys(("hunyuan", "solar-open", "stablelm2"), "qwen2")
+    | {"glm4": "llama-bpe"}
+    | dict.fromkeys(_CUT_BY, "llama-bpe")
 )
 """Splits that transformers knows by another name, or that are set in the place of that."""
 _BARE = frozenset({"glm4", "minicpm5"})
