@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, ExpertGatingFuncType, GGUFWriter, RopeScalingType, TokenType
 from safetensors.torch import load_file
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen3_5Tokenizer
 
@@ -784,6 +784,23 @@ def test_words_that_bytes_do_not_spell_are_taken_whole(
         assert tokenizer.encode(text) == ids
         assert tokenizer.decode(ids) == expected.decode(ids, skip_special_tokens=True)
     assert "ĠĠĠĠ" in load_tokenizer(read_manifest(file)).get_vocab()
+
+
+def test_special_tokens_of_phi3_take_what_is_white_behind_them(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("phi3", layers=2), tmp_path / "made")
+    made = make_tokenizer(380, sentencepiece=True)
+    backend = Backend.from_str(made.backend_tokenizer.to_str())
+    backend.add_special_tokens(
+        [AddedToken(word, rstrip=True, special=True) for word in ("<|end|>", "</s>", "<|user|>")]
+    )
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    expected = PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
+    expected.save_pretrained(directory)
+    tokenizer = Tokenizer.load(read_manifest(write_gguf(directory, tmp_path / "model.gguf")))
+    for text in ("<|user|>\nthe cat<|end|>  \n<|user|>rain</s>  a<s> b",):
+        assert tokenizer.encode(text) == expected(text)["input_ids"]
 
 
 def _split(name: str) -> _Edit:

@@ -141,6 +141,12 @@ _SHOWN = frozenset(
 """Special tokens of Gemma 4 that its files do not say are, for llama.cpp to show them:
 https://github.com/ggml-org/llama.cpp/blob/master/conversion/gemma.py"""
 
+_TAKES_SPACE = frozenset({"phi3", "phimoe"})
+"""Architectures whose special tokens take white space behind them along, where their tokenizer is
+SentencePiece's: no file says it, and all of Phi 3's do so."""
+_TAKES_NONE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""But for these."""
+
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -229,6 +235,7 @@ def _built(file: Path, metadata: Any) -> Any:
     if kind == "gpt2":
         _set_splits(backend, split)
     else:
+        backend = _taking_space(backend) if architecture in _TAKES_SPACE else backend
         before = metadata.get("tokenizer.ggml.add_space_prefix", kind == "llama")
         _set_spaces(backend, before=before)
     _set_ends(file, backend, metadata, begins=kind != "gpt2" or split in _WORDS_FIRST - _BARE)
@@ -272,6 +279,13 @@ def _as_said(backend: Any, count: int, special: Collection[str]) -> Any:
     model["vocab"] = {word: number for word, number in model["vocab"].items() if number < count}
     if model.get("unk_token") not in model["vocab"]:
         model["unk_token"] = None
+    return Tokenizer.from_str(json.dumps(said))
+
+
+def _taking_space(backend: Any) -> Any:
+    said = json.loads(backend.to_str())
+    for each in said["added_tokens"]:
+        each["rstrip"] = each["special"] and each["content"] not in _TAKES_NONE
     return Tokenizer.from_str(json.dumps(said))
 
 
