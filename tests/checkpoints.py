@@ -371,6 +371,11 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
             "residual_multiplier": 0.6, "logits_scaling": 2.0, "attention_multiplier": 0.2,
         },
+        "granitemoeshared": {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6, "logits_scaling": 2.0, "attention_multiplier": 0.2,
+            "shared_intermediate_size": 32,
+        },
         "phimoe": {"num_local_experts": 4},
         "seed_oss": head,
         "hunyuan_v1_dense": head,

@@ -43,7 +43,9 @@ _ARCHITECTURES = {
     "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5, "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
     "lfm2": gguf.MODEL_ARCH.LFM2, "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
-    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE, "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": gguf.MODEL_ARCH.GRANITE_MOE,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE, "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1, "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "arcee": gguf.MODEL_ARCH.ARCEE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE,
@@ -54,7 +56,7 @@ _ARCHITECTURES = {
 }  # fmt: skip
 _TURNED = (
     "llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe",
-    "granitemoehybrid", "arcee", "olmo",
+    "granitemoehybrid", "arcee", "olmo", "granitemoeshared",
 )  # fmt: skip
 """Whose rows of queries and keys are written in pairs."""
 _EXPERT = re.compile(

@@ -270,6 +270,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "lfm2": _stacks,
     "lfm2_moe": _stacks,
     "granitemoe": _granite,
+    "granitemoeshared": _granite,
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "minimax_m2": _glm4_moe,
@@ -461,6 +462,11 @@ def _of_granite_moe(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_used_count(config["num_experts_per_tok"])
 
 
+def _of_granite_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    _of_granite_moe(writer, config)
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
 def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -635,6 +641,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "ernie4_5_moe": _of_ernie_moe,
     "granite": _of_granite,
     "granitemoe": _of_granite_moe,
+    "granitemoeshared": _of_granite_shared,
     "granitemoehybrid": _of_granite_hybrid,
     "falcon_h1": _of_falcon_h1,
     "minimax_m2": _of_minimax_m2,

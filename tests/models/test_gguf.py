@@ -38,7 +38,7 @@ FAMILIES = (
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
     "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2", "mistral4",
-    "gemma", "phi", "stablelm", "starcoder2", "nemotron", "gpt_neox", "olmo",
+    "gemma", "phi", "stablelm", "starcoder2", "nemotron", "gpt_neox", "olmo", "granitemoeshared",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6

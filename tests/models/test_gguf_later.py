@@ -178,6 +178,11 @@ def test_of_models_that_look_at_pictures_the_text_is_read(
 _AS_OTHERS: dict[str, tuple[str, MODEL_ARCH, dict[str, Any]]] = {
     "EXAONE 3.5": ("llama", MODEL_ARCH.EXAONE, {}),
     "InternLM 2": ("mistral", MODEL_ARCH.INTERNLM2, {"sliding_window": None}),
+    "Granite 4 without states": (
+        "granitemoehybrid_dense",
+        MODEL_ARCH.GRANITE,
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope"},
+    ),
     "MiniCPM": ("granite", MODEL_ARCH.MINICPM, {"attention_multiplier": 0.25}),
     "MiniCPM 4": (
         "granite",
@@ -197,7 +202,7 @@ _AS_OTHERS: dict[str, tuple[str, MODEL_ARCH, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", _AS_OTHERS)
-def test_what_transformers_has_no_class_for_is_computed_as_its_like(
+def test_files_of_other_names_are_computed_as_their_like(
     what: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     family, arch, settings = _AS_OTHERS[what]
@@ -461,6 +466,13 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "Gemma 4 whose frequencies are others": (
         "gemma4", UnsupportedFamily, "of which a part is turned",
         _tensor("rope_freqs.weight", torch.full((16,), 0.5)),
+    ),
+    "Granite 4 without states, of which nothing turns": (
+        "granite", UnsupportedFamily, "none of its heads turn",
+        lambda w: w.add_rope_scaling_finetuned(value=False),
+    ),
+    "Granite with experts": (
+        "granite", UnsupportedFamily, "a mixture by another name", lambda w: w.add_expert_count(4),
     ),
     "norms of fewer heads than there are": (
         "stablelm", BadCheckpoint, "attn_q_norm.weight is no stack of 4 rows",

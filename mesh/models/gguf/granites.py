@@ -38,6 +38,9 @@ _SHARED = {
     "down": "shared_mlp.output_linear",
 }
 """It stands beside the experts, and alone where there are none."""
+_BESIDE = {f"ffn_{part}_shexp": name for part, name in _SHARED.items()}
+_SHARED_WIDTH = "expert_shared_feed_forward_length"
+_OF_STATES = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
 STATES = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
@@ -49,11 +52,7 @@ STATES = {
 }
 """What keeps a running state, as Mamba 2 does."""
 _HYBRID = (
-    _ATTENDS
-    | _MIXTURE
-    | STATES
-    | {f"ffn_{part}": name for part, name in _SHARED.items()}
-    | {f"ffn_{part}_shexp": name for part, name in _SHARED.items()}
+    _ATTENDS | _MIXTURE | STATES | {f"ffn_{part}": name for part, name in _SHARED.items()} | _BESIDE
 )
 
 
@@ -66,8 +65,23 @@ def heads_of_states(said: GgufSettings) -> tuple[int, int]:
 
 
 def _granite(said: GgufSettings) -> dict[str, Any]:
+    """Granite 3, and those of Granite 4 that keep no state: what would be shared is all they feed
+    forward by."""
     config = decoder(said, "granite", "GraniteForCausalLM")
-    return config | _scaled(said, config) | {"mlp_bias": said.has("blk.0.ffn_up.bias")}
+    if said.whole("expert_count", 0, least=0):
+        said.refuse("it is a mixture by another name")
+    _without_states(said)
+    return config | _scaled(said, config) | {
+        "intermediate_size": said.whole(_SHARED_WIDTH, config["intermediate_size"]),
+        "mlp_bias": said.has("blk.0.ffn_up.bias"),
+    }  # fmt: skip
+
+
+def _without_states(said: GgufSettings) -> None:
+    """Pass over what Granite 4's files say of the states of other layers."""
+    said.pass_over("expert_used_count", *(f"ssm.{name}" for name in _OF_STATES))
+    if not said.flag("rope.scaling.finetuned", default=True):
+        said.refuse("none of its heads turn")
 
 
 def _minicpm(said: GgufSettings) -> dict[str, Any]:
@@ -91,7 +105,15 @@ def _minicpm(said: GgufSettings) -> dict[str, Any]:
 
 def _granite_moe(said: GgufSettings) -> dict[str, Any]:
     config = decoder(said, "granitemoe", "GraniteMoeForCausalLM")
-    return config | _scaled(said, config) | _experts(said)
+    _without_states(said)
+    config |= _scaled(said, config) | _experts(said)
+    if not said.has("blk.0.ffn_gate_shexp.weight"):
+        return config
+    return config | {
+        "model_type": "granitemoeshared",
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "shared_intermediate_size": said.whole(_SHARED_WIDTH),
+    }
 
 
 def _granite_hybrid(said: GgufSettings) -> dict[str, Any]:
@@ -110,7 +132,7 @@ def _granite_hybrid(said: GgufSettings) -> dict[str, Any]:
         "layer_types": ["attention" if each else "mamba" for each in attends],
         "position_embedding_type": "rope" if is_turned else "nope",
         "intermediate_size": said.whole("feed_forward_length"),
-        "shared_intermediate_size": said.whole("expert_shared_feed_forward_length"),
+        "shared_intermediate_size": said.whole(_SHARED_WIDTH),
         "mamba_expand": inner // hidden,
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
@@ -151,7 +173,7 @@ def _unlike_hybrid(name: str, config: Mapping[str, Any]) -> Difference | None:
 
 GRANITE = Architecture(_granite, DECODER, unlike=unlike_llama)
 MINICPM = Architecture(_minicpm, DECODER, unlike=unlike_llama)
-GRANITE_MOE = Architecture(_granite_moe, _ATTENDS | _MIXTURE, unlike=unlike_llama)
+GRANITE_MOE = Architecture(_granite_moe, _ATTENDS | _MIXTURE | _BESIDE, unlike=unlike_llama)
 GRANITE_HYBRID = Architecture(
     _granite_hybrid,
     _HYBRID,
