@@ -23,6 +23,7 @@ from tests.gguf_later import AS_STORED, SAYS_MORE, divisors
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
+    "minicpm3": gguf.MODEL_ARCH.MINICPM3, "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "phi": gguf.MODEL_ARCH.PHI2, "stablelm": gguf.MODEL_ARCH.STABLELM,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2, "nemotron": gguf.MODEL_ARCH.NEMOTRON,
     "gpt_neox": gguf.MODEL_ARCH.GPTNEOX, "olmo": gguf.MODEL_ARCH.OLMO,
@@ -263,10 +264,12 @@ def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     _describe_rotary(writer, config)
-    if config["model_type"] in (*_TURNED, "phi3"):
+    if config["model_type"] in (*_TURNED, "phi3", "phimoe"):
         writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
         writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"].startswith(("gemma2", "gemma3", "gemma4", "phi3", "gpt_oss", "olmo3")):
+    if config["model_type"].startswith(
+        ("gemma2", "gemma3", "gemma4", "phi3", "phimoe", "gpt_oss", "olmo3")
+    ):
         writer.add_sliding_window(config.get("sliding_window") or 0)
     if config.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -317,6 +320,7 @@ _MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = SAYS_MORE | {
     "qwen3_moe": _of_experts,
     "gpt_oss": _of_experts,
     "mixtral": _of_mixtral,
+    "phimoe": _of_mixtral,
     "olmoe": _of_experts,
     "hunyuan_v1_moe": _of_hunyuan_moe,
 }
@@ -345,8 +349,9 @@ def _describe_rotary(writer: GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_rope_scaling_orig_ctx_len(said["original_max_position_embeddings"])
         case "longrope":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
-    if config["model_type"] == "phi3":
-        original = config["original_max_position_embeddings"]
+    if config["model_type"] in ("phi3", "phimoe"):
+        longest = config["max_position_embeddings"]
+        original = config.get("original_max_position_embeddings", longest)
         writer.add_rope_scaling_orig_ctx_len(original)
         scale = config["max_position_embeddings"] / original
         if "long_factor" in said:

@@ -267,6 +267,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "gemma4_unified_text": _gemma4,
     "ernie4_5_moe": _glm4_moe,
     "mixtral": _stacks,
+    "phimoe": _stacks,
     "lfm2": _stacks,
     "lfm2_moe": _stacks,
     "granitemoe": _granite,
@@ -467,6 +468,16 @@ def _of_granite_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
+def _of_minicpm3(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    for name in ("attention.key_length", "attention.value_length", "rope.freq_base"):
+        writer.kv_data[0].pop(f"{writer.arch}.{name}", None)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+
+
 def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -645,6 +656,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granitemoehybrid": _of_granite_hybrid,
     "falcon_h1": _of_falcon_h1,
     "minimax_m2": _of_minimax_m2,
+    "minicpm3": _of_minicpm3,
     "dots1": _of_dots1,
     "exaone_moe": _of_exaone_moe,
     "afmoe": _of_afmoe,

@@ -38,7 +38,8 @@ FAMILIES = (
     "hunyuan_v1_dense", "seed_oss", "falcon_h1", "minimax_m2", "arcee",
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
     "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2", "mistral4",
-    "gemma", "phi", "stablelm", "starcoder2", "nemotron", "gpt_neox", "olmo", "granitemoeshared",
+    "gemma", "phi", "stablelm", "starcoder2", "nemotron", "gpt_neox", "olmo",
+    "granitemoeshared", "minicpm3", "phimoe",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -57,6 +58,7 @@ def _settings(family: str) -> dict[str, Any]:
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
         "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 2},
         "qwen2_moe": mixed | {"norm_topk_prob": False}, "dots1": {"sliding_window": None},
+        "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         "mistral4": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}},
     }.get(family, {})  # fmt: skip
 

@@ -76,6 +76,18 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "Phi 3.5's mixture, for long texts": (
+        "phimoe",
+        {
+            "attention_bias": True, "lm_head_bias": True, "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+                "short_mscale": 1.243163121016122, "long_mscale": 1.243163121016122,
+            },
+        },
+    ),
     "StableLM of 12 billion": (
         "stablelm",
         {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True},

@@ -35,6 +35,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": llamas.LLAMA,
         "minicpm": granites.MINICPM,
+        "minicpm3": deepseeks.MINICPM3,
         "mistral3": llamas.MISTRAL3,
         "mistral4": deepseeks.MISTRAL4,
         "exaone": llamas.EXAONE,
@@ -62,6 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "cohere2": coheres.COHERE2,
         "phi2": layer_norms.PHI2,
         "phi3": others.PHI3,
+        "phimoe": others.PHIMOE,
         "glm4": others.GLM4,
         "glm4moe": deepseeks.GLM4_MOE,
         "deepseek2": deepseeks.DEEPSEEK2,

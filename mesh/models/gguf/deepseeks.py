@@ -21,7 +21,7 @@ from mesh.models.gguf.architecture import (
     head_width,
 )
 from mesh.models.gguf.qwens import EXPERTS
-from mesh.models.gguf.rotary import full_rotary, partial_rotary
+from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.pairs import KEYS, LAYER, VALUES
 
@@ -164,6 +164,28 @@ def _mixture(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _minicpm3(said: GgufSettings) -> dict[str, Any]:
+    """MiniCPM 3. What it multiplies with no file says; there is one of it, and llama.cpp has that
+    one's."""
+    config = decoder(said, "minicpm3", "MiniCPM3ForCausalLM")
+    keys, turned = said.whole("attention.key_length"), said.whole("rope.dimension_count")
+    if turned >= keys:
+        said.refuse(f"it turns {turned} numbers of keys of {keys}")
+    width = config["hidden_size"] // said.heads(config["hidden_size"])
+    return config | {
+        "q_lora_rank": said.whole("attention.q_lora_rank"),
+        "kv_lora_rank": said.whole("attention.kv_lora_rank"),
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": keys - turned,
+        "v_head_dim": said.whole("attention.value_length", width),
+        "attention_bias": False,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 256,
+        "rope_parameters": longrope(said, turned, config["max_position_embeddings"]),
+    }
+
+
 def _glm4_moe(said: GgufSettings) -> dict[str, Any]:
     """GLM 4.5 to 4.7."""
     config = _by_sigmoid(said, "glm4_moe", "Glm4MoeForCausalLM")
@@ -210,6 +232,7 @@ def _by_sigmoid(said: GgufSettings, model_type: str, class_name: str) -> dict[st
 
 
 DEEPSEEK2 = Architecture(_deepseek2, LATENT | MIXTURE, experts=EXPERTS)
+MINICPM3 = Architecture(_minicpm3, LATENT)
 MISTRAL4 = Architecture(
     _mistral4,
     LATENT

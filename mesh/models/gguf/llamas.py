@@ -10,7 +10,7 @@ from mesh.models.gguf.rotary import full_rotary
 from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
-_MIXTURE = {"ffn_gate_inp": "block_sparse_moe.gate"}
+MIXTRAL_GATE = {"ffn_gate_inp": "block_sparse_moe.gate"}
 MIXTRAL_EXPERTS = {
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
@@ -102,7 +102,7 @@ def _exaone(said: GgufSettings) -> dict[str, Any]:
     }
 
 
-LLAMA = Architecture(_llama, DECODER | _MIXTURE, experts=MIXTRAL_EXPERTS, unlike=unlike_llama)
+LLAMA = Architecture(_llama, DECODER | MIXTRAL_GATE, experts=MIXTRAL_EXPERTS, unlike=unlike_llama)
 EXAONE = Architecture(_exaone, DECODER)
 INTERNLM2 = Architecture(_dense, DECODER, unlike=unlike_llama)
 ARCEE = Architecture(

@@ -15,6 +15,7 @@ from mesh.models.gguf.architecture import (
     kinds,
 )
 from mesh.models.gguf.deepseeks import MIXTURE, require_sigmoid, require_weighed
+from mesh.models.gguf.llamas import MIXTRAL_EXPERTS, MIXTRAL_GATE
 from mesh.models.gguf.qwens import EXPERTS
 from mesh.models.gguf.rotary import full_rotary, longrope, partial_rotary, plain_rotary
 from mesh.models.gguf.settings import GgufSettings
@@ -26,6 +27,9 @@ _PHI3 = {name: DECODER[name] for name in ("attn_norm", "attn_output", "ffn_norm"
     "attn_qkv": "self_attn.qkv_proj",
     "ffn_up": "mlp.gate_up_proj",
 }
+_MIXTURE_SCALE = 1.243163121016122
+"""What Phi 3.5's mixture multiplies its rotary embedding with. No file says it: each says what the
+dense ones of such lengths do."""
 _GPT2 = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -98,6 +102,21 @@ def _phi3(said: GgufSettings) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "rope_parameters": longrope(said, width, original),
         "pad_token_id": None,
+    }
+
+
+def _phimoe(said: GgufSettings) -> dict[str, Any]:
+    """Phi 3.5's mixture."""
+    config = _phi3(said)
+    if config["rope_parameters"]["rope_type"] == "longrope":
+        config["rope_parameters"] |= dict.fromkeys(("short_mscale", "long_mscale"), _MIXTURE_SCALE)
+    return config | {
+        "model_type": "phimoe",
+        "architectures": ["PhimoeForCausalLM"],
+        "num_local_experts": said.whole("expert_count"),
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "lm_head_bias": said.has("output.bias"),
     }
 
 
@@ -260,6 +279,7 @@ def _unlike_gpt_oss(name: str, _: Mapping[str, Any]) -> Difference | None:
 
 
 PHI3 = Architecture(_phi3, _PHI3)
+PHIMOE = Architecture(_phimoe, DECODER | MIXTRAL_GATE, experts=MIXTRAL_EXPERTS)
 OLMO2 = Architecture(_olmo2, _OLMO2)
 GLM4 = Architecture(_glm4, _GLM4)
 HUNYUAN = Architecture(_hunyuan, _HUNYUAN)
