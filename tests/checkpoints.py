@@ -36,7 +36,7 @@ MORE_FAMILIES = (
     "minimax_m2", "ministral", "ministral3", "mistral4", "mixtral", "nanochat", "olmo3", "phi",
     "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe",
     "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
-    "nemotron_h",
+    "nemotron_h", "bloom", "opt",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 STATEFUL = (
@@ -282,6 +282,7 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
     pattern = ["linear_attention", "linear_attention", "full_attention"]
     kinds = {"layer_types": [pattern[i % 3] for i in range(layers)]}
     convs = {"layer_types": [("conv", "full_attention", "conv")[i % 3] for i in range(layers)]}
+    untied = {"tie_word_embeddings": False}  # those heads would find the last token again
     attends = [i for i in range(layers) if i % 3 == 2]
     hybrid = kinds | mamba | {
         "shared_intermediate_size": 32, "embedding_multiplier": 3.0, "residual_multiplier": 0.6,
@@ -434,6 +435,11 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
             "v_head_dim": 16, "qk_nope_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
         } | kinds,
+        "bloom": untied,
+        "opt": untied | {"ffn_dim": 2 * hidden, "word_embed_proj_dim": hidden},
+        "opt_projected": untied | {  # OPT of 350 million is the only one
+            "ffn_dim": 2 * hidden, "word_embed_proj_dim": hidden // 2, "do_layer_norm_before": False
+        },
         "olmo_hybrid": kinds | delta | {"linear_num_key_heads": 4},
     }  # fmt: skip
     return by_family.get(family, {})
@@ -446,7 +452,7 @@ _MODEL_TYPES = {
     "gemma4_e": "gemma4_text",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "granitemoehybrid_dense": "granitemoehybrid", "nemotron_h_dense": "nemotron_h",
-    "nemotron_h_latent": "nemotron_h",
+    "nemotron_h_latent": "nemotron_h", "opt_projected": "opt",
 }  # fmt: skip
 """Of families that are not called as their model type is."""
 
@@ -470,7 +476,7 @@ def _randomise(model: Any, seed: int) -> None:
             parameter.add_(noise, alpha=0.1)
             if name.endswith("q_norm.weight") and "gemma4" in model.config.model_type:
                 parameter.mul_(len(parameter) ** -0.5)  # its scores are not scaled otherwise
-        elif parameter is embedding.weight or "wpe" in name:
+        elif parameter is embedding.weight or "wpe" in name or "positions" in name:
             parameter.copy_(noise * spread)
         else:
             # Rows without a mean pass on what differs between tokens, not the activations' mean.
@@ -489,10 +495,12 @@ def _widen(model: Any, generator: torch.Generator) -> None:
     ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
     factor = 2.0 / float(model(ids).logits.std())
     base = next(part for part in model.children() if isinstance(part, PreTrainedModel))
+    base = getattr(base, "decoder", base)
     names = (
-        "ln_f", "norm", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm",
+        "ln_f", "norm", "norm_f", "final_layernorm", "embedding_norm", "final_layer_norm",
+        "project_out",
     )  # fmt: skip
-    norm = next(getattr(base, name) for name in names if hasattr(base, name))
+    norm = next(each for name in names if (each := getattr(base, name, None)) is not None)
     if getattr(norm, "weight", None) is None:
         model.get_output_embeddings().weight.mul_(factor)
         return

@@ -1,7 +1,6 @@
-"""A model's ends as small Hugging Face modules: what turns token ids into what goes from hop to
-hop, and that into logits.
+"""The ends of a model: what turns ids into hidden states, and those of the last layer into logits.
 
-Knows modules and no checkpoints; `mesh.models.span` fills them.
+Knows modules and no checkpoints.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ class Ends(nn.Module):
         self._positions = base.get_submodule(anatomy.positions) if anatomy.positions else None
         scale = entry.embedding_scale
         self._scale = None if scale is None else scale.of(family.config)
-        self._norms_embedding = entry.norms_embedding
+        self._first = base.get_submodule(anatomy.first) if anatomy.first else None
         self._head = next(
             path for path, part in causal.named_modules() if part is causal.get_output_embeddings()
         )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
         self._norm = base.get_submodule(anatomy.norm)
-        setattr(causal, name, _NormOnly(base, self.norm))
+        causal.set_submodule(name, _NormOnly(base, self.norm))
         self._causal = causal
 
     @property
     def max_positions(self) -> int | None:
         """How many positions have an embedding of their own; None where they need none."""
-        return None if self._positions is None else len(self._positions.weight)
+        return None if self._positions is None else len(_table(self._positions))
 
     @property
     def head(self) -> nn.Module:
@@ -95,10 +94,11 @@ class Ends(nn.Module):
             return states
         if self._scale is not None:
             hidden = hidden * self._scale
+        if self._first is not None:
+            hidden = self._first(hidden)
         if self._positions is not None:
-            places = torch.arange(position, position + ids.shape[1], device=ids.device)
-            hidden = hidden + self._positions(places.unsqueeze(0))
-        return self._norm(hidden) if self._norms_embedding else hidden
+            hidden = hidden + _table(self._positions)[position : position + ids.shape[1]]
+        return hidden
 
     @torch.no_grad()
     def norm(self, rows: torch.Tensor) -> torch.Tensor:
@@ -122,6 +122,12 @@ def _streams_of(base: Any, anatomy: Anatomy, family: Family) -> Streams | None:
     if parts is None or form.streams == 1:
         return None
     return Streams(base, form, parts, anatomy.layers, anatomy.norm)
+
+
+def _table(positions: Any) -> torch.Tensor:
+    """A row for each position; some begin behind others, which were for padding once."""
+    table: torch.Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
+    return table[getattr(positions, "offset", 0) :]
 
 
 @dataclass

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -26,16 +25,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.coded.scheme import KEYS
+from mesh.models.entries import ENTRIES, FamilyEntry
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.models.pooling import read_pooling
-from mesh.models.row_form import RowForm, StreamParts
+from mesh.models.row_form import RowForm
 from mesh.models.standard import joined_from, may_lie_apart, streams_of
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
     {
-        "afmoe", "apertus", "arcee", "axk2", "bamba", "deepseek_v2", "deepseek_v3",
+        "afmoe", "apertus", "arcee", "axk2", "bamba", "bloom", "deepseek_v2", "deepseek_v3",
         "deepseek_v32", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
         "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
         "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
@@ -43,8 +43,9 @@ PROVEN = frozenset(
         "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
         "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3",
         "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
-        "nemotron_h", "olmo2", "olmo3", "phi", "phi3", "phimoe", "qwen2", "qwen2_5_omni_text",
-        "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_5_moe_text",
+        "nemotron_h", "olmo2", "olmo3", "opt", "phi", "phi3", "phimoe", "qwen2",
+        "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
+        "qwen3_5_moe_text",
         "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
         "qwen3_vl_text", "seed_oss", "smollm3",
     }
@@ -77,84 +78,6 @@ _PER_LAYER = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingScale:
-    """What a base model multiplies whatever is embedded with, where it runs on embedded inputs too:
-    `of` a config; `field` of which says `none` where it does not."""
-
-    field: str
-    none: Any
-    of: Callable[[Any], float]
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyEntry:
-    """A family's exceptions to the generic rule.
-
-    `positions` names the base model's learned position embedding, which stays with the ends.
-    `embedding_scale` is applied by the ends. `norms_embedding`: its final norm comes before the
-    first layer as well. `layer_inputs` name what of a base model makes the numbers that its layers
-    take beside hidden states, where they do (see `mesh.models.row_form`). `shares_keys`: its last
-    layers may see the keys and values of earlier ones. `streams`: there may be several hidden
-    states for one position. `settle(whole)` has transformers compute
-    one config as the model was made. `refuse(whole)` is the reason why one cannot be cut, or None.
-    """
-
-    positions: str | None = None
-    embedding_scale: EmbeddingScale | None = None
-    norms_embedding: bool = False
-    layer_inputs: tuple[str, ...] = ()
-    shares_keys: bool = False
-    streams: StreamParts | None = None
-    settle: Callable[[Any], None] | None = None
-    refuse: Callable[[Any], str | None] | None = None
-
-
-def _without_least_step(whole: Any) -> None:
-    """transformers bounds the time steps of several rows from below by a number that is there for
-    drawing weights, and those of a single row by none, as other programs do with any."""
-    whole.time_step_min = math.ulp(0.0)
-
-
-def _refuse_gpt2(whole: Any) -> str | None:
-    return "it attends to an encoder" if whole.add_cross_attention else None
-
-
-_MULTIPLIED = FamilyEntry(
-    embedding_scale=EmbeddingScale("embedding_multiplier", 1.0, lambda c: c.embedding_multiplier)
-)
-_GIVEN = (
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm",
-)  # fmt: skip
-ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
-    {
-        "afmoe": FamilyEntry(
-            embedding_scale=EmbeddingScale(
-                "mup_enabled", none=False, of=lambda c: c.hidden_size**0.5 if c.mup_enabled else 1.0
-            )
-        ),
-        "falcon_h1": _MULTIPLIED,
-        "gemma3n_text": FamilyEntry(
-            layer_inputs=_GIVEN,
-            shares_keys=True,
-            streams=StreamParts(0, ("altup_projections",), ("altup_unembed_projections",)),
-        ),
-        "gemma4_text": FamilyEntry(layer_inputs=_GIVEN, shares_keys=True),
-        "gpt2": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
-        "gpt_bigcode": FamilyEntry(positions="wpe", refuse=_refuse_gpt2),
-        "gpt_neo": FamilyEntry(positions="wpe"),
-        "granite": _MULTIPLIED,
-        "granite_swa": _MULTIPLIED,
-        "granitemoe": _MULTIPLIED,
-        "granitemoehybrid": _MULTIPLIED,
-        "granitemoe_swa": _MULTIPLIED,
-        "granitemoeshared": _MULTIPLIED,
-        "hy_v4": FamilyEntry(streams=StreamParts(2, (), ("hc_head",), among_others=True)),
-        "hyperclovax": _MULTIPLIED,
-        "nanochat": FamilyEntry(norms_embedding=True),
-        "nemotron_h": FamilyEntry(settle=_without_least_step),
-    }
-)
 _GENERIC = FamilyEntry()
 
 
@@ -308,23 +231,24 @@ def whole_config(manifest: Manifest) -> Any:
 def family_of_config(config: Any) -> Family:
     """The same for a text config in memory that was not refused."""
     kind = type(config)
+    entry = ENTRIES.get(config.model_type, _GENERIC)
     try:
-        base_class = _base_class(kind)
+        base_class = _base_class(kind, entry.base)
         causal_class = _causal_class(config, base_class)
     except KeyError as error:
         raise _unsupported(str(config.model_type), "it is not a causal language model") from error
-    entry = ENTRIES.get(config.model_type, _GENERIC)
     if entry.settle is not None:
         entry.settle(config)
     return Family(config, entry, base_class, causal_class)
 
 
-def _base_class(kind: Any) -> type[Any]:
-    """The model of such a config without a head. Raises KeyError where there is none."""
+def _base_class(kind: Any, name: str | None) -> type[Any]:
+    """The model of such a config without a head, which may be named. Raises KeyError where there is
+    none."""
     mapping = AutoModel._model_mapping  # noqa: SLF001 - the only config-to-class table
     if kind in mapping or kind.model_type not in PLAIN_HEADS:
         known: type[Any] = mapping[kind]
-        return known
+        return known if name is None else vars(sys.modules[known.__module__])[name]
     # It leaves out some that are only ever a part of another one.
     module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     named = (each for name, each in vars(module).items() if name.endswith("TextModel"))

@@ -55,10 +55,13 @@ _WIDTHS = {
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
     "moe_shared_expert_intermediate_size": 32, "window_size": 8,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "index_topk": 6,
-    "index_head_dim": 32, "index_n_heads": 16,
+    "index_head_dim": 32, "index_n_heads": 16, "word_embed_proj_dim": 32, "ffn_dim": 96,
 }  # fmt: skip
 _QUERY = "qk_nope_head_dim", "qk_rope_head_dim"
-_SUMS = (("head_dim", _QUERY[1:]), ("head_dim", _QUERY), ("qk_head_dim", _QUERY))
+_SUMS = (
+    ("head_dim", _QUERY[1:]), ("head_dim", _QUERY), ("qk_head_dim", _QUERY),
+    ("word_embed_proj_dim", ("hidden_size",)),
+)  # fmt: skip
 """What some configs say a second time."""
 _TELLING = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), 1.0),
@@ -227,7 +230,7 @@ def _verdict(family: Family, twin: Any) -> str:
 def _refused(family: Family, reason: str) -> UnsupportedFamily:
     return UnsupportedFamily(
         f"Model type {family.model_type} cannot be cut into layer ranges: {reason}.",
-        fix="It needs an entry in mesh/models/families.py; or use a model of a tested type.",
+        fix="It needs an entry in mesh/models/entries.py; or use a model of a tested type.",
     )
 
 

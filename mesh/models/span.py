@@ -64,14 +64,10 @@ class LoadedSpan:
 
 
 class _NoPositions(nn.Module):
-    """Stands for a position embedding that the ends have already added."""
+    """Stands for a table of positions that the ends have already added."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((*position_ids.shape, 1), dtype=self.dtype, device=position_ids.device)
+    def forward(self, place: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros((), device=place.device)  # of no shape, and so of any dtype
 
 
 def empty_base(family: Family, placement: Placement) -> Any:
@@ -98,8 +94,6 @@ def build_span(
     anatomy = Anatomy.of(base, family)
     base = _only(base, anatomy, layers, is_shared=whole is not None)
     bare_of_ends(base, family, anatomy, layers.start)
-    if anatomy.positions:
-        setattr(base, anatomy.positions, _NoPositions(placement.dtype))
     stored = {
         _shifted(entry.name, manifest.layer_prefix, anatomy.layers, layers.start): entry
         for entry in manifest.layer_weights(layers)
@@ -120,7 +114,10 @@ def build_span(
 def bare_of_ends(base: Any, family: Family, anatomy: Anatomy, first_layer: int) -> None:
     """Make `base`, whose layers are those from `first_layer` on, take and give what goes from hop
     to hop."""
-    setattr(base, anatomy.norm, nn.Identity())
+    for part in filter(None, (anatomy.norm, anatomy.first)):
+        setattr(base, part, nn.Identity())
+    if anatomy.positions:
+        setattr(base, anatomy.positions, _NoPositions())
     setattr(base, anatomy.embedding, None)
     if not family.row_form.is_plain:
         for part in family.entry.layer_inputs:

@@ -30,6 +30,9 @@ _STATES = 6
 """Of a session: as they are, as a step makes them, and as they were where two chunks and two drafts
 began."""
 
+_HEADS = "num_attention_heads", "n_head", "n_heads", "num_heads"
+_SPELT_OUT = frozenset({"bloom", "codegen", "gpt_neo", "gptj", "mpt"})
+"""Models whose attention computes the scores of all rows and heads before it goes on."""
 _ATTENDS = re.compile(r"attn|attention|qkv|query|[qkv]_proj|kv_")
 """In the names of what layers have that see rows before them."""
 _CHOOSES = "indexer.wk.weight"
@@ -80,6 +83,8 @@ def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
     mask = rows * longest * 4
     # An indexer scores each position with each of its heads, before and behind what cuts them off.
     scores = 2 * mask * (_number(text, "index_n_heads") or 0)
+    if manifest.model_type in _SPELT_OUT:  # with what is added to them, and what they become
+        scores += 3 * mask * (_number(text, *_HEADS) or 1)
     return rows * (8 * hidden + 3 * wide + routed) * 4 + mask + scores
 
 

@@ -157,7 +157,5 @@ def _random_span(twin: Any) -> LoadedSpan:
                 buffer.add_(torch.randn_like(buffer), alpha=0.1)
     anatomy = Anatomy.of(module, family)
     bare_of_ends(module, family, anatomy, 0)
-    if anatomy.positions:  # the ends have added them
-        module.get_submodule(anatomy.positions).weight.data.zero_()
     module.eval().requires_grad_(requires_grad=False)
     return LoadedSpan(module, config, layers, 0, 0, WeakSet(), {})

@@ -80,7 +80,7 @@ def test_prompt_reaches_past_the_sliding_window(checkpoint: Checkpoint, family: 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "opt_projected"])
 def test_tied_and_untied_heads(checkpoint: Checkpoint, family: str, tied: bool) -> None:
     directory = checkpoint(family, layers=3, tied=tied)
     manifest = read_manifest(directory)

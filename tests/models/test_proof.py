@@ -53,11 +53,9 @@ def test_standard_layout_is_proved_and_then_exact(
 
 DISPROVED = {
     # It adds computed positions to whatever is embedded, in every span again.
-    "xglm": (transformers.XGLMConfig, {}, "differs from the whole"),
-    # It normalises the embeddings with a part that the layout does not have.
-    "bloom": (transformers.BloomConfig, {}, "not embedding, layers, norm"),
-    # Its layers sit in a decoder inside the base model.
-    "opt": (transformers.OPTConfig, {}, "not embedding, layers, norm"),
+    "ctrl": (transformers.CTRLConfig, {}, "differs from the whole"),
+    # What it embeds with has a norm of its own.
+    "modernbert-decoder": (transformers.ModernBertDecoderConfig, {}, "not embedding, layers, norm"),
 }
 
 
@@ -71,7 +69,7 @@ def test_what_differs_is_refused_with_the_reason(name: str) -> None:
 
 
 def test_verdict_is_reached_once_and_kept(tmp_path: Path) -> None:
-    family = family_of_config(transformers.XGLMConfig(num_layers=3, d_model=64, attention_heads=4))
+    family = family_of_config(transformers.CTRLConfig(n_layer=3, n_embd=64, n_head=4))
     with pytest.raises(UnsupportedFamily, match="differs from the whole"):
         proof.require_proof(family, tmp_path)
     (file,) = tmp_path.iterdir()

@@ -34,6 +34,12 @@ def test_scores_of_positions_that_are_chosen_from_are_counted() -> None:
     assert chosen - plain >= 64 * 500 * 16 * 4
 
 
+def test_scores_that_are_spelt_out_are_counted() -> None:
+    """BLOOM adds to those of each head what stands for positions before it goes on."""
+    spelt_out, fused = (computing_bytes(checkpoint(f), 64, 500) for f in ("bloom", "gpt2"))
+    assert spelt_out - fused >= 2 * 64 * 500 * 4 * 4
+
+
 @pytest.mark.parametrize("family", FAMILIES + MORE_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_and_caches_are_as_large_as_was_said(family: str, dtype: torch.dtype) -> None:

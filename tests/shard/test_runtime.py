@@ -24,7 +24,7 @@ from tests.shard.spans import (
 
 UNBATCHED = (
     "minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "diffllama", "llama4_text",
-    "axk2", "deepseek_v32", "glm_moe_dsa", "mistral4",
+    "axk2", "deepseek_v32", "glm_moe_dsa", "mistral4", "bloom",
     *STATEFUL,
 )  # fmt: skip
 """Families whose code touches the keys between cache and attention, that attend in chunks or to
