@@ -182,7 +182,7 @@ class Gate:
                 self._check(headers)
                 under_way = self._access.enter(self._whose(scope, headers))
             except MeshError as error:
-                await _refuse(error, scope, receive, send)
+                await error_response(error, form_for(scope))(scope, receive, send)
                 return
             with under_way:
                 await self._app(scope, receive, send)
@@ -265,7 +265,7 @@ class _Scoped:
             if scope.get("method", "GET") not in _READING:
                 access.admit(caller)
         except MeshError as error:
-            await _refuse(error, scope, receive, send)
+            await error_response(error, form_for(scope))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -283,13 +283,6 @@ class _Scoped:
             fix=f"Make one with `hearthnet keys create --scope {self.needed}`.",
             param="scope",
         )
-
-
-async def _refuse(error: MeshError, scope: Connection, receive: Receive, send: Send) -> None:
-    if scope["type"] == "http":
-        await error_response(error, form_for(scope))(scope, receive, send)
-    else:  # before it is accepted, which the client sees as 403
-        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
 
 
 def _key(headers: Headers) -> str | None:

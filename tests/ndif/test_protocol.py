@@ -154,13 +154,15 @@ async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
                 refused = await http.post("/request", headers=headers | VERSION, **parts())  # type: ignore[arg-type]
                 assert refused.status_code == code
                 assert refused.json()["detail"]
-                with pytest.raises(InvalidStatus):
+                with pytest.raises(InvalidStatus) as told:
                     async with connect(
                         node.url.replace("http", "ws") + "/subscribe",
                         proxy=None,
                         additional_headers=headers,
                     ):
                         pass
+                assert told.value.response.status_code == code
+                assert json.loads(told.value.response.body) == refused.json()
         assert not node.runner.specs
 
 
