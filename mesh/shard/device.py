@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import psutil
 import torch
@@ -37,6 +37,19 @@ class Choice(Generic[T]):
 
     value: T
     reason: str
+    is_passing: bool = False
+    """Whether the reason is one of the moment."""
+
+
+class Timed(NamedTuple):
+    """How long threads computed, and how much of that they ran: a core each is 1."""
+
+    ms: float
+    ran: float
+
+
+_UNDISTURBED = 0.8
+"""Threads that nobody disturbs run while they wait for each other as well."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -185,17 +198,18 @@ def choose_threads(
     requested: int,
     device: torch.device,
     cores: int | None = None,
-    measure: Callable[[int], float] | None = None,
+    measure: Callable[[int], Timed] | None = None,
 ) -> Choice[int]:
     """How many threads a CPU kernel uses; 0 measures one against all physical cores now.
 
     A second thread on a core that another process wants makes every kernel wait for it, so more
-    threads must be clearly faster to be taken. `cores` None are those that this process may use;
-    `measure`, `gemv_ms` unless given, says how long so many threads take.
+    threads must be clearly faster to be taken; where they waited for cores, that they were not is
+    of the moment. `cores` None are those that this process may use; `measure`, `timed_gemv` unless
+    given, says how long so many threads take.
     """
     if requested > 0:
         return Choice(requested, f"threads {requested}: as requested")
-    cores, measure = cores or usable_cores(), measure or gemv_ms
+    cores, measure = cores or usable_cores(), measure or timed_gemv
     if device.type != "cpu" or cores == 1:
         return Choice(
             1, "threads 1: one core" if cores == 1 else f"threads 1: {device.type} computes"
@@ -205,9 +219,12 @@ def choose_threads(
         alone, together = measure(1), measure(cores)
     finally:
         torch.set_num_threads(before)
-    if together < 0.85 * alone:
-        return Choice(cores, f"threads {cores}: {alone / together:.1f}x as fast as one, measured")
-    return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
+    gain = alone.ms / together.ms
+    if together.ms < 0.85 * alone.ms:
+        return Choice(cores, f"threads {cores}: {gain:.1f}x as fast as one, measured")
+    said = f"threads 1: {cores} were only {gain:.1f}x as fast, measured"
+    is_busy = together.ran < _UNDISTURBED
+    return Choice(1, f"{said} while others wanted the cores" if is_busy else said, is_busy)
 
 
 def headroom(device: torch.device, main: Headroom) -> Headroom:
@@ -279,16 +296,17 @@ def usable_cores() -> int:
     return min(physical, len(allowed_cores() or range(physical)))
 
 
-def gemv_ms(threads: int) -> float:
-    """Milliseconds: the best of several matrix-vector products that do not fit a core's caches."""
+def timed_gemv(threads: int) -> Timed:
+    """The best of several matrix-vector products that do not fit a core's caches."""
     torch.set_num_threads(threads)
     weights = [torch.zeros(4096, 2048) for _ in range(4)]
     vector = torch.zeros(1, 2048)
-    best = float("inf")
+    best = Timed(float("inf"), 0.0)
     with torch.inference_mode():
         for _ in range(4):
-            started = time.perf_counter()
+            ran, started = time.process_time(), time.perf_counter()
             for weight in weights:
                 F.linear(vector, weight)
-            best = min(best, time.perf_counter() - started)
-    return best * 1000
+            took = time.perf_counter() - started
+            best = min(best, Timed(took * 1000, (time.process_time() - ran) / took / threads))
+    return best

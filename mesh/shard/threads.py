@@ -1,5 +1,8 @@
 """How many threads a node's processes compute with: measured once per machine, then kept.
 
+What was measured while others wanted the cores holds for an hour: for the processes that start
+with this one, and not for good.
+
 Torch splits a sum by threads, so their number decides the last bits of a result. One number holds
 for all checkpoints: a process computes all that it serves with one, and what is measured depends on
 none of them. Knows nothing of models or processes.
@@ -11,6 +14,7 @@ import hashlib
 import json
 import logging
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +31,14 @@ from mesh.shard.device import Choice, choose_threads, usable_cores
 
 logger = logging.getLogger(__name__)
 
+PASSING_S = 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
     machine: str
     threads: Annotated[int, Meta(ge=1, le=4096)]
+    is_passing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ def kept_threads(
     if found is None:
         measured = choose(0, device, processor.cores)
         try:
-            found = _keep(path, said, measured.value)
+            found = _keep(path, said, measured)
         except OSError as error:
             logger.warning("the number of threads is not kept in %s: %s", path, error)
             return measured
@@ -85,15 +92,27 @@ def kept_threads(
 
 def _read(path: Path, machine: str) -> int | None:
     kept = read_cached(path, _Kept, MAX_FILE_BYTES)
-    return kept.threads if kept is not None and kept.machine == machine else None
+    if kept is None or kept.machine != machine or (kept.is_passing and _has_passed(path)):
+        return None
+    return kept.threads
 
 
-def _keep(path: Path, machine: str, threads: int) -> int:
+def _has_passed(path: Path) -> bool:
+    try:
+        return abs(time.time() - path.stat().st_mtime) > PASSING_S
+    except OSError:
+        return True
+
+
+def _keep(path: Path, machine: str, measured: Choice[int]) -> int:
     """Write it unless another process has; returns what is there then. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data = f"{json.dumps({'machine': machine, 'threads': threads})}\n".encode()
+    said = {"machine": machine, "threads": measured.value}
+    if measured.is_passing:
+        said["is_passing"] = True
+    data = f"{json.dumps(said)}\n".encode()
     if not write_once(path, data):
         if (found := _read(path, machine)) is not None:
             return found
         write_private(path, data)
-    return threads
+    return measured.value

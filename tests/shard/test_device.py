@@ -8,6 +8,7 @@ import torch
 from mesh.errors import BadValue
 from mesh.shard import device as devices
 from mesh.shard.device import (
+    Timed,
     choose_device,
     choose_dtype,
     choose_quant,
@@ -59,14 +60,18 @@ def test_a_gpu_keeps_fp16_and_refuses_unknown_dtypes() -> None:
 
 @pytest.mark.parametrize(("together", "expected"), [(5.0, 2), (9.5, 1), (30.0, 1)])
 def test_more_threads_are_taken_only_when_clearly_faster(together: float, expected: int) -> None:
-    choice = choose_threads(0, CPU, 2, lambda threads: 10.0 if threads == 1 else together)
+    took = {1: 10.0, 2: together}
+    choice = choose_threads(0, CPU, 2, lambda threads: Timed(took[threads], 1.0))
     assert choice.value == expected
     assert "measured" in choice.reason
+    assert not choice.is_passing
 
 
 def test_the_gemv_measures_something() -> None:
     before = torch.get_num_threads()
-    assert devices.gemv_ms(1) > 0
+    took = devices.timed_gemv(1)
+    assert took.ms > 0
+    assert took.ran > 0
     torch.set_num_threads(before)
 
 

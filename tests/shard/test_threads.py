@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -9,8 +11,8 @@ from threading import Barrier
 import pytest
 import torch
 
-from mesh.shard.device import Choice, choose_threads
-from mesh.shard.threads import Choose, Processor, kept_threads
+from mesh.shard.device import Choice, Timed, choose_threads
+from mesh.shard.threads import PASSING_S, Choose, Processor, kept_threads
 
 CPU = torch.device("cpu")
 
@@ -21,7 +23,17 @@ FOUR = Processor("one", 4)
 def measuring(*, pays: bool) -> Choose:
     """Measures that all cores are faster than one, or that they are not."""
     return lambda requested, device, cores: choose_threads(
-        requested, device, cores, lambda threads: 1.0 if (threads > 1) == pays else 10.0
+        requested, device, cores, lambda threads: Timed(1.0 if pays and threads > 1 else 10.0, 1.0)
+    )
+
+
+def of_a_busy_machine(requested: int, device: torch.device, cores: int) -> Choice[int]:
+    """Measures that all cores are slower than one, as others have them."""
+    return choose_threads(
+        requested,
+        device,
+        cores,
+        lambda threads: Timed(10.0 * threads, 0.9 if threads == 1 else 0.3),
     )
 
 
@@ -36,6 +48,18 @@ def test_a_restart_computes_with_as_many_threads_whatever_it_would_measure(tmp_p
     assert "measured" in first.reason
     assert str(tmp_path) in second.reason
     assert kept_threads(0, CPU, None, processor=FOUR, choose=DO_NOT).value == 1
+
+
+def test_what_was_measured_while_others_wanted_the_cores_is_not_for_good(tmp_path: Path) -> None:
+    first = kept_threads(0, CPU, tmp_path, processor=FOUR, choose=of_a_busy_machine)
+    with_it = kept_threads(0, CPU, tmp_path, processor=FOUR, choose=PAY)
+    assert (first.value, with_it.value) == (1, 1)
+    (file,) = tmp_path.iterdir()
+    earlier = time.time() - PASSING_S - 1
+    os.utime(file, (earlier, earlier))
+    assert kept_threads(0, CPU, tmp_path, processor=FOUR, choose=PAY).value == 4
+    os.utime(file, (earlier, earlier))
+    assert kept_threads(0, CPU, tmp_path, processor=FOUR, choose=DO_NOT).value == 4
 
 
 def test_what_is_asked_for_counts_and_is_not_kept(tmp_path: Path) -> None:
