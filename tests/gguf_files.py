@@ -38,6 +38,7 @@ _ARCHITECTURES = {
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE, "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE, "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "gemma3n_text": gguf.MODEL_ARCH.GEMMA3N,
     "gemma4_unified_text": gguf.MODEL_ARCH.GEMMA4, "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE, "glm4": gguf.MODEL_ARCH.GLM4,
     "mixtral": gguf.MODEL_ARCH.LLAMA, "exaone4": gguf.MODEL_ARCH.EXAONE4,
@@ -209,7 +210,7 @@ def _add(
     numbers = tensor.float().contiguous().numpy()
     if numbers.ndim < 2 or ("conv" in name and "proj" not in name) or "ffn_gate_inp" in name:
         kind = "F32"
-    if name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")):
+    if name.endswith(("ssm_a", "ssm_d", "ssm_norm.weight")) or "altup" in name or "laurel" in name:
         kind = "F32"
     stored = GGMLQuantizationType[kind]
     if decoded:

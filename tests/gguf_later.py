@@ -97,6 +97,18 @@ def _deepseek2(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _gemma3n(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """What makes streams of one state and one of them stacked; a scale is called weight."""
+    made: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(model\.altup_(?:unembed_)?projections)\.\d+(\.weight)", name):
+            made.setdefault(match[1] + match[2], []).append(tensor)
+        else:
+            made[f"{name}.weight" if name.endswith("_scale") else name] = tensor
+    stacked = {n: torch.stack(each) for n, each in made.items() if isinstance(each, list)}
+    return made | stacked
+
+
 def _gemma4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """What is neither called weight nor bias is called weight, or is the scale of another."""
     made = {}
@@ -263,6 +275,7 @@ AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "deepseek_v2": _deepseek2,
     "deepseek_v3": _deepseek2,
     "mistral4": _mistral4,
+    "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
     "gemma4_unified_text": _gemma4,
     "ernie4_5_moe": _glm4_moe,
@@ -382,6 +395,18 @@ def _of_deepseek2(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_yarn_beta_slow(config["rope_parameters"]["beta_slow"])
     if (share := config["rope_parameters"].get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * share)
+
+
+def _of_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    normal = torch.distributions.normal.Normal(0, 1)
+    parts = config["activation_sparsity_pattern"]
+    writer.add_activation_sparsity_scale([normal.icdf(torch.tensor(p)).item() for p in parts])
+    windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_sliding_window_pattern(windows)
 
 
 def _of_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -644,6 +669,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "deepseek_v2": _of_deepseek2,
     "deepseek_v3": _of_deepseek2,
     "mistral4": _of_deepseek2,
+    "gemma3n_text": _of_gemma3n,
     "gemma4_text": _of_gemma4,
     "gemma4_unified_text": _of_gemma4,
     "qwen2_moe": _of_experts,

@@ -56,6 +56,7 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma 4 without experts": ("gemma4_dense", {}),
     "Gemma 4 of 12 billion": ("gemma4_unified_text", {}),
+    "Gemma 3n": ("gemma3n", {}),
     "Gemma 4 E2B": ("gemma4_e", {}),
     "Gemma 4 with layers that are given more, and keys of their own": (
         "gemma4_e", {"num_kv_shared_layers": 0, "use_double_wide_mlp": False},
@@ -133,6 +134,7 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
     [
         "qwen3_5",
         "qwen3_next",
+        "gemma3n",
         "gemma4",
         "gemma4_e",
         "glm4_moe_lite",
@@ -149,7 +151,7 @@ def test_blocks_are_what_they_stand_for(
 ) -> None:
     more: dict[str, Any] = dict(_MIXED) if family == "qwen3_next" else {}
     more |= {"linear_num_value_heads": 6} if family.startswith("qwen") else {}
-    more |= {"hidden_size_per_layer_input": 32} if family == "gemma4_e" else {}
+    more |= {"hidden_size_per_layer_input": 32} if family in ("gemma4_e", "gemma3n") else {}
     if family == "glm4_moe_lite":  # whole blocks
         more |= {"qk_nope_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 32}
         more |= {"first_k_dense_replace": 1}

@@ -39,6 +39,8 @@ EXPERT = re.compile(
     r"\.experts\.(?P<number>\d{1,6})\.(?P<part>gate_proj|up_proj|down_proj)\.weight$"
 )
 """How a matrix of one expert is called that becomes blocks by itself."""
+_SMALL = 64
+"""What has less than this part of the largest matrix' numbers."""
 _ROUTERS = (".gate.weight", ".router.weight", ".router.proj.weight")
 """What chooses experts, and is never rounded."""
 
@@ -84,9 +86,14 @@ def all_fit_int4(weights: Iterable[TensorEntry]) -> bool:
 
 
 def all_are_blocks(weights: Iterable[TensorEntry], kind: str) -> bool:
-    """Whether all these matrices are GGUF's blocks of this type."""
-    matrices = _rounded(weights)
-    return bool(matrices) and all(entry.dtype == kind for entry in matrices)
+    """Whether all these matrices are GGUF's blocks of this type, but for what is small, which files
+    have in 16 bit."""
+    matrices = {entry.name: entry for entry in _rounded(weights)}
+    sizes = {name: math.prod(entry.shape) for name, entry in matrices.items()}
+    least = max(sizes.values(), default=0) / _SMALL
+    return bool(matrices) and all(
+        entry.dtype == kind for name, entry in matrices.items() if sizes[name] >= least
+    )
 
 
 def _rounded(weights: Iterable[TensorEntry]) -> list[TensorEntry]:

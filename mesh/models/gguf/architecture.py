@@ -44,7 +44,8 @@ class Architecture:
     unless there is one that has either by another name; of one that ends in neither, the dot alone
     is at its end. Tensors of layer i are ``blk.{i}.…`` there and ``{layers}{i}.…`` here. `experts`
     are stacked in one tensor there and apart here; so are the rows of `stacks`, by what those are
-    called here and how the config calls their number. `config` gives what config.json would say,
+    called here and how the config calls their number, and of the ends those of `streams`, a matrix
+    for each hidden state but the first. `config` gives what config.json would say,
     but for ids. `by_layer` are lists in the metadata of which each number is a tensor of a
     layer's, by what that is called. `dimensions` says of tensors how many a model's has; where the
     file's has one less, the model's has a 1 before the last, and where the model's has one alone,
@@ -57,6 +58,7 @@ class Architecture:
     layers: str = "model.layers."
     experts: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    streams: Mapping[str, str] = field(default_factory=dict)
     by_layer: Mapping[str, str] = field(default_factory=dict)
     dimensions: Mapping[str, int] = field(default_factory=dict)
     unlike: Callable[[str, Mapping[str, Any]], Difference | None] = lambda name, config: None

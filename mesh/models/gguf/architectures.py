@@ -58,6 +58,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gemma": gemmas.GEMMA,
         "gemma2": gemmas.GEMMA2,
         "gemma3": gemmas.GEMMA3,
+        "gemma3n": gemmas.GEMMA3N,
         "gemma4": gemmas.GEMMA4,
         "command-r": coheres.COMMAND_R,
         "cohere2": coheres.COHERE2,

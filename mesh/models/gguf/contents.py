@@ -171,10 +171,10 @@ def _named(
     of_layer = found is not None and found.re is _OF_LAYER
     names = architecture.layer if of_layer else architecture.ends
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
-    stack = _stack(architecture, part, config) if of_layer else None
+    stack = _stack(architecture, part, config, of_layer=of_layer)
     if found and stack is not None and found["kind"] != "scale":
         name, count = stack
-        rank = 1 if part in architecture.stacks else 2
+        rank = 1 if of_layer and part in architecture.stacks else 2
         yield from _apart(entry, f"{before}{name}.{found['kind']}", count, rank)
         return
     own = None if found is None else _name(names, part, found["kind"])
@@ -225,9 +225,12 @@ def _name(names: Mapping[str, str], part: str, kind: str | None) -> str | None:
 
 
 def _stack(
-    architecture: Architecture, part: str, config: Mapping[str, Any]
+    architecture: Architecture, part: str, config: Mapping[str, Any], *, of_layer: bool
 ) -> tuple[str, int] | None:
     """What each tensor of a stack is called, and how many they are; None for what is no stack."""
+    if not of_layer:
+        name = architecture.streams.get(part)
+        return None if name is None else (name, config["altup_num_inputs"] - 1)
     if part in architecture.stacks:
         name, key = architecture.stacks[part]
         return name, config[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import NormalDist
 from typing import Any
 
 from mesh.models.gguf.architecture import (
@@ -43,10 +44,33 @@ _GEMMA4 = (
         "post_norm": "post_per_layer_input_norm",
     }
 )
-_GEMMA4_ENDS = ENDS | {
+_GIVEN_ENDS = ENDS | {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+
+_GEMMA3N = (
+    _LAYER
+    | HEAD_NORMS
+    | {
+        "inp_gate": "per_layer_input_gate",
+        "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm",
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale.weight": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    }
+)
+_STREAMS = {
+    "altup_proj": "model.altup_projections.{}",
+    "altup_unembd_proj": "model.altup_unembed_projections.{}",
 }
 
 
@@ -96,6 +120,40 @@ def _gemma3(said: GgufSettings) -> dict[str, Any]:
             "full_attention": full_rotary(said, width, theta=1_000_000.0),
         },
     }
+
+
+def _gemma3n(said: GgufSettings) -> dict[str, Any]:
+    config = attentive(said, "gemma3n_text", "Gemma3nForCausalLM")
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    heads = head_width(said, config)
+    width = said.whole("embedding_length_per_layer_input")
+    local = said.real("rope.freq_base_swa", 10000.0)
+    return config | {
+        "head_dim": heads,
+        "intermediate_size": said.counts("feed_forward_length"),
+        "activation_sparsity_pattern": _sparsity(said, layers),
+        "altup_num_inputs": said.whole("altup.num_inputs"),
+        "altup_active_idx": said.whole("altup.active_idx", least=0),
+        "laurel_rank": said.rows("blk.0.laurel_l.weight", hidden),
+        "hidden_size_per_layer_input": width,
+        "vocab_size_per_layer_input": said.rows("per_layer_token_embd.weight", width * layers),
+        "num_kv_shared_layers": said.whole("attention.shared_kv_layers", least=0),
+        "layer_types": said.windows(),
+        "sliding_window": said.whole("attention.sliding_window"),
+        "final_logit_softcapping": said.real("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            "full_attention": full_rotary(said, heads, theta=1_000_000.0),
+        },
+    }
+
+
+def _sparsity(said: GgufSettings, layers: int) -> list[float]:
+    """Which part of a layer's feed-forward is zero, of how many standard deviations that is."""
+    deviations = said.each("activation_sparsity_scale")
+    if len(deviations) != layers:
+        said.refuse("its activation_sparsity_scale is no number for each layer")
+    return [round(NormalDist().cdf(each), 6) for each in deviations]
 
 
 def _gemma4(said: GgufSettings) -> dict[str, Any]:
@@ -185,4 +243,5 @@ def unlike_gemma(name: str, _: Mapping[str, Any]) -> Difference | None:
 GEMMA = Architecture(_gemma, DECODER, unlike=unlike_gemma)
 GEMMA2 = Architecture(_gemma2, _LAYER, unlike=unlike_gemma)
 GEMMA3 = Architecture(_gemma3, _LAYER | HEAD_NORMS, unlike=unlike_gemma)
-GEMMA4 = Architecture(_gemma4, _GEMMA4, _GEMMA4_ENDS)
+GEMMA3N = Architecture(_gemma3n, _GEMMA3N, _GIVEN_ENDS, streams=_STREAMS)
+GEMMA4 = Architecture(_gemma4, _GEMMA4, _GIVEN_ENDS)

@@ -94,6 +94,13 @@ class GgufSettings:
             raise self._damaged(f"{name} is {_shown(value)}, and no number")
         return shortest(float(value))
 
+    def each(self, name: str) -> list[float]:
+        """Numbers, which may be infinite. Raises BadCheckpoint as `whole` does."""
+        said = self._value(name, None)
+        if not isinstance(said, list) or not all(type(each) is float for each in said):
+            raise self._damaged(f"{name} is {_shown(said)}, and no list of numbers")
+        return said
+
     def text(self, name: str) -> str | None:
         """A word, None where there is none."""
         value = self._value(name, "")
