@@ -36,12 +36,13 @@ MORE_FAMILIES = (
     "minimax_m2", "ministral", "ministral3", "mistral4", "mixtral", "nanochat", "olmo3", "phi",
     "phimoe", "qwen2_moe", "seed_oss", "qwen3_5_moe", "qwen3_next", "lfm2_moe",
     "granitemoehybrid", "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear",
-    "nemotron_h", "bloom", "opt",
+    "nemotron_h", "bloom", "opt", "mamba", "falcon_mamba", "mamba2", "jamba",
 )  # fmt: skip
 """Compared with the whole model as well, but not in every way."""
 STATEFUL = (
     "qwen3_5", "lfm2", "qwen3_5_moe", "qwen3_next", "lfm2_moe", "granitemoehybrid",
     "granitemoehybrid_dense", "falcon_h1", "bamba", "kimi_linear", "nemotron_h",
+    "mamba", "falcon_mamba", "mamba2", "jamba",
 )  # fmt: skip
 """Those of whose layers some keep a running state."""
 SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
@@ -435,6 +436,8 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
             "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
             "v_head_dim": 16, "qk_nope_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 4,
         } | kinds,
+        "mamba2": nemotron | {"num_heads": 8, "head_dim": hidden // 4, "state_size": 16},
+        "jamba": few | {"attn_layer_period": 3, "attn_layer_offset": 2},
         "bloom": untied,
         "opt": untied | {"ffn_dim": 2 * hidden, "word_embed_proj_dim": hidden},
         "opt_projected": untied | {  # OPT of 350 million is the only one

@@ -49,6 +49,7 @@ class Ends(nn.Module):
         self._positions = base.get_submodule(anatomy.positions) if anatomy.positions else None
         scale = entry.embedding_scale
         self._scale = None if scale is None else scale.of(family.config)
+        self._asks_head = entry.asks_head
         self._first = base.get_submodule(anatomy.first) if anatomy.first else None
         self._head = next(
             path for path, part in causal.named_modules() if part is causal.get_output_embeddings()
@@ -113,6 +114,9 @@ class Ends(nn.Module):
     @torch.no_grad()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """The same as logits (1, rows, vocab)."""
+        if self._asks_head:  # and does nothing else
+            found: torch.Tensor = self.head(self.norm(rows)).float()
+            return found
         logits: torch.Tensor = self._causal(inputs_embeds=rows, use_cache=False).logits
         return logits
 
@@ -135,6 +139,7 @@ class _NormOutput(BaseModelOutputWithPast):  # type: ignore[misc] # transformers
     """What causal models of any kind expect of their base model."""
 
     router_logits: Any = None
+    cache_params: Any = None
     cross_attentions: Any = None
     shared_kv_states: Any = None
 

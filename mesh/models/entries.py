@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mesh.models.mamba import going_on, taking_cache
 from mesh.models.row_form import StreamParts
 
 
@@ -37,7 +38,8 @@ class FamilyEntry:
     `mesh.models.row_form`). `shares_keys`: its last layers may see the keys and values of earlier
     ones. `streams`: there may be several hidden states for one position. `settle(whole)` has
     transformers compute one config as the model was made. `refuse(whole)` is the reason why one
-    cannot be cut, or None.
+    cannot be cut, or None. `adapt(base)` has a base model compute as others do. `asks_head`: what
+    has its head asks that for its weight, which a head in few bits has not.
     """
 
     positions: str | None = None
@@ -49,6 +51,8 @@ class FamilyEntry:
     streams: StreamParts | None = None
     settle: Callable[[Any], None] | None = None
     refuse: Callable[[Any], str | None] | None = None
+    adapt: Callable[[Any], None] | None = None
+    asks_head: bool = False
 
 
 def _without_least_step(whole: Any) -> None:
@@ -67,6 +71,7 @@ _MULTIPLIED = FamilyEntry(
 _GIVEN = (
     "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm",
 )  # fmt: skip
+_STATES_ONLY = FamilyEntry(adapt=taking_cache, asks_head=True)
 ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
     {
         "afmoe": FamilyEntry(
@@ -77,6 +82,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         "biogpt": FamilyEntry(positions="embed_positions"),
         "bloom": FamilyEntry(first="word_embeddings_layernorm"),
         "falcon_h1": _MULTIPLIED,
+        "falcon_mamba": _STATES_ONLY,
         "gemma3n_text": FamilyEntry(
             layer_inputs=_GIVEN,
             shares_keys=True,
@@ -94,6 +100,9 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         "granitemoeshared": _MULTIPLIED,
         "hy_v4": FamilyEntry(streams=StreamParts(2, (), ("hc_head",), among_others=True)),
         "hyperclovax": _MULTIPLIED,
+        "jamba": FamilyEntry(adapt=going_on),
+        "mamba": _STATES_ONLY,
+        "mamba2": _STATES_ONLY,
         "nanochat": FamilyEntry(first="norm"),
         "nemotron_h": FamilyEntry(settle=_without_least_step),
         "opt": FamilyEntry(positions="embed_positions", first="project_in", base="OPTDecoder"),

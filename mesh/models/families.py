@@ -36,31 +36,25 @@ from mesh.types import LayerRange
 PROVEN = frozenset(
     {
         "afmoe", "apertus", "arcee", "axk2", "bamba", "bloom", "deepseek_v2", "deepseek_v3",
-        "deepseek_v32", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-        "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
-        "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text",
-        "glm4v_text", "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe",
-        "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "kimi_linear",
-        "laguna", "lfm2", "lfm2_moe", "llama", "llama4_text", "mimo_v2_flash", "minicpm3",
+        "deepseek_v32", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+        "falcon_h1", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm4v_text",
+        "glm_moe_dsa", "gpt2", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jamba", "kimi_linear", "laguna", "lfm2",
+        "lfm2_moe", "llama", "llama4_text", "mamba", "mamba2", "mimo_v2_flash", "minicpm3",
         "minimax_m2", "ministral", "ministral3", "mistral", "mistral4", "mixtral", "nanochat",
         "nemotron_h", "olmo2", "olmo3", "opt", "phi", "phi3", "phimoe", "qwen2",
         "qwen2_5_omni_text", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3",
-        "qwen3_5_moe_text",
-        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text",
-        "qwen3_vl_text", "seed_oss", "smollm3",
+        "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
+        "qwen3_vl_moe_text", "qwen3_vl_text", "seed_oss", "smollm3",
     }
 )  # fmt: skip
 
 _SHARED = "layers far apart share one block of weights"
-_FORGETS = "transformers computes several of its rows without what came before them"
-_OWN_CALL = "its layers are not called as those of other models are"
 _OWN_STATES = "its layers keep a running state in a form of their own"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "jamba": _FORGETS,
-        "mamba": _FORGETS,
-        "falcon_mamba": _FORGETS,
-        "mamba2": _OWN_CALL,
         "zamba": _SHARED,
         "zamba2": _SHARED,
         "minimax": _OWN_STATES,
@@ -79,6 +73,8 @@ _PER_LAYER = frozenset(
 
 
 _GENERIC = FamilyEntry()
+_PERIODIC = ("attn_layer", "expert_layer")
+"""What some configs say of layers by a period and where it begins (Jamba)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +152,10 @@ def narrow_config(config: Any, layers: LayerRange) -> None:
             setattr(config, name, value[layers.start : layers.stop])
     if named := getattr(config, "attn_layer_indices", None):
         config.attn_layer_indices = [n - layers.start for n in named if n in layers]
+    for kind in _PERIODIC:
+        if period := getattr(config, f"{kind}_period", None):
+            offset = getattr(config, f"{kind}_offset")
+            setattr(config, f"{kind}_offset", (offset - layers.start) % period)
     if shared := getattr(config, _SHARED_KEYS, 0):
         first = max(layers.start, config.num_hidden_layers - shared)
         setattr(config, _SHARED_KEYS, max(0, layers.stop - first))

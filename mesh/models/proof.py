@@ -26,9 +26,11 @@ import transformers
 from transformers import DynamicCache
 
 from mesh.errors import MeshError, UnsupportedFamily
+from mesh.models.anatomy import base_of
 from mesh.models.empty import Bounded
 from mesh.models.families import Family, family_of, has_states, overrides
 from mesh.models.filling import Placement
+from mesh.models.mamba import name_of_cache
 from mesh.models.manifest import read_manifest
 from mesh.models.span import build_ends, build_span, empty_base
 from mesh.models.span_cache import SpanCache
@@ -51,7 +53,7 @@ _WIDTHS = {
     "shared_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
     "linear_head_dim": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128,
-    "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+    "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16, "chunk_size": 16,
     "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
     "moe_shared_expert_intermediate_size": 32, "window_size": 8,
     "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 64, "index_topk": 6,
@@ -129,6 +131,9 @@ def twin_config(config: Any, positions: int | None = None) -> Any:
         fewer = (max(1, _HEADS * n // heads // alike) * alike for n in each_layer)
         setattr(twin, _HEADS_PER_LAYER, [*fewer])
     _add_up(said, twin)
+    inner = (said("expand") or 0) * config.hidden_size
+    if inner and inner == (said("num_heads") or 0) * (each or 0):  # Mamba 2
+        twin.num_heads = said("expand") * twin.hidden_size // twin.head_dim
     if isinstance(said("eos_token_id"), list):
         twin.eos_token_id = [0]
     vars(twin).update({name: _TELLING[name] for name in _TELLING if vars(twin).get(name)})
@@ -247,13 +252,16 @@ def _compare(family: Family, twin: Any, directory: Path) -> float:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         ids = torch.randint(0, twin.vocab_size, (1, sum(_CHUNKS)))
     whole.save_pretrained(directory)
+    found = []
+    if has_states(twin):  # some are carried on into single rows only, some not as into others
+        found += [_run_whole(whole, ids, chunks) for chunks in ([sum(_CHUNKS)], [1] * sum(_CHUNKS))]
+    if family.entry.adapt is not None:
+        family.entry.adapt(base_of(whole)[1])
     expected = _run_whole(whole, ids)
     count = twin.num_hidden_layers
     halves = [0, (count + 1) // 2, count]
     singles = list(range(count + 1))
-    found = [_run_parts(directory, cuts, ids) for cuts in (halves, singles)]
-    if has_states(twin):  # some are carried on into single rows only, some not as into others
-        found += [_run_whole(whole, ids, chunks) for chunks in ([sum(_CHUNKS)], [1] * sum(_CHUNKS))]
+    found += [_run_parts(directory, cuts, ids) for cuts in (halves, singles)]
     return max(largest_difference(each, expected) for each in found)
 
 
@@ -269,7 +277,8 @@ def _run_whole(model: Any, ids: torch.Tensor, chunks: Sequence[int] = _CHUNKS) -
     for chunk in torch.split(ids, list(chunks), dim=1):
         # Not every model asks its cache where a chunk stands.
         places = torch.arange(position, position + chunk.shape[1]).unsqueeze(0)
-        parts.append(model(chunk, position_ids=places, past_key_values=cache).logits)
+        held = {name_of_cache(model): cache}
+        parts.append(model(chunk, position_ids=places, **held).logits)
         position += chunk.shape[1]
     return torch.cat(parts, dim=1)
 

@@ -114,6 +114,8 @@ def build_span(
 def bare_of_ends(base: Any, family: Family, anatomy: Anatomy, first_layer: int) -> None:
     """Make `base`, whose layers are those from `first_layer` on, take and give what goes from hop
     to hop."""
+    if family.entry.adapt is not None:
+        family.entry.adapt(base)
     for part in filter(None, (anatomy.norm, anatomy.first)):
         setattr(base, part, nn.Identity())
     if anatomy.positions:

@@ -92,7 +92,7 @@ _NORMED_APART = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
 _STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 _STATES = (
     "linear_num_value_heads", "linear_num_heads", "linear_attn_config", "mamba_d_state",
-    "ssm_state_size", "conv_L_cache",
+    "ssm_state_size", "state_size", "conv_L_cache",
 )  # fmt: skip
 """What only configs have of whose layers some keep a running state."""
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, DynamicCache
 
+from mesh.models.entries import ENTRIES, FamilyEntry
 from mesh.models.load import load_ends, load_span
+from mesh.models.mamba import name_of_cache
 from mesh.models.manifest import Manifest
 from mesh.models.span_cache import SpanCache
 from mesh.types import LayerRange
@@ -31,7 +33,8 @@ def run_whole(
     directory: Path, chunks: Sequence[torch.Tensor], decode: int
 ) -> tuple[list[torch.Tensor], list[int]]:
     """Hugging Face alone: logits (1, rows, vocab) of each step, and the greedy ids it decoded."""
-    kind = whole_class(AutoConfig.from_pretrained(directory).model_type)
+    config = AutoConfig.from_pretrained(directory)
+    kind = whole_class(config.model_type)
     model = kind.from_pretrained(directory, dtype=torch.float32).eval()
     for part in model.modules():
         if type(part).__name__ == "NemotronHMamba2Mixer":  # bounds the steps of several rows only
@@ -44,10 +47,15 @@ def run_whole(
         # Not every model asks its cache where a chunk stands.
         places = torch.arange(position, position + ids.shape[1]).unsqueeze(0)
         position += ids.shape[1]
-        logits: torch.Tensor = model(ids, position_ids=places, past_key_values=cache).logits
+        held = {name_of_cache(model): cache}
+        logits: torch.Tensor = model(ids, position_ids=places, **held).logits
         return logits
 
-    steps = [step(chunk) for chunk in chunks]
+    rows = [chunk.shape[1] for chunk in chunks]
+    is_adapted = ENTRIES.get(config.model_type, FamilyEntry()).adapt is not None
+    # Some forget a chunk when the next comes.
+    whole = torch.cat(list(chunks), 1)
+    steps = [*torch.split(step(whole), rows, 1)] if is_adapted else [*map(step, chunks)]
     ids: list[int] = []
     for _ in range(decode):
         ids.append(int(steps[-1][0, -1].argmax()))

@@ -58,8 +58,6 @@ REFUSED = {
         "attention looks ahead",
     ),
     "rwkv": (transformers.RwkvConfig(num_hidden_layers=2), "running state"),
-    "mamba": (transformers.MambaConfig(num_hidden_layers=2), "without what came before"),
-    "jamba": (transformers.JambaConfig(num_hidden_layers=8), "without what came before"),
     "zamba2": (transformers.Zamba2Config(), "share one block"),
     "t5": (transformers.T5Config(num_layers=2), "encoder-decoder"),
     "vit": (transformers.ViTConfig(num_hidden_layers=2), "not a causal language model"),

@@ -137,7 +137,7 @@ def _parts(
         return None, experts
     if kind == "mlp":
         return None, feed_forward_of(reader, config, _ALONE)
-    raise NotCompilable(f"it has layers of kind {kind}")
+    raise NotCompilable(f"it has layers of kind {kind or type(reader.layer).__name__}")
 
 
 def _scale_of(reader: PartsReader) -> float:

@@ -18,7 +18,7 @@ from mesh.shard.compiled.store import GraphSpan
 from mesh.types import LayerRange
 from tests.full_disk import file_size_limit
 from tests.shard.compiled.spans import span
-from tests.shard.spans import CPU, checkpoint, rows, step
+from tests.shard.spans import CPU, checkpoint, relative_error, rows, step
 
 SPAN = LayerRange(1, 3)
 
@@ -41,6 +41,14 @@ def head_answer(cache_dir: Path) -> torch.Tensor:
     ends = load_ends(manifest, dtype=torch.float32, device=CPU)
     compile_head(ends, manifest.weights_sha256, cache_dir, 1, "int8")
     return ends.logits(rows(3))
+
+
+def test_a_head_whose_model_asks_for_its_weight_is_computed_without() -> None:
+    manifest = checkpoint("mamba")
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
+    expected = ends.logits(rows(3))
+    compile_head(ends, manifest.weights_sha256, None, 1, "int8")
+    assert relative_error(ends.logits(rows(3)), expected) < 0.03
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
