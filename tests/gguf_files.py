@@ -23,6 +23,7 @@ from tests.gguf_later import AS_STORED, SAYS_MORE, divisors
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
     "minicpm3": gguf.MODEL_ARCH.MINICPM3, "phimoe": gguf.MODEL_ARCH.PHIMOE,
     "phi": gguf.MODEL_ARCH.PHI2, "stablelm": gguf.MODEL_ARCH.STABLELM,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2, "nemotron": gguf.MODEL_ARCH.NEMOTRON,

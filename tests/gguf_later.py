@@ -196,6 +196,22 @@ def _granite(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     return made
 
 
+def _llama4(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Experts' matrices the other way round, gates and what is gated apart."""
+    made = {}
+    for name, tensor in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            made[name] = tensor
+            continue
+        stem, around = name.rpartition(".")[0], tensor.transpose(-1, -2)
+        if name.endswith("down_proj"):
+            made[f"{name}.weight"] = around
+        else:
+            gate, up = around.chunk(2, dim=-2)
+            made |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+    return made
+
+
 def _gpt_neox(tensors: Tensors, config: dict[str, Any]) -> Tensors:
     """Queries of all heads, then their keys, then their values."""
     heads = config["num_attention_heads"]
@@ -266,6 +282,7 @@ def _nemotron(tensors: Tensors, config: dict[str, Any]) -> Tensors:
 
 AS_STORED: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "gpt_neox": _gpt_neox,
+    "llama4_text": _llama4,
     "stablelm": _stablelm,
     "qwen3_5_text": _qwen35,
     "qwen3_5_moe_text": _qwen35,
@@ -503,6 +520,17 @@ def _of_minicpm3(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(config["qk_rope_head_dim"])
 
 
+def _of_llama4(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    del writer.kv_data[0][f"{writer.arch}.feed_forward_length"]
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+
+
 def _of_minimax_m2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_count(config["num_local_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -682,6 +710,7 @@ SAYS_MORE: dict[str, Callable[[GGUFWriter, dict[str, Any]], None]] = {
     "granitemoehybrid": _of_granite_hybrid,
     "falcon_h1": _of_falcon_h1,
     "minimax_m2": _of_minimax_m2,
+    "llama4_text": _of_llama4,
     "minicpm3": _of_minicpm3,
     "dots1": _of_dots1,
     "exaone_moe": _of_exaone_moe,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _TWO, _ONE = ("experts.gate_proj", "experts.up_proj"), "experts.gate_up_proj"
 """Matrices of all experts that GGUF files store apart and some models take from one tensor."""
+_SIDE_BY_SIDE = frozenset({"llama4_text"})
+"""Those of them whose columns do not take turns."""
 
 _QUERIES, _GATE = "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"
 _BY_KEY = "linear_attn.in_proj_qkvz.weight"
@@ -52,7 +54,7 @@ def convert_tensors(
     is kept, so that loading can complain about it. What is unread is read when its turn comes.
     """
     expected = module.state_dict().keys()
-    stored = _by_key(_in_turns(stored, expected), expected, module.config)
+    stored = _by_key(_joined(stored, expected, module.config), expected, module.config)
     whole = _WHOLES.get(module.config.model_type)
     if whole is not None:
         table = get_checkpoint_conversion_mapping(whole)
@@ -84,17 +86,21 @@ def convert_tensors(
     return converted
 
 
-def _in_turns(
-    stored: Mapping[str, torch.Tensor | Unread], expected: Collection[str]
+def _joined(
+    stored: Mapping[str, torch.Tensor | Unread], expected: Collection[str], config: Any
 ) -> Mapping[str, torch.Tensor | Unread]:
-    """With a column of one of two tensors, then of the other, where a model has them in turns."""
+    """With one tensor of two where a model has their columns in that: those of one behind those of
+    the other, or in turns."""
     first, second = _TWO
     made = dict(stored)
     for name in stored:
         one, other = name.replace(first, _ONE), name.replace(first, second)
         if one != name and one in expected and name not in expected and other in stored:
             pair = _read(made.pop(name)), _read(made.pop(other))
-            made[one] = torch.stack(pair, dim=-1).flatten(-2)
+            if config.model_type in _SIDE_BY_SIDE:
+                made[one] = torch.cat(pair, dim=-1)
+            else:
+                made[one] = torch.stack(pair, dim=-1).flatten(-2)
     return made
 
 

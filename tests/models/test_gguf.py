@@ -39,7 +39,7 @@ FAMILIES = (
     "hunyuan_v1_moe", "olmoe", "apertus", "dots1", "exaone_moe", "afmoe",
     "kimi_linear", "nemotron_h", "nemotron_h_dense", "cohere", "cohere2", "mistral4",
     "gemma", "phi", "stablelm", "starcoder2", "nemotron", "gpt_neox", "olmo",
-    "granitemoeshared", "minicpm3", "phimoe",
+    "granitemoeshared", "minicpm3", "phimoe", "llama4_text",
 )  # fmt: skip
 _CHUNKS = (13, 70, 1)
 _LAYERS = 6
@@ -58,6 +58,9 @@ def _settings(family: str) -> dict[str, Any]:
         "mistral": {"sliding_window": None}, "qwen3_moe": mixed, "qwen3_next": mixed,
         "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 2},
         "qwen2_moe": mixed | {"norm_topk_prob": False}, "dots1": {"sliding_window": None},
+        "llama4_text": {
+            "attention_chunk_size": 8192, "floor_scale": 8192, "intermediate_size_mlp": 96,
+        },
         "minicpm3": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
         "mistral4": {"rope_parameters": GROWING | {"llama_4_scaling_beta": 0.1}},
     }.get(family, {})  # fmt: skip

@@ -143,6 +143,8 @@ def test_a_file_gives_the_tokens_of_its_checkpoint(
         "granitemoehybrid",
         "minimax_m2",
         "exaone_moe",
+        "llama4_text",
+        "gpt_neox",
     ],
 )
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
@@ -484,6 +486,10 @@ _REFUSED: dict[str, tuple[str, type[Exception], str, _Edit]] = {
     "Granite 4 without states, of which nothing turns": (
         "granite", UnsupportedFamily, "none of its heads turn",
         lambda w: w.add_rope_scaling_finetuned(value=False),
+    ),
+    "Llama 4 that is of no chunks": (
+        "llama4_text", UnsupportedFamily, "otherwise than in chunks of 8192",
+        lambda w: w.add_sliding_window(0),
     ),
     "Granite with experts": (
         "granite", UnsupportedFamily, "a mixture by another name", lambda w: w.add_expert_count(4),

@@ -34,6 +34,7 @@ from mesh.models.gguf.architecture import Architecture
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "llama": llamas.LLAMA,
+        "llama4": llamas.LLAMA4,
         "minicpm": granites.MINICPM,
         "minicpm3": deepseeks.MINICPM3,
         "mistral3": llamas.MISTRAL3,

@@ -18,6 +18,19 @@ MIXTRAL_EXPERTS = {
 }
 
 
+_FEEDS = ("gate", "up", "down")
+_LLAMA4 = (
+    {name: DECODER[name] for name in DECODER if name[:4] != "ffn_" or name == "ffn_norm"}
+    | {"ffn_gate_inp": "feed_forward.router"}
+    | {f"ffn_{part}": f"feed_forward.{part}_proj" for part in _FEEDS}
+    | {f"ffn_{part}_shexp": f"feed_forward.shared_expert.{part}_proj" for part in _FEEDS}
+    | {f"ffn_{part}_exps.weight": f"feed_forward.experts.{part}_proj" for part in _FEEDS}
+)
+_CHUNK, _OF_MAVERICK = 8192, 128
+"""How many positions of Llama 4's layers attend to each other, and how many experts that one of
+them has that does not normalise queries and keys."""
+
+
 def _llama(said: GgufSettings) -> dict[str, Any]:
     said.pass_over("expert_used_count", "tensor_data_layout")
     experts = said.whole("expert_count", 0, least=0)
@@ -102,9 +115,39 @@ def _exaone(said: GgufSettings) -> dict[str, Any]:
     }
 
 
+def _llama4(said: GgufSettings) -> dict[str, Any]:
+    """Llama 4. How it attends to long texts no file says; llama.cpp has that of Meta's two."""
+    config = decoder(said, "llama4_text", "Llama4ForCausalLM")
+    width = head_width(said, config)
+    if said.whole("attention.sliding_window", _CHUNK, least=0) != _CHUNK:
+        said.refuse(f"it attends otherwise than in chunks of {_CHUNK}")
+    experts = said.whole("expert_count")
+    return config | {
+        "head_dim": width,
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": said.whole("expert_feed_forward_length"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": said.whole("expert_used_count"),
+        "interleave_moe_layer_step": said.whole("interleave_moe_layer_step"),
+        "use_qk_norm": experts != _OF_MAVERICK,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": _CHUNK,
+        "attn_temperature_tuning": True,
+        "floor_scale": _CHUNK,
+        "attn_scale": 0.1,
+        "attention_bias": said.has("blk.0.attn_q.bias"),
+        "rope_parameters": full_rotary(said, width),
+    }
+
+
+def _unlike_llama4(name: str, _: Mapping[str, Any]) -> Difference | None:
+    return Difference("transposed") if name.endswith("_exps") else None
+
+
 LLAMA = Architecture(_llama, DECODER | MIXTRAL_GATE, experts=MIXTRAL_EXPERTS, unlike=unlike_llama)
 EXAONE = Architecture(_exaone, DECODER)
 INTERNLM2 = Architecture(_dense, DECODER, unlike=unlike_llama)
+LLAMA4 = Architecture(_llama4, _LLAMA4, unlike=_unlike_llama4)
 ARCEE = Architecture(
     _arcee,
     {name: DECODER[name] for name in DECODER if name != "ffn_gate"},
