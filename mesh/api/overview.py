@@ -86,7 +86,7 @@ class Overview:
             "weights": {**parts.weights.facts(), "elsewhere": self._elsewhere()},
             "accounts": self._accounts(),
             "reasons": self._reasons(),
-            "warnings": parts.events.latest(20, "warning"),
+            "warnings": parts.events.warnings(20),
         }
 
     def peers(self) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from mesh.clock import Clock, set_within
 
 HISTORY = 4096
 """Events kept for readers that come late or come back."""
+WARNINGS = 256
 
 
 class EventFeed:
@@ -28,6 +29,8 @@ class EventFeed:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._events: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        # Apart, so that jobs and peers that come and go push none out that still holds.
+        self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
         self._last_id = 0
         self._readers: set[asyncio.Event] = set()
 
@@ -36,13 +39,15 @@ class EventFeed:
         self._last_id += 1
         event = {"id": self._last_id, "type": kind, "at": self.clock.now().isoformat(), **fields}
         self._events.append(event)
+        if kind == "warning":
+            self._warnings.append(event)
         self.stir()
 
     def over(self, code: str) -> None:
-        """What was warned of by this code is so no longer; see `latest`."""
+        """What was warned of by this code is so no longer; see `warnings`."""
         now = self.clock.now().isoformat()
-        for event in self._events:
-            if event["type"] == "warning" and event["code"] == code:
+        for event in self._warnings:
+            if event["code"] == code:
                 event["until"] = now
 
     def stir(self) -> None:
@@ -50,15 +55,14 @@ class EventFeed:
         for reader in self._readers:
             reader.set()
 
-    def latest(self, count: int, kind: str) -> list[dict[str, Any]]:
-        """The newest `count` events of a kind among those that are kept, oldest first. What was so
-        ``until`` a time that has come is none of them."""
+    def warnings(self, count: int) -> list[dict[str, Any]]:
+        """The newest `count` warnings, oldest first. What was so ``until`` a time that has come is
+        none of them."""
         now = self.clock.now()
         found = (
             event
-            for event in reversed(self._events)
-            if event["type"] == kind
-            and ((until := event.get("until")) is None or datetime.fromisoformat(until) > now)
+            for event in reversed(self._warnings)
+            if (until := event.get("until")) is None or datetime.fromisoformat(until) > now
         )
         return list(islice(found, count))[::-1]
 

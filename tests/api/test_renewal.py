@@ -43,7 +43,7 @@ class Renewed:
             (self.folder / f"{name}.new").replace(self.folder / name)
 
     def said(self) -> list[dict[str, Any]]:
-        return self.events.latest(9, "warning")
+        return self.events.warnings(9)
 
     async def shown(self) -> str:
         """The fingerprint of the certificate that a new connection is shown."""

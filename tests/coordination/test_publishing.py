@@ -224,7 +224,7 @@ async def test_what_the_records_refuse_is_said_once_and_keeps_nothing_back(tmp_p
         here.serve("0-7", "4-7", "0-3")
         await here.shows("Initializing", 4)
         await here.looked_twice()
-        warnings = here.events.latest(99, "warning")
+        warnings = here.events.warnings(99)
         assert len(warnings) == 1
         assert "already published by node study" in warnings[0]["message"]
         await store.close()

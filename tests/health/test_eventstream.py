@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from mesh.clock import SteadyClock, SystemClock
-from mesh.health.eventstream import EventFeed
+from mesh.health.eventstream import HISTORY, EventFeed
 
 
 async def _read(stream: EventFeed, after: int | None, count: int) -> list[int]:
@@ -67,11 +67,21 @@ async def test_an_empty_batch_comes_when_all_is_quiet() -> None:
             assert [await anext(batches) for _ in range(3)] == [[], [], []]
 
 
-async def test_what_is_over_by_itself_is_not_among_the_latest() -> None:
+async def test_what_is_over_by_itself_is_not_among_the_warnings() -> None:
     now = datetime(2030, 1, 1, tzinfo=UTC)
     stream = EventFeed(SteadyClock(now))
     stream.emit("warning", code="clock_skew", until=(now - timedelta(hours=1)).isoformat())
     stream.emit("warning", code="clock_skew", until=(now + timedelta(hours=1)).isoformat())
     stream.emit("warning", code="revoked", until=None)
     stream.emit("warning", code="coordination")
-    assert [event["id"] for event in stream.latest(9, "warning")] == [2, 3, 4]
+    assert [event["id"] for event in stream.warnings(9)] == [2, 3, 4]
+
+
+async def test_no_other_events_push_a_warning_out() -> None:
+    stream = EventFeed(SystemClock())
+    stream.emit("warning", code="weights_damaged")
+    for _ in range(HISTORY):
+        stream.emit("job_ended")
+    assert [event["code"] for event in stream.warnings(9)] == ["weights_damaged"]
+    stream.over("weights_damaged")
+    assert stream.warnings(9) == []
