@@ -19,9 +19,10 @@ from tests.mesh_e2e.spread import hugging_face
 from tests.transfers.hub_standin import HubStandin
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 PROMPT = "The kettle"
-SLOWEST_S = 240
+SLOWEST_S = 900
+"""A fetch has the processor when nobody else wants it: beside ten that do, minutes for 0.8 GB."""
 LAYERS = 16
 MEMORY_MB = 2250
 """Two thirds of which are free beside a node; the model takes 1.9 GB, most of that for caches."""
