@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mesh.deployments.wishes import Quant, Span, Wish
 from mesh.errors import NotEnoughMemory
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import LayerRange, NodeId
 
 PAUSED = "it is paused, until `hearthnet resume` there"
@@ -48,7 +49,7 @@ class Laid:
     it cannot, `rooms` are how many layers each machine has room for beside what is there; nobody
     knows it of the others. `extra` layers fit less for each further shard on a machine, and `held`
     lie on its disk already. `quant` is the format that fits, where machines would choose others.
-    Layers from `joined` on are not parted.
+    `cuts` are where the model may be parted.
     """
 
     replicas: tuple[tuple[Span, ...], ...] = ()
@@ -58,7 +59,7 @@ class Laid:
     quant: Quant = ""
     extra: int = 0
     held: Mapping[NodeId, Sequence[LayerRange]] = field(default_factory=dict)
-    joined: int | None = None
+    cuts: Cuts = ANYWHERE
 
 
 UNKNOWN = Laid()
@@ -70,7 +71,7 @@ class Rooms:
 
     def __init__(self, laid: Laid, machines: Sequence[AvailableNode]) -> None:
         self.extra = laid.extra
-        self.joined = laid.joined
+        self.cuts = laid.cuts
         self._held = laid.held
         self._left = dict(laid.rooms)
         self._machines = machines

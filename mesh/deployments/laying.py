@@ -63,7 +63,7 @@ def require_possible(model: ModelShape, wish: Wish, quant: str) -> None:
             param="quant",
         )
     for pin in wish.pins:
-        if not model.may_lie_apart(pin.layers):
+        if not model.cuts.allow(pin.layers):
             why, fix = not_apart(model, pin.layers)
             raise UnsupportedFamily(why, fix=fix, param="layers")
 
@@ -134,7 +134,7 @@ def rooms(
             least = min(bench.weight_bytes) + bench.cache_bytes
             extra = max(extra, math.ceil(beside_bytes / least))
     held = {each.node_id: tuple(part.layers for part in each.held) for each in machines}
-    return Laid(rooms=found, extra=extra, held=held, joined=model.joined)
+    return Laid(rooms=found, extra=extra, held=held, cuts=model.cuts)
 
 
 def with_more(machine: Machine, more_bytes: int) -> Machine:

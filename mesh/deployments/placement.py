@@ -9,13 +9,15 @@ as long as the wish allows, so that a change moves little.
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Gap, Laid, Rooms
 from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Replica, Span, Wish
 from mesh.errors import BadRequest, NoRoute
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import LayerRange, NodeId
 
 
@@ -143,10 +145,10 @@ def choose_placement(
     orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
     orders.append(sorted(ranked, key=lambda m: rooms.first_held(m.node)))
     rounds = [order[k:] + order[:k] for order in orders for k in range(len(order))]
-    even = _ways(wish, pins, rounds, None, rooms.joined)
+    even = _ways(wish, pins, rounds, None, rooms.cuts)
     new = {spans: [s for s in spans if s not in there] for spans in even}
     ways = [spans for spans, more in new.items() if rooms.hold(more)]
-    ways = ways or _ways(wish, pins, rounds, rooms, rooms.joined)
+    ways = ways or _ways(wish, pins, rounds, rooms, rooms.cuts)
     if not ways:
         raise rooms.refusal(wish, wish.total_layers)
 
@@ -164,9 +166,9 @@ def _ways(
     pins: Sequence[Span],
     rounds: Iterable[Sequence[AvailableNode]],
     rooms: Rooms | None,
-    joined: int | None,
+    cuts: Cuts,
 ) -> list[tuple[Span, ...]]:
-    found = [_around(wish, pins, order, rooms, joined) for order in rounds]
+    found = [_around(wish, pins, order, rooms, cuts) for order in rounds]
     return [spans for spans in found if spans is not None]
 
 
@@ -181,16 +183,16 @@ def _around(
     pins: Sequence[Span],
     order: Sequence[AvailableNode],
     rooms: Rooms | None,
-    joined: int | None,
+    cuts: Cuts,
 ) -> tuple[Span, ...] | None:
     """What is not pinned, in even parts over the machines in their order; None where `rooms` are
-    too small for it. Layers from `joined` on are not parted."""
+    too small for it."""
     spans = list(pins)
     for gap in wish.whole.lacking(pin.layers for pin in pins):
         free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
         nodes = [machine.node for machine in free]
         parts = (
-            _split(gap, nodes, joined) if rooms is None else _split_within(gap, nodes, spans, rooms)
+            _split(gap, nodes, cuts) if rooms is None else _split_within(gap, nodes, spans, rooms)
         )
         if parts is None:
             return None
@@ -302,29 +304,23 @@ def _on_first(
     return tuple(parts)
 
 
-def _split(layers: LayerRange, nodes: Sequence[NodeId], joined: int | None = None) -> list[Span]:
-    """Even parts of a range over nodes, in their order; no node gets none, and the last one all
-    from `joined` on."""
-    if joined is not None and joined < layers.stop:
-        last = nodes[-1] if joined > layers.start else nodes[0]
-        if joined <= layers.start or len(nodes) < 2:
-            return [Span(last, layers)]
-        head = _split(LayerRange(layers.start, joined), nodes[:-1])
-        return [*head, Span(last, LayerRange(joined, layers.stop))]
-    return [Span(*each) for each in zip(nodes, layers.parts(len(nodes)), strict=False)]
+def _split(layers: LayerRange, nodes: Sequence[NodeId], cuts: Cuts = ANYWHERE) -> list[Span]:
+    """Even parts of a range over nodes, in their order; no part is empty."""
+    return [Span(*each) for each in zip(nodes, cuts.parts(layers, len(nodes)), strict=False)]
 
 
 def _split_within(
     layers: LayerRange, nodes: Sequence[NodeId], beside: Iterable[Span], rooms: Rooms
 ) -> list[Span] | None:
     """Parts as even as there is room for them beside spans of the same plan; None where there is
-    too little. Layers that are not parted go to the first node that has room for them."""
-    if rooms.joined is not None and rooms.joined < layers.stop:
-        return _joined_within(layers, nodes, tuple(beside), rooms)
+    too little."""
     taken: Counter[NodeId] = Counter()
     for span in beside:
         taken[span.node] += len(span.layers) + rooms.extra
     left = {node: _left(rooms.of(node), taken[node], len(layers)) for node in nodes}
+    groups = rooms.cuts.groups(layers)
+    if len(groups) < len(layers):
+        return _groups_within(groups, nodes, left)
     sizes: Counter[NodeId] = Counter()
     while (lacking := len(layers) - sizes.total()) > 0:
         able = [node for node in nodes if sizes[node] < left[node]]
@@ -340,21 +336,35 @@ def _split_within(
     return spans
 
 
-def _joined_within(
-    layers: LayerRange, nodes: Sequence[NodeId], beside: tuple[Span, ...], rooms: Rooms
+def _groups_within(
+    groups: Sequence[LayerRange], nodes: Sequence[NodeId], left: Mapping[NodeId, int]
 ) -> list[Span] | None:
-    assert rooms.joined is not None  # noqa: S101 - asked before
-    tail = LayerRange(max(rooms.joined, layers.start), layers.stop)
+    """The same of groups of layers that are not parted, the nodes in their order if that will do,
+    else by their room."""
+    by_room = sorted(nodes, key=lambda node: left[node])
+    for order in (nodes, by_room, by_room[::-1]):
+
+        def at_most(count: int, order: Sequence[NodeId] = order) -> list[Span] | None:
+            return _in_order(groups, order, {node: min(left[node], count) for node in order})
+
+        total = groups[-1].stop - groups[0].start
+        if at_most(total) is not None:
+            return at_most(bisect_left(range(total), True, key=lambda n: at_most(n) is not None))
+    return None
+
+
+def _in_order(
+    groups: Sequence[LayerRange], nodes: Iterable[NodeId], left: Mapping[NodeId, int]
+) -> list[Span] | None:
+    """Each node with as many as it has room for, up to the last group; None where some are left."""
+    spans, waiting = list[Span](), deque(groups)
     for node in nodes:
-        taken = sum(len(each.layers) + rooms.extra for each in beside if each.node == node)
-        if _left(rooms.of(node), taken, len(layers)) < len(tail):
-            continue
-        if tail == layers:
-            return [Span(node, tail)]
-        head, others = LayerRange(layers.start, tail.start), [n for n in nodes if n != node]
-        parts = _split_within(head, others, (*beside, Span(node, tail)), rooms)
-        if parts is not None:
-            return [*parts, Span(node, tail)]
+        start = stop = waiting[0].start
+        while waiting and waiting[0].stop - start <= left[node]:
+            stop = waiting.popleft().stop
+        spans += [Span(node, LayerRange(start, stop))] if start < stop else []
+        if not waiting:
+            return spans
     return None
 
 

@@ -51,7 +51,7 @@ def shape_of(manifest: Manifest, context: int) -> ModelShape:
         is_int4=manifest.is_int4,
         is_standard=has_standard_layers(manifest.config, manifest.model_type),
         inputs_weights=weight_bytes(inputs, 1),
-        joined=None if manifest.joined_from == total else manifest.joined_from,
+        cuts=manifest.cuts,
         layer_read=tuple(_read(manifest, one, share) for one in each) if share < 1 else (),
     )
 

@@ -25,12 +25,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.coded.scheme import KEYS
+from mesh.models.cuts import cuts_of
 from mesh.models.entries import ENTRIES, FamilyEntry
 from mesh.models.headed import PLAIN_HEADS, headed
 from mesh.models.manifest import Manifest
 from mesh.models.pooling import read_pooling
 from mesh.models.row_form import RowForm
-from mesh.models.standard import joined_from, may_lie_apart, streams_of
+from mesh.models.standard import streams_of
 from mesh.types import LayerRange
 
 PROVEN = frozenset(
@@ -119,19 +120,17 @@ class Family:
         axis = parts.axis if parts else 0
         return RowForm(self.config.hidden_size, self.config.num_hidden_layers, width, streams, axis)
 
-    def require_joined(self, layers: LayerRange) -> None:
-        """Raise UnsupportedFamily for layers that have some, and not all, of those that see the
-        same keys."""
+    def require_cuts(self, layers: LayerRange) -> None:
+        """Raise UnsupportedFamily for layers that it may not be cut into."""
         total = self.config.num_hidden_layers
-        joined = joined_from(self.config.to_dict(), total)
-        if may_lie_apart(layers, joined, total):
-            return
-        raise UnsupportedFamily(
-            f"Layers {layers} of {self.model_type} cannot be computed by themselves: its layers"
-            f" {(last := LayerRange(joined, total))} see keys of each other.",
-            fix=f"Have layers {last} on one machine, with or without some of those before them.",
-            param="layers",
-        )
+        cuts = cuts_of(self.config.to_dict(), total)
+        if not cuts.allow(layers):
+            why, fix = cuts.refusal(layers, total)
+            raise UnsupportedFamily(
+                f"Layers {layers} of {self.model_type} cannot be computed by themselves: {why}.",
+                fix=fix,
+                param="layers",
+            )
 
 
 def cut_config(whole: Any, layers: LayerRange) -> Any:

@@ -42,7 +42,7 @@ def load_span(
     BadCheckpoint when the files do not hold what the config needs.
     """
     family = family_of(manifest)
-    family.require_joined(layers)
+    family.require_cuts(layers)
     require_proof(family, manifest.cache_dir)
     placement = Placement(dtype, device, attn_implementation)
     return build_span(manifest, family, layers, placement, progress, defer=defer)

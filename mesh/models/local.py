@@ -15,6 +15,7 @@ from typing import Self
 from mesh.config import Config
 from mesh.errors import BadValue, NotEnoughMemory, nobody_asks
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.paths import absolute
@@ -52,6 +53,7 @@ class LocalModel:
     quant: str = ""
     """The number format that its deployment says, '' for that of this node's settings."""
     facts: CheckpointFacts | None = None
+    cuts: Cuts = ANYWHERE
 
     @classmethod
     def of(cls, manifest: Manifest, directory: Path, layers: LayerRange | None = None) -> Self:
@@ -59,7 +61,7 @@ class LocalModel:
         return cls(
             manifest.model_id, str(directory), manifest.weights_sha256, manifest.total_layers,
             manifest.max_positions, layers, sum(manifest.layer_bytes) >> 20,
-            facts=checkpoint_facts(manifest),
+            facts=checkpoint_facts(manifest), cuts=manifest.cuts,
         )  # fmt: skip
 
 
@@ -159,6 +161,13 @@ def _span(manifest: Manifest, layers: str) -> LayerRange | None:
         raise BadValue(
             f"layers {span} were asked for; {manifest.model_id} has layers {whole}.",
             fix=f"Use --layers within {whole}, or none to hold no layers.",
+            param="layers",
+        )
+    if not manifest.cuts.allow(span):
+        why, fix = manifest.cuts.refusal(span, manifest.total_layers)
+        raise BadValue(
+            f"layers {span} of {manifest.model_id} cannot be held by themselves: {why}.",
+            fix=fix,
             param="layers",
         )
     return span

@@ -20,6 +20,7 @@ from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.coded.gathering import all_are_blocks, all_fit_int4, gathered, parts_of
 from mesh.models.coded.scheme import scheme_of
+from mesh.models.cuts import Cuts, cuts_of
 from mesh.models.end_names import is_end, is_head, is_inputs, parent_of
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
@@ -30,7 +31,7 @@ from mesh.models.hub_cache import checkpoint_name
 from mesh.models.layer_names import find_layers, language_part, layer_bytes, number_in
 from mesh.models.pairs import with_pairs
 from mesh.models.partial import Partial, read_partial, require_present
-from mesh.models.standard import goes_by_torch, joined_from, streams_of
+from mesh.models.standard import goes_by_torch, streams_of
 from mesh.types import LayerRange, ModelId
 
 INDEX = "model.safetensors.index.json"
@@ -131,9 +132,9 @@ class Manifest:
         )
 
     @property
-    def joined_from(self) -> int:
-        """The first of the layers that lie on one machine; `total_layers` where there are none."""
-        return joined_from(self.config, self.total_layers)
+    def cuts(self) -> Cuts:
+        """Where it may be cut."""
+        return cuts_of(self.config, self.total_layers)
 
     @property
     def row_size(self) -> int:

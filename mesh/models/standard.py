@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mesh.types import LayerRange
-
 UNEQUAL = frozenset({"gemma4_text", "gemma4_unified_text"})
 """Models whose layers differ in width."""
 STANDARD = UNEQUAL | {
@@ -111,34 +109,10 @@ def has_standard_layers(config: Mapping[str, Any], model_type: str) -> bool:
     )
 
 
-def joined_from(config: Mapping[str, Any], total: int) -> int:
-    """Of so many layers the first of those at the end that lie on one machine, as some see keys and
-    values of others; `total` where none do.
-
-    Layers that see the keys of others take those of the last layer of their kind that has its own.
-    """
-    text = _text(config)
-    shared = text.get("num_kv_shared_layers") or 0
-    if not 0 < shared < total:
-        return total
-    kinds = text.get("layer_types") or ()
-    if len(kinds) != total:
-        return 0  # nothing tells which they are
-    own, seeing = [*kinds[: total - shared]], {*kinds[total - shared :]}
-    return min(len(own) - 1 - own[::-1].index(k) if k in own else 0 for k in seeing)
-
-
 def streams_of(config: Mapping[str, Any]) -> int:
     """How many hidden states there are for one position between its layers."""
     text = _text(config)
     return int(next((text[name] for name in _STREAMS if text.get(name)), 1))
-
-
-def may_lie_apart(layers: LayerRange, joined: int, total: int) -> bool:
-    """Whether a machine can have these of so many layers without the others, where those from
-    `joined` on lie together."""
-    stops = layers.stop <= joined or layers.stop == total
-    return joined == total or (layers.start <= joined and stops)
 
 
 def has_other_layers(config: Mapping[str, Any]) -> bool:

@@ -63,7 +63,7 @@ class PrivacyReport:
 
     def _next(self, model: LocalModel, *, is_thin: bool) -> ReportedRoute:
         limits = route_limits(self._config)
-        rules = limits.cover_rules(model.total_layers, remote_ends=is_thin)
+        rules = limits.cover_rules(model, remote_ends=is_thin)
         candidates = [offer.candidate(self._own) for offer in self._routable(model.model_id)]
         same = [
             c

@@ -44,7 +44,7 @@ def by_hand(
         layers = model.layers
         if layers is None:
             continue
-        for device, part in zip(alike, layers.parts(len(alike)), strict=False):
+        for device, part in zip(alike, model.cuts.parts(layers, len(alike)), strict=False):
             served[device].append(wiring.shard(config, model, part))
     return served
 

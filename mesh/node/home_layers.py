@@ -84,7 +84,8 @@ class HomeLayers:
     def add(self, model: LocalModel) -> None:
         """This node asks the model from now on, so that some of it may have to be here."""
         routing = self._config.routing
-        for layers in home_layers(model.total_layers, routing.keep_first, routing.keep_last):
+        kept = routing.keep_first, routing.keep_last
+        for layers in home_layers(model.total_layers, *kept, model.cuts):
             if model.layers is None or not model.layers.covers(layers):
                 name = shard_id(model.model_id, layers)
                 self._wanted[name] = model, layers

@@ -289,5 +289,5 @@ def _model(
         pooling=pooling,
         inputs_size=manifest.row_size - manifest.hidden_size,
         short_positions=short_positions(config),
-        joined_from=manifest.joined_from,
+        cuts=manifest.cuts,
     )

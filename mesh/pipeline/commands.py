@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from mesh.discovery.advertisement import Advertisement
 from mesh.health.detector import Verdict
 from mesh.health.series import HopSteps
+from mesh.models.cuts import Cuts
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.memory_budget import MemoryCaps
@@ -64,6 +65,18 @@ class Offer:
         )  # fmt: skip
 
 
+class Layered(Protocol):
+    """What is to be known of a model."""
+
+    @property
+    def total_layers(self) -> int:
+        """How many decoder layers it has."""
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where it may be parted."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteLimits:
     """What the configuration says of the routes of this node's own requests."""
@@ -75,9 +88,9 @@ class RouteLimits:
     mix_formats: bool = False
     policy: Policy = "auto"
 
-    def cover_rules(self, total_layers: int, *, remote_ends: bool = False) -> CoverRules:
+    def cover_rules(self, model: Layered, *, remote_ends: bool = False) -> CoverRules:
         """The rules for a route through a model of so many layers."""
-        home = home_layers(total_layers, self.keep_first, self.keep_last)
+        home = home_layers(model.total_layers, self.keep_first, self.keep_last, model.cuts)
         return CoverRules(
             self.max_shards,
             self.allow_self_as_first,

@@ -73,7 +73,7 @@ class Engine:
         self.model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
-        rules = settings.routes.cover_rules(model.total_layers, remote_ends=model.ends is None)
+        rules = settings.routes.cover_rules(model, remote_ends=model.ends is None)
         self._router = ShardRouter(self.shards, rules)
         links = self._links = HopLinks(dial)
         patience = Patience(load_s=settings.load_limit_s)

@@ -77,9 +77,7 @@ class LogitLens:
         )
         rows, layers = self._embedded(ids), list[dict[str, Any]]()
         served: list[RouteHop] = []
-        # Of layers that see keys of each other each is computed behind those before it.
-        joined = model.total_layers if model.joined_from is None else model.joined_from
-        before = rows
+        before = rows  # what goes into the last layer that needs none of those before it
 
         def pick(refused: Collection[ShardKey]) -> tuple[RouteHop, ...]:
             left = LayerRange(len(layers), model.total_layers)
@@ -89,8 +87,9 @@ class LogitLens:
             nonlocal rows, before
             for hop in hops:
                 for layer in range(hop.layers.start, hop.layers.stop):
-                    before = rows if layer <= joined else before
-                    alone = RouteHop(hop.shard, LayerRange(min(layer, joined), layer + 1))
+                    first = model.cuts.first(layer)
+                    before = rows if layer == first else before
+                    alone = RouteHop(hop.shard, LayerRange(first, layer + 1))
                     rows = await self._through(alone, terms, before)
                     said = self._top(rows[-1], top)
                     layers.append({"layer": layer, "node": hop.shard.node_name, "top": said})

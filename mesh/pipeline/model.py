@@ -11,6 +11,7 @@ from mesh.models.call_forms import CallMarks
 from mesh.models.candidates import CANDIDATES
 from mesh.models.channels import ChannelMarks
 from mesh.models.constraint import Constraint
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.models.detokenize import IncrementalDecoder
 from mesh.models.pooling import NO_POOLING, Pooling
 from mesh.models.reasoning import ReasoningMarks
@@ -120,9 +121,8 @@ class AskerModel:
     short_positions: int = 0
     """Texts of up to so many positions are turned otherwise than longer ones; 0 where that is no
     matter (`mesh.models.rope`)."""
-    joined_from: int | None = None
-    """The first of the layers that see keys of each other, so that none of them is computed without
-    those before it; None where there are none."""
+    cuts: Cuts = ANYWHERE
+    """Before which layers it may be cut; any other is computed behind those before it only."""
 
     @property
     def row_size(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mesh.errors import NoRoute
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import LayerRange, RouteHop, ShardDescriptor
 
 LAN_HOP_WEIGHT = 1.0
@@ -75,13 +76,15 @@ class CoverRules:
         return any(layer in part for part in self.home)
 
 
-def home_layers(total_layers: int, keep_first: int, keep_last: int) -> tuple[LayerRange, ...]:
-    """The first and the last so many layers of a model, as ranges in order."""
+def home_layers(
+    total_layers: int, keep_first: int, keep_last: int, cuts: Cuts = ANYWHERE
+) -> tuple[LayerRange, ...]:
+    """The first and the last so many layers of a model, or more where its `cuts` want it, as ranges
+    in order."""
     first, last = min(keep_first, total_layers), max(0, total_layers - keep_last)
-    if first >= last:
-        return (LayerRange(0, total_layers),)
     ends = ((0, first), (last, total_layers))
-    return tuple(LayerRange(start, stop) for start, stop in ends if start < stop)
+    kept = [cuts.around(LayerRange(start, stop)) for start, stop in ends if start < stop]
+    return LayerRange.runs(layer for layer in range(total_layers) if any(layer in r for r in kept))
 
 
 ShardKey = tuple[str, str]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mesh.capacity import Device
-from mesh.models.standard import may_lie_apart
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import HALVED_FORMAT, LayerRange, ModelId, NodeId
 
 Quant = Literal["none", "int8", "int4"]
@@ -45,8 +45,7 @@ class ModelShape:
     `layer_read` numbers, where that is not all of them: those are mixtures of experts. A part of
     a model need not have its first and its last layer.
     `row_size` numbers go from hop to hop for one position. Tables have `inputs_weights` of which
-    layers are given something for each token. Layers from `joined` on see keys of each other, so
-    that they lie on one machine; None where none do.
+    layers are given something for each token. `cuts` are where it may be parted.
     """
 
     model_id: ModelId
@@ -68,7 +67,7 @@ class ModelShape:
     has_first: bool = True
     has_last: bool = True
     inputs_weights: int = 0
-    joined: int | None = None
+    cuts: Cuts = ANYWHERE
 
     def weight_size(self, name: str) -> float:
         """Bytes that a weight takes in this format."""
@@ -81,15 +80,6 @@ class ModelShape:
         return len(self.layer_weights)
 
     @property
-    def joined_from(self) -> int:
-        """The first of the layers that are not parted; behind all where there are none."""
-        return self.total_layers if self.joined is None else self.joined
-
-    def may_lie_apart(self, layers: LayerRange) -> bool:
-        """Whether these can be on a machine without the others."""
-        return may_lie_apart(layers, self.joined_from, self.total_layers)
-
-    @property
     def edges(self) -> tuple[int, ...]:
         """The layers beside which embedding and head are, where shards run those."""
         ends = ((0, self.has_first), (self.total_layers - 1, self.has_last))
@@ -97,7 +87,7 @@ class ModelShape:
 
     def part(self, layers: LayerRange) -> ModelShape:
         """A model of these layers only."""
-        own, joined = slice(layers.start, layers.stop), self.joined_from
+        own = slice(layers.start, layers.stop)
         return replace(
             self,
             layer_weights=self.layer_weights[own],
@@ -105,7 +95,7 @@ class ModelShape:
             layer_read=self.layer_read[own],
             has_first=self.has_first and layers.start == 0,
             has_last=self.has_last and layers.stop == self.total_layers,
-            joined=max(0, joined - layers.start) if joined < layers.stop else None,
+            cuts=self.cuts.part(layers),
         )
 
 

@@ -240,10 +240,10 @@ def _replica(
         return None
     if frugal:
         seats = [replace(each, hop_ms=1e6 + each.hop_ms + each.room_bytes / 1e6) for each in seats]
-    seated = seat(seats, model.total_layers, demand.max_shards, model.joined)
+    seated = seat(seats, model.total_layers, demand.max_shards, model.cuts)
     while seated is not None and (shared := _on_one_disk(seats, seated, by_key)) is not None:
         seats = shared
-        seated = seat(seats, model.total_layers, demand.max_shards, model.joined)
+        seated = seat(seats, model.total_layers, demand.max_shards, model.cuts)
     if seated is None:
         return None
     if not frugal and any(bench.machine.held for bench in found):
@@ -284,7 +284,7 @@ def _stay(
     """Nearly as fast, with less to fetch."""
     budget_ms = STAY_SHARE * fastest.cost_ms
     charged = [staying(each, by_key[each.key].machine, budget_ms) for each in seats]
-    found = seat(charged, model.total_layers, most, model.joined)
+    found = seat(charged, model.total_layers, most, model.cuts)
     fits = found is not None and _on_one_disk(seats, found, by_key) is None
     return found if found is not None and fits else fastest
 
@@ -308,12 +308,8 @@ def _seats(
 
 def not_apart(model: ModelShape, layers: LayerRange) -> tuple[str, str]:
     """Why these layers are not for one machine alone, and what to do."""
-    joined = LayerRange(model.joined_from, model.total_layers)
-    return (
-        f"{model.model_id} cannot have layers {layers} on one machine: its layers {joined} see keys"
-        " of each other.",
-        f"Give layers {joined} to one machine, with or without those before them.",
-    )
+    why, fix = model.cuts.refusal(layers, model.total_layers)
+    return f"{model.model_id} cannot have layers {layers} on one machine: {why}.", fix
 
 
 def _contradiction(
@@ -340,7 +336,7 @@ def _contradiction(
         why = f"nobody knows {', '.join(sorted(named - known))}."
     elif out:
         why = f"{model.model_id} has layers {whole}, not {', '.join(out)}."
-    elif apart := [pin for _, pin in demand.pins if not model.may_lie_apart(pin)]:
+    elif apart := [pin for _, pin in demand.pins if not model.cuts.allow(pin)]:
         why, fix = not_apart(model, apart[0])
     elif _dealt(demand) is None:
         why = "layers that are given to several nodes are more copies than replicas."

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, permutations
+from itertools import accumulate, pairwise, permutations
 
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import LayerRange
 
 _ALL_ORDERS = 5
@@ -73,16 +74,17 @@ class Seat:
         on_disk = bisect_right(self._fetched, self._fetched[start] + self.disk_bytes)
         return min(in_memory, on_disk) - 1
 
-    def joined(self, first: int) -> Seat:
-        """The same with the layers from `first` on as if they were one."""
+    def joined(self, ends: Sequence[int]) -> Seat:
+        """The same with the layers between two of these ends as if they were one."""
         pin = self.pin
-        if pin is not None and pin.stop > first:
-            pin = LayerRange(pin.start, first + 1)
+        if pin is not None:
+            pin = LayerRange(ends.index(pin.start), ends.index(pin.stop))
+        parts = [slice(*each) for each in pairwise(ends)]
         return replace(
             self,
-            layer_ms=(*self.layer_ms[:first], sum(self.layer_ms[first:])),
-            layer_bytes=(*self.layer_bytes[:first], sum(self.layer_bytes[first:])),
-            fetch_bytes=(*self.fetch_bytes[:first], sum(self.fetch_bytes[first:])),
+            layer_ms=tuple(sum(self.layer_ms[part]) for part in parts),
+            layer_bytes=tuple(sum(self.layer_bytes[part]) for part in parts),
+            fetch_bytes=tuple(sum(self.fetch_bytes[part]) for part in parts),
             pin=pin,
         )
 
@@ -133,19 +135,20 @@ class Seating:
 
 
 def seat(
-    seats: Iterable[Seat], total_layers: int, most: int, joined_from: int | None = None
+    seats: Iterable[Seat], total_layers: int, most: int, cuts: Cuts = ANYWHERE
 ) -> Seating | None:
     """The cheapest seating of all layers on `most` seats or fewer; None where there is none.
 
-    Depends on the seats and their keys alone, not on their order. Every pinned seat is used. The
-    layers from `joined_from` on are not parted; no pin may part them.
+    Depends on the seats and their keys alone, not on their order. Every pinned seat is used. No
+    pin may be against the `cuts`.
     """
-    if joined_from is not None and joined_from < total_layers - 1:
-        found = seat((each.joined(joined_from) for each in seats), joined_from + 1, most)
+    if cuts.followers:
+        groups = cuts.groups(LayerRange(0, total_layers))
+        ends = [0, *(group.stop for group in groups)]
+        found = seat((each.joined(ends) for each in seats), len(groups), most)
         if found is None:
             return None
-        ends = {joined_from + 1: total_layers}
-        parts = ((s, LayerRange(o.start, ends.get(o.stop, o.stop))) for s, o in found.parts)
+        parts = ((s, LayerRange(ends[o.start], ends[o.stop])) for s, o in found.parts)
         return Seating(tuple(parts), found.cost_ms)
     of_use = [each for each in seats if each.pin is not None or layers_within(each)]
     of_use.sort(key=lambda each: (_begins(each), each.key))

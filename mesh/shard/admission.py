@@ -27,6 +27,7 @@ from mesh.errors import (
     SessionGone,
     WeightsMismatch,
 )
+from mesh.models.cuts import Cuts
 from mesh.shard.session import gone
 from mesh.shard.sessions import GROWTH
 from mesh.shard.settings import ShardSettings
@@ -40,21 +41,21 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """Of a model: rows have `row_size` numbers, of which the first `hidden_size` are a hidden state
-    (`mesh.models.row_form`); layers from `joined_from` on see keys of each other."""
+    (`mesh.models.row_form`); `cuts` are where sessions may begin."""
 
     hidden_size: int
     row_size: int
-    joined_from: int
+    cuts: Cuts
 
 
-def require_joined(layers: LayerRange, shape: LayerShape, here: ShardDescriptor) -> None:
-    """Raise BadRequest for layers that see keys of others and are asked for without those."""
-    joined = shape.joined_from
-    if layers.start > joined:
+def require_start(layers: LayerRange, shape: LayerShape) -> None:
+    """Raise BadRequest for layers of which the first uses what earlier ones have made."""
+    first = shape.cuts.first(layers.start)
+    if first != layers.start:
         raise BadRequest(
-            f"Layers {layers} are not a session: those of {LayerRange(joined, here.total_layers)}"
-            " see keys of each other.",
-            fix=f"Ask for those from layer {joined} on as well.",
+            f"Layers {layers} are not a session: layer {layers.start} uses what earlier layers have"
+            " made.",
+            fix=f"Ask for those from layer {first} on as well.",
         )
 
 

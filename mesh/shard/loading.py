@@ -130,7 +130,7 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
         lambda: bool(spare),
         load_plain,
         load_ends,
-        LayerShape(plan.manifest.hidden_size, runtime.row_size, plan.manifest.joined_from),
+        LayerShape(plan.manifest.hidden_size, runtime.row_size, plan.manifest.cuts),
         bytes_read,
         (time.perf_counter() - started) * 1000,
         tuple(

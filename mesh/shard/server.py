@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mesh.clock import SystemClock, loop_time
 from mesh.errors import BadRequest, MeshError, NoRoute, from_dict
 from mesh.health.percentiles import percentile
-from mesh.shard.admission import Ended, LayerShape, SessionTable, layers_asked, require_joined
+from mesh.shard.admission import Ended, LayerShape, SessionTable, layers_asked, require_start
 from mesh.shard.commands import ShardLoad
 from mesh.shard.resident_weights import MakeRoom, ResidentWeights
 from mesh.shard.scheduler import Scheduler
@@ -194,7 +194,7 @@ class ShardServer:
         nothing.
         """
         layers = layers_asked(request, self.descriptor)
-        require_joined(layers, self.shape, self.descriptor)
+        require_start(layers, self.shape)
         steering = SessionEdits.check(edits, layers, self.shape.hidden_size)
         self._require_ends(request)
         session = ChatSession(self, request, owner, steering, recording)

@@ -15,7 +15,7 @@ from mesh.deployments.placement import gaps, make_plan, without
 from mesh.deployments.refusals import MAX_REFUSALS, RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
-from mesh.models.standard import may_lie_apart
+from mesh.models.cuts import Cuts
 from mesh.routing.fitting import asking_bytes, shard_bytes
 from mesh.routing.machines import Demand, HeldLayers, Machine
 from mesh.types import LayerRange, NodeId
@@ -278,13 +278,15 @@ def test_whatever_is_changed_no_machine_is_given_more_than_it_has_room_for(seed:
     what can stay does, and what is new fits beside it."""
     chance = random.Random(seed)
     total = chance.randrange(2, 13)
-    joined = chance.choice((None, None, chance.randrange(total)))
+    tail = range(chance.randrange(total) + 1, total)
+    cuts = Cuts(frozenset(chance.choice(((), (), tail, chance.sample(range(total), total // 2)))))
+    cuts = Cuts(cuts.followers - {0})
     wish = replace(WISH, total_layers=total, replicas=chance.randrange(1, 4))
     nodes = [NodeId(name) for name in "abcd"]
     lost = set(chance.sample(nodes, chance.randrange(4)))
     here = [AvailableNode(n, n, chance.choice((None, 100, 200))) for n in nodes if n not in lost]
     everywhere = [AvailableNode(node, node) for node in nodes]
-    roomy = Laid(rooms=dict.fromkeys(nodes, chance.randrange(total, 3 * total)), joined=joined)
+    roomy = Laid(rooms=dict.fromkeys(nodes, chance.randrange(total, 3 * total)), cuts=cuts)
     before = None
     if chance.random() < 0.6:
         was = replace(wish, replicas=chance.randrange(1, 4))
@@ -292,13 +294,11 @@ def test_whatever_is_changed_no_machine_is_given_more_than_it_has_room_for(seed:
     pins = []
     for at in sorted(chance.sample(range(total), min(total, chance.randrange(4)))):
         part = LayerRange(at, chance.randrange(at, total) + 1)
-        if all(not part.overlaps(pin.layers) for pin in pins) and may_lie_apart(
-            part, total if joined is None else joined, total
-        ):
+        if all(not part.overlaps(pin.layers) for pin in pins) and cuts.allow(part):
             pins.append(Span(chance.choice(here).node, part))
     wish = replace(wish, pins=tuple(pins))
     room = {node.node: chance.randrange(2 * total) for node in here}
-    laid = Laid(rooms=room, joined=joined, extra=chance.randrange(3))
+    laid = Laid(rooms=room, cuts=cuts, extra=chance.randrange(3))
     try:
         plan = make_plan(wish, "cd" * 32, here, before, asked=True, laid=laid)
     except NotEnoughMemory:
@@ -310,7 +310,7 @@ def test_whatever_is_changed_no_machine_is_given_more_than_it_has_room_for(seed:
         assert layers[0].start == 0
         assert layers[-1].stop == total
         assert all(one.stop == other.start for one, other in pairwise(layers))
-        assert joined is None or layers[-1].start <= joined
+        assert all(map(cuts.allow, layers))
         if number == 0:
             assert set(pins) <= set(replica.spans)
     for old, new in zip(() if before is None else before.replicas, plan.replicas, strict=False):

@@ -27,6 +27,7 @@ from mesh.deployments.wishes import (
 from mesh.errors import BadRequest, NoRoute, NotEnoughMemory
 from mesh.events.state import Fact
 from mesh.events.types import EventId, Order
+from mesh.models.cuts import Cuts
 from mesh.types import MAX_LAYERS, LayerRange, ModelId, NodeId
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
@@ -296,7 +297,8 @@ def test_who_plans_anew_and_when() -> None:
 def test_layers_that_are_not_parted_lie_on_one_machine(
     joined: int, rooms: dict[NodeId, int]
 ) -> None:
-    laid = Laid(rooms=rooms, joined=joined)
+    cuts = Cuts(frozenset(range(joined + 1, 6)))
+    laid = Laid(rooms=rooms, cuts=cuts)
     most = [rooms.get(machine.node, 6) for machine in MACHINES]
     if max(most) < 6 - joined:
         with pytest.raises(NotEnoughMemory):
@@ -312,7 +314,7 @@ def test_layers_that_are_not_parted_lie_on_one_machine(
     # And what a lost machine held goes where there is room beside what is there.
     for lost in {span.node for span in whole.spans}:
         left = [machine for machine in MACHINES if machine.node != lost]
-        again = make_plan(WISH, named(2), left, plan, asked=False, laid=Laid(joined=joined))
+        again = make_plan(WISH, named(2), left, plan, asked=False, laid=Laid(cuts=cuts))
         _require_together(again.replicas[0].spans, joined)
 
 

@@ -112,7 +112,7 @@ _VARIED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _require_same(manifest: Manifest, expected: tuple[Sequence[torch.Tensor], list[int]]) -> None:
     chunks, layers = prompt_chunks(_CHUNKS), manifest.total_layers
-    cuts = sorted({0, min(2, manifest.joined_from), layers})
+    cuts = sorted({0, manifest.cuts.first(2), layers})
     found, ids = run_parts(manifest, cuts, chunks, decode=6)
     assert ids == expected[1]
     for step, other in zip(found, expected[0], strict=True):

@@ -21,10 +21,10 @@ from transformers import Gemma4ForConditionalGeneration as WithImages
 
 from mesh.errors import UnsupportedFamily
 from mesh.interventions.skeleton import load_skeleton
+from mesh.models.cuts import ANYWHERE, cuts_of
 from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
-from mesh.models.standard import joined_from
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
@@ -44,13 +44,14 @@ def test_chain_of_spans_equals_the_whole_model(
 ) -> None:
     directory = checkpoint(family, layers=LAYERS, num_kv_shared_layers=shared)
     manifest, chunks = read_manifest(directory), prompt_chunks((128, 72))
-    assert manifest.joined_from == {0: 8, 4: 2, 5: 1}[shared]
+    followers = {0: range(0), 4: range(3, 8), 5: range(2, 8)}[shared]
+    assert manifest.cuts.followers == {*followers}
     assert manifest.row_size == family_of(manifest).row_form.size == 64 * STREAMS[family] + 8 * 16
     expected, expected_ids = run_whole(directory, chunks, 16)
     assert len(set(expected_ids)) > 3
     more = [[*range(9)]] if not shared else []
     for cuts in (*CUTS, *more):
-        if cuts[-2] > manifest.joined_from:
+        if cuts[-2] in followers:
             continue
         logits, ids = run_parts(manifest, cuts, chunks, 16)
         assert ids == expected_ids
@@ -128,10 +129,10 @@ def test_the_last_layers_lie_together_from_the_first_whose_keys_are_seen() -> No
             num_hidden_layers=layers, num_kv_shared_layers=shared, layer_types=kinds
         )
         said = config.to_dict()
-        assert joined_from(said, layers) == first
-        assert joined_from({"text_config": said}, layers) == first
+        assert cuts_of(said, layers).followers == {*range(first + 1, layers)}
+        assert cuts_of({"text_config": said}, layers) == cuts_of(said, layers)
         span = family_of_config(config).slice_config(LayerRange(first, layers))
         assert (span.num_kv_shared_layers, span.num_hidden_layers) == (shared, layers - first)
         del said["layer_types"]
-        assert joined_from(said, layers) == 0, "nothing tells which they are"
-        assert joined_from(said | {"num_kv_shared_layers": 0}, layers) == layers
+        assert len(cuts_of(said, layers).followers) == layers - 1, "nothing tells which they are"
+        assert cuts_of(said | {"num_kv_shared_layers": 0}, layers) == ANYWHERE

@@ -23,6 +23,7 @@ from mesh.hearth.network_settings import NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.cuts import Cuts
 from mesh.models.local import LocalModel
 from mesh.node.deploying import House
 from mesh.node.holdings import Holdings, by_hand
@@ -67,6 +68,11 @@ def test_what_is_held_by_hand_is_cut_over_the_devices_of_the_first_one_s_kind() 
     ]  # fmt: skip
     (alone,) = by_hand(Config(), models, ("auto",))
     assert [str(request.layers) for request in alone] == ["0-3", "3-3"]
+    tied = replace(MODEL, layers=LayerRange(0, 4), cuts=Cuts(frozenset({1, 2})))
+    served = by_hand(Config(), [tied], devices)
+    assert [[str(request.layers) for request in some] for some in served] == [
+        ["0-2"], [], ["3-3"], [],
+    ]  # fmt: skip
 
 
 class SlowHost(ShardSupervisor):

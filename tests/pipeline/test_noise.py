@@ -75,5 +75,5 @@ def test_the_configuration_reaches_the_asker() -> None:
     settings = start_asker(config, key, model, tls).settings
     assert settings.activation_noise == 0.25
     assert settings.draft_tokens == 3
-    assert settings.routes.cover_rules(8).home == (LayerRange(0, 2), LayerRange(7, 8))
-    assert start_asker(Config(), key, model, tls).settings.routes.cover_rules(8).home == ()
+    assert settings.routes.cover_rules(model).home == (LayerRange(0, 2), LayerRange(7, 8))
+    assert start_asker(Config(), key, model, tls).settings.routes.cover_rules(model).home == ()

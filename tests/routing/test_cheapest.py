@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import NoRoute
+from mesh.models.cuts import Cuts
 from mesh.routing.cheapest import cheapest_cover, cover
 from mesh.routing.cover import Candidate, CoverRules, greedy_cover, home_layers, key_of
 from mesh.routing.fitting import HOP_MS
@@ -90,6 +91,8 @@ def test_home_layers_stay_at_home() -> None:
     assert layers_of(cover(shards, WHOLE, rules)) == ["0-1", "2-14", "15-15"]
     with pytest.raises(NoRoute, match="this machine"):
         cover(shards[1:], WHOLE, rules)
+    tied = home_layers(16, 2, 1, Cuts(frozenset({2, 3, 14, 15})))
+    assert layers_of(cover(shards, WHOLE, replace(rules, home=tied))) == ["0-3", "4-12", "13-15"]
 
 
 def test_formats_are_not_mixed_unless_that_is_allowed() -> None:

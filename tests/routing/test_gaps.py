@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mesh.capacity import Device, Speed
+from mesh.models.cuts import Cuts
 from mesh.routing.gaps import beside, fill
-from mesh.routing.machines import Demand, HeldLayers, Machine
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.types import LayerRange, NodeId
 from tests.routing.shapes import model_of
 
@@ -59,12 +60,19 @@ def test_the_next_gap_has_what_the_first_left() -> None:
     assert fill(MODEL, left, LayerRange(2, 8), DEMAND) is not None
 
 
+def cut_before(layers: range) -> ModelShape:
+    return replace(MODEL, cuts=Cuts(frozenset(range(8)) - {*layers}))
+
+
 def test_layers_of_a_gap_that_see_keys_of_each_other_lie_on_one_machine() -> None:
-    model, two = replace(MODEL, joined=5), [machine("a", 1.4), machine("b", 1.4)]
+    model, two = cut_before(range(6)), [machine("a", 1.4), machine("b", 1.4)]
     split = fill(model, two, LayerRange(2, 8), DEMAND)
     assert split is not None
     assert str(split[-1].layers) in {"3-7", "4-7", "5-7"}
-    assert fill(replace(MODEL, joined=1), two, LayerRange(1, 8), DEMAND) is None
+    assert fill(cut_before(range(2)), two, LayerRange(1, 8), DEMAND) is None
+    pairs = fill(cut_before(range(0, 8, 2)), two, LayerRange(0, 8), DEMAND)
+    assert pairs is not None
+    assert [each.layers.start % 2 for each in pairs] == [0, 0]
     assert fill(model, two, LayerRange(0, 5), DEMAND) is not None
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.capacity import Device, Speed
+from mesh.models.cuts import Cuts
 from mesh.routing.fitting import Bench, benches
 from mesh.routing.forecast import Forecast, Placed
 from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape, Timed
@@ -497,12 +498,12 @@ def layers_ms(replica: Forecast) -> float:
 
 
 @settings(max_examples=150)
-@given(HOUSES, LAYERS, st.integers(0, 3), st.none() | st.integers(0, 5), st.integers(0, 2**32))
+@given(HOUSES, LAYERS, st.integers(0, 3), st.sets(st.integers(1, 5)), st.integers(0, 2**32))
 def test_a_plan_is_as_good_as_any(
-    drawn: list[Drawn], sizes: list[int], pinned: int, joined: int | None, seed: int
+    drawn: list[Drawn], sizes: list[int], pinned: int, tied: set[int], seed: int
 ) -> None:
     shape = with_layers(model(), [mb << 20 for mb in sizes])
-    shape = replace(shape, joined=joined if joined is not None and joined < len(sizes) else None)
+    shape = replace(shape, cuts=Cuts(frozenset(each for each in tied if each < len(sizes))))
     machines = house(drawn, len(sizes))
     pins: dict[str, LayerRange] = {}
     if pinned == 1:
@@ -522,7 +523,7 @@ def test_a_plan_is_as_good_as_any(
     ways = [
         sum(bench.cost(span) for bench, span in way)
         for way in all_ways(possible, len(sizes), pins)
-        if all(shape.may_lie_apart(span) for _, span in way)
+        if all(shape.cuts.allow(span) for _, span in way)
     ]
     ends_fit = benches(shape, machines[0], wish, "none")[0].have_bytes >= 0
     if found.refusal is not None:
@@ -535,7 +536,7 @@ def test_a_plan_is_as_good_as_any(
     ]
     assert replica.shards[-1].layers.stop == len(sizes)
     assert all(shard.need.total <= shard.have for shard in replica.shards)
-    assert all(shape.may_lie_apart(shard.layers) for shard in replica.shards)
+    assert all(shape.cuts.allow(shard.layers) for shard in replica.shards)
     assert all((s.layers == pins[s.node_id]) for s in replica.shards if s.node_id in pins)
     assert pins.keys() <= {shard.node_id for shard in replica.shards}
     assert layers_ms(replica) <= 1.05 * min(ways)

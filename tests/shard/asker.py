@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError, from_dict
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.shard.admission import LayerShape
 from mesh.shard.runtime import Runtime
 from mesh.shard.scheduler import Scheduler
@@ -90,14 +91,14 @@ class Attic:
         self,
         loader: CountedLoader | None = None,
         queue: Scheduler | None = None,
-        joined_from: int = 99,
+        cuts: Cuts = ANYWHERE,
         **settings: Any,
     ) -> None:
         self.loader = loader or CountedLoader()
         self.queue = queue or Scheduler()
         self.server = ShardServer(
             descriptor(), self.loader, ShardSettings(**settings),
-            shape=LayerShape(HIDDEN, HIDDEN, joined_from),
+            shape=LayerShape(HIDDEN, HIDDEN, cuts),
             scheduler=self.queue,
         )  # fmt: skip
         self.service = ShardService()

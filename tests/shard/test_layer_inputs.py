@@ -11,6 +11,7 @@ import torch
 from transformers import Gemma4TextConfig
 
 from mesh.errors import BadRequest, UnsupportedFamily
+from mesh.models.cuts import Cuts
 from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_span
 from mesh.models.row_form import RowForm
@@ -186,10 +187,16 @@ def test_it_is_steered_like_by_a_hook() -> None:
 
 def test_layers_that_see_the_same_keys_are_not_parted() -> None:
     manifest = checkpoint("gemma4_e", LAYERS)
-    for layers in (LayerRange(0, 3), LayerRange(3, LAYERS), LayerRange(4, 6)):
-        with pytest.raises(UnsupportedFamily, match="see keys of each other") as caught:
+    for layers, whose, together in (
+        (LayerRange(0, 3), "layer 3 uses", "0-7"),
+        (LayerRange(3, LAYERS), "layer 3 uses", "2-7"),
+        (LayerRange(4, 6), "layers 4 and 6 use", "2-7"),
+    ):
+        with pytest.raises(UnsupportedFamily, match=f"{whose} what earlier layers") as caught:
             load_span(manifest, layers, dtype=torch.float32, device=CPU)
-        assert f"layers {HALVES[1]} on one machine" in caught.value.fix
+        assert caught.value.fix == (
+            f"Have layers {together} there. It may be cut before layers 1-2."
+        )
 
 
 @pytest.mark.parametrize("family", FORMS)
@@ -210,9 +217,9 @@ def test_its_lean_layers_are_proven() -> None:
 
 
 async def test_a_session_without_the_layers_whose_keys_it_sees_is_refused() -> None:
-    async with Attic(joined_from=2) as attic:
+    async with Attic(cuts=Cuts(frozenset({3}))) as attic:
         asker = attic.asker()
-        with pytest.raises(BadRequest, match="see keys of each other"):
+        with pytest.raises(BadRequest, match="layer 3 uses what earlier layers have"):
             await asker.open(1, start=3, stop=4)
         await asker.open(2, start=2, stop=3)  # a lens goes no further
         await asker.open(3, start=0, stop=4)

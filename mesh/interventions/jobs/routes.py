@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mesh.clock import LoopClock
 from mesh.errors import Busy, MeshError, NoRoute
 from mesh.interventions.relay import HopSessions
+from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.pipeline.claims import Claims
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.known_shards import KnownShards
@@ -35,6 +36,7 @@ class RoutedModel:
     model_id: ModelId
     weights_sha256: str
     total_layers: int
+    cuts: Cuts = ANYWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,9 @@ class OpenRoute:
 class Routes:
     """Opens routes over the shards that this node may use."""
 
-    def __init__(self, own: NodeId, links: HopLinks, rules: Callable[[int], CoverRules]) -> None:
+    def __init__(
+        self, own: NodeId, links: HopLinks, rules: Callable[[RoutedModel], CoverRules]
+    ) -> None:
         """`rules` gives those of a route through a model of so many layers."""
         self._own = own
         self._links = links
@@ -99,7 +103,7 @@ class Routes:
         self, known: KnownShards, wanted: RoutedModel, exclude: Collection[ShardKey]
     ) -> tuple[tuple[RouteHop, ...], str]:
         span = LayerRange(0, wanted.total_layers)
-        rules = self._rules(wanted.total_layers)
+        rules = self._rules(wanted)
         for name, dtype in _FORMATS.items():
             router = ShardRouter(_OneFormat(known, name), rules)
             try:

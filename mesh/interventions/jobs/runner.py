@@ -105,7 +105,8 @@ class JailRunner:
     async def _route(
         self, manifest: Manifest, place: JobPlace, lost: Sequence[_Loss]
     ) -> AsyncIterator[OpenRoute]:
-        wanted = RoutedModel(place.model_id, manifest.weights_sha256, manifest.total_layers)
+        sizes = manifest.total_layers, manifest.cuts
+        wanted = RoutedModel(place.model_id, manifest.weights_sha256, *sizes)
         route = await self._routes.open(wanted, place.shards, _keys(lost))
         try:
             yield route

@@ -19,6 +19,7 @@ from mesh.errors import JobFailed, ModelNotFound, NoRoute
 from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
+from mesh.interventions.jobs.routes import RoutedModel
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.interventions.jobs.types import JobHearer, JobReport, JobSpec, RunnerSettings
 from mesh.models.local import LocalModel
@@ -241,6 +242,6 @@ async def test_nobody_serves_the_model(here: Here) -> None:
 
 async def test_layers_that_stay_at_home_for_chat_stay_there_for_jobs() -> None:
     limits = RouteLimits(4, allow_self_as_first=False, keep_first=2, keep_last=1)
-    rules = limits.cover_rules(8)
+    rules = limits.cover_rules(RoutedModel(ModelId("m"), "", 8))
     assert rules.home == (LayerRange(0, 2), LayerRange(7, 8))
     assert [layer for layer in range(8) if rules.keeps(layer)] == [0, 1, 7]
