@@ -349,6 +349,9 @@ def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
         "axk2": experts | latent | indexed | {"n_group": None, "topk_group": None},
         "deepseek_v32": experts | latent | indexed,
         "glm_moe_dsa": experts | latent | indexed,
+        "glm_moe_dsa_shared": experts | latent | indexed | {"index_topk": 5} | {
+            "indexer_types": ["shared" if i > 2 and i % 2 else "full" for i in range(layers)]
+        },
         "deepseek_v3": experts | latent | {"n_group": 2, "topk_group": 1, "n_routed_experts": 8},
         "llama4_text": {
             "intermediate_size_mlp": 2 * hidden, "num_local_experts": 4, "num_experts_per_tok": 1,
@@ -452,7 +455,7 @@ _MODEL_TYPES = {
     "phi4_mini": "phi3",
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text",
     "gemma4_dense": "gemma4_text",
-    "gemma4_e": "gemma4_text",
+    "gemma4_e": "gemma4_text", "glm_moe_dsa_shared": "glm_moe_dsa",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
     "granitemoehybrid_dense": "granitemoehybrid", "nemotron_h_dense": "nemotron_h",
     "nemotron_h_latent": "nemotron_h", "opt_projected": "opt",

@@ -283,8 +283,6 @@ def _refusal(whole: Any, text: Any) -> str | None:
 def _unlike_layers(text: Any, entry: FamilyEntry) -> str | None:
     if foreign := sorted(set(layer_kinds(text)) - _KINDS):
         return f"it has layers of kind {foreign[0]}, which were never tried"
-    if "shared" in (getattr(text, "indexer_types", None) or ()):
-        return "some of its layers attend to what an earlier one has chosen"
     shared = getattr(text, _SHARED_KEYS, 0)
     if shared and not entry.shares_keys:
         return f"its last {shared} layers share the keys and values of earlier ones"

@@ -62,6 +62,11 @@ WITH_INDEXERS = (
     "every_layer", "generate_iter", "generate_beams", "cache_cut_short", "batch_with_padding",
     "attentions", "session", "of_the_residual",
 )  # fmt: skip
+WITH_A_SHARED_CHOICE = (
+    "every_layer", "long_prompt", "batch_with_padding", "generate_iter", "generate_beams",
+    "cache_cut_short", "skip_mlp", "attentions", "session",
+    "of_hidden_states", "attribution_patching",
+)  # fmt: skip
 OF_TUPLES = ("every_layer", "hidden_states", "generate_beams", "of_hidden_states")
 ELSEWHERE = (
     *(("qwen3_5", 2, name) for name in WITH_STATES),
@@ -71,6 +76,7 @@ ELSEWHERE = (
     *(("gemma4_e", 2, name) for name in WITH_KEYS_OF_OTHERS),
     *(("gemma3n", 2, name) for name in WITH_STREAMS),
     *(("axk2", 2, name) for name in WITH_INDEXERS),
+    *(("glm_moe_dsa_shared", 2, name) for name in WITH_A_SHARED_CHOICE),
     ("lfm2", 3, "generate_by_prompt_lookup"),
 )
 """What is different in layers with running states, where an MLP or a layer gives more than a
@@ -112,6 +118,19 @@ def test_values_are_those_of_one_machine(name: str, family: str, hops: int) -> N
 @pytest.mark.parametrize(("name", "family", "hops"), matrix(GRADIENTS))
 def test_gradients_are_those_of_one_machine(name: str, family: str, hops: int) -> None:
     compare(GRADIENTS[name], family, hops, GRADIENT_TOLERANCE)
+
+
+def test_what_layers_choose_for_the_next_ones_is_read_and_replaced() -> None:
+    def choice(parts: Parts) -> Any:
+        seen, taken = parts.layers[2], parts.layers[3]
+        with parts.model.trace(torch.arange(10, 50).unsqueeze(0)):
+            chosen = seen.output[1].save()
+            seen.output = (seen.output[0], chosen.flip(1).clamp(max=3))
+            given = taken.inputs[1]["prev_topk_indices"].save()
+            out = parts.model.output.logits.save()
+        return chosen, given, out
+
+    compare(choice, "glm_moe_dsa_shared", 2, 0.0)
 
 
 @pytest.mark.parametrize("hops", [1, 4])

@@ -49,10 +49,6 @@ REFUSED = {
         transformers.Qwen4ExpTextConfig(num_hidden_layers=2),
         "several streams of hidden states",
     ),
-    "glm_moe_dsa": (
-        transformers.GlmMoeDsaConfig(num_hidden_layers=2, indexer_types=["full", "shared"]),
-        "attend to what an earlier one has chosen",
-    ),
     "embeddings": (
         transformers.Gemma3TextConfig(num_hidden_layers=2, use_bidirectional_attention=True),
         "attention looks ahead",
