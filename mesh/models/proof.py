@@ -286,10 +286,11 @@ def _run_whole(model: Any, ids: torch.Tensor, chunks: Sequence[int] = _CHUNKS) -
 @torch.no_grad()
 def _run_parts(directory: Path, cuts: list[int], ids: torch.Tensor) -> torch.Tensor:
     manifest = read_manifest(directory)
+    cuts = sorted({manifest.cuts.first(cut) for cut in cuts})
     family = family_of(manifest)
     placement = Placement(torch.float32, torch.device("cpu"))
     ends = build_ends(manifest, family, placement)
-    ranges = [LayerRange(start, stop) for start, stop in pairwise(cuts) if start < stop]
+    ranges = [LayerRange(start, stop) for start, stop in pairwise(cuts)]
     whole = empty_base(family, placement)
     spans = [build_span(manifest, family, layers, placement, whole=whole) for layers in ranges]
     caches = [SpanCache(span.config) for span in spans]

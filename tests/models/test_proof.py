@@ -18,7 +18,7 @@ import transformers
 import mesh
 from mesh.errors import NotEnoughMemory, UnsupportedFamily
 from mesh.models import proof
-from mesh.models.families import family_of_config
+from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
@@ -49,6 +49,14 @@ def test_standard_layout_is_proved_and_then_exact(
     (verdict,) = tmp_path.glob("proof-*.json")
     assert transformers.__version__ in verdict.name
     assert json.loads(verdict.read_text())["reason"] == ""
+
+
+def test_a_twin_is_cut_where_its_model_may_be(checkpoint: Checkpoint) -> None:
+    config = family_of(read_manifest(checkpoint("glm_moe_dsa_shared", layers=6))).config
+    config.model_type = "glm_moe_dsa_of_tomorrow"
+    family = family_of_config(config)
+    assert not family.proven
+    proof.require_proof(family, None)
 
 
 DISPROVED = {
