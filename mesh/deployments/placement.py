@@ -13,12 +13,16 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import permutations
 
 from mesh.deployments.laid import UNKNOWN, AvailableNode, Gap, Laid, Rooms
 from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Replica, Span, Wish
 from mesh.errors import BadRequest, NoRoute
 from mesh.models.cuts import ANYWHERE, Cuts
 from mesh.types import LayerRange, NodeId
+
+_ALL_ORDERS = 5
+"""Nodes of which all orders are tried: 120."""
 
 
 def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap]:
@@ -340,9 +344,10 @@ def _groups_within(
     groups: Sequence[LayerRange], nodes: Sequence[NodeId], left: Mapping[NodeId, int]
 ) -> list[Span] | None:
     """The same of groups of layers that are not parted, the nodes in their order if that will do,
-    else by their room."""
+    else by their room, or of a few nodes in any."""
     by_room = sorted(nodes, key=lambda node: left[node])
-    for order in (nodes, by_room, by_room[::-1]):
+    others = permutations(nodes if len(nodes) <= _ALL_ORDERS else ())
+    for order in (nodes, by_room, by_room[::-1], *filter(None, others)):
 
         def at_most(count: int, order: Sequence[NodeId] = order) -> list[Span] | None:
             return _in_order(groups, order, {node: min(left[node], count) for node in order})

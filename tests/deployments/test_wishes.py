@@ -318,6 +318,13 @@ def test_layers_that_are_not_parted_lie_on_one_machine(
         _require_together(again.replicas[0].spans, joined)
 
 
+def test_layers_that_are_not_parted_find_room_in_whatever_order_it_takes() -> None:
+    """Pairs 0-1 and 2-3, then single ones: the pairs go where there is room for them."""
+    laid = Laid(rooms={A: 1, B: 3, C: 2}, cuts=Cuts(frozenset({1, 3})))
+    plan = make_plan(WISH, named(1), MACHINES, None, asked=True, laid=laid)
+    assert [str(span.layers) for span in plan.replicas[0].spans] == ["0-1", "2-4", "5-5"]
+
+
 def _require_together(spans: Sequence[Span], joined: int) -> None:
     assert [each.layers.start for each in spans] == [0, *(s.layers.stop for s in spans[:-1])]
     assert spans[-1].layers.covers(LayerRange(joined, 6))
