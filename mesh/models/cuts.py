@@ -70,6 +70,8 @@ class Cuts:
 
 
 ANYWHERE = Cuts()
+_USUAL = {"hy_v4": 4}
+"""How many layers apart those that choose for themselves are, where a config does not say so."""
 
 
 def cuts_of(config: Mapping[str, Any], total: int) -> Cuts:
@@ -100,7 +102,8 @@ def _without_indexer(text: Mapping[str, Any], total: int) -> Iterable[int]:
     kinds = text.get("indexer_types") or text.get("index_topk_pattern")
     if isinstance(kinds, list | str):  # the second may be one letter for each layer
         return [i for i, kind in enumerate(kinds[:total]) if i and kind in ("shared", "S")]
-    every = max(1, _count(text, "index_topk_freq", 1))
+    usual = _USUAL.get(str(text.get("model_type")), 1)
+    every = max(1, _count(text, "index_topk_freq", usual))
     skipped = _count(text, "index_skip_topk_offset", 2)
     return [i for i in range(1, total) if max(i - skipped + 1, 0) % every]
 

@@ -18,6 +18,7 @@ import transformers
 import mesh
 from mesh.errors import NotEnoughMemory, UnsupportedFamily
 from mesh.models import proof
+from mesh.models.cuts import cuts_of
 from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
@@ -56,6 +57,14 @@ def test_a_twin_is_cut_where_its_model_may_be(checkpoint: Checkpoint) -> None:
     config.model_type = "glm_moe_dsa_of_tomorrow"
     family = family_of_config(config)
     assert not family.proven
+    proof.require_proof(family, None)
+
+
+def test_several_hidden_states_and_choices_that_layers_share_are_proved_together() -> None:
+    family = family_of_config(transformers.HYV4Config(num_hidden_layers=6))
+    assert family.row_form.streams == 4
+    assert cuts_of(family.config.to_dict(), 6).followers == {2, 3, 4}
+    assert cuts_of({"model_type": "hy_v4"}, 6).followers == {2, 3, 4}, "of a config without a list"
     proof.require_proof(family, None)
 
 
