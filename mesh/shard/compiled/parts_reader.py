@@ -76,8 +76,10 @@ class PartsReader:
         return norm_of(found, width, self._device())
 
     def _device(self) -> torch.device:
+        """Where the weights are that it has by now."""
         tensors = chain(self.layer.parameters(), self.layer.buffers())
-        return next((each.device for each in tensors), torch.device("cpu"))
+        there = (each.device for each in tensors if not each.is_meta)
+        return next(there, torch.device("cpu"))
 
     def require_all_read(self) -> None:
         """Raise NotCompilable when a module with weights was passed over."""

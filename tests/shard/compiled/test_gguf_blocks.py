@@ -114,7 +114,7 @@ _MIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
     [
         ("llama", {}), ("gpt2", {}), ("phi3", {}), ("gemma4_dense", {}), ("qwen3_5", _OF_32),
         ("qwen3_next", _OF_32 | _MIXED), ("deepseek_v3", _LATENTS), ("granitemoehybrid_dense", {}),
-        ("nemotron_h_dense", {}),
+        ("nemotron_h_dense", {}), ("olmo", {}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
