@@ -20,7 +20,7 @@ STANDARD = UNEQUAL | {
     "ministral3", "olmo3", "seed_oss", "stablelm", "starcoder2", "vaultgemma", "qwen2_vl",
     "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_omni_text", "qwen3_vl_text",
     "glm4v_text", "cohere", "cohere2", "gpt_neox", "persimmon", "phi", "apertus",
-    "hunyuan_v1_dense", "hyperclovax", "nanochat", "olmo", "helium",
+    "hunyuan_v1_dense", "hyperclovax", "nanochat", "nemotron", "olmo", "helium",
 }  # fmt: skip
 STANDARD_MIXTURES = frozenset(
     {

@@ -153,7 +153,7 @@ BY_CONFIG: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_text": INTERLEAVED | {"head_dim": 128},
     "glm4v_text": {"rope_parameters": IN_PAIRS},
     "glm4v_moe_text": {"rope_parameters": IN_PAIRS, "head_dim": 128},
-    **dict.fromkeys(("apertus", "hunyuan_v1_dense"), IN_GROUPS),
+    **dict.fromkeys(("apertus", "hunyuan_v1_dense", "nemotron"), IN_GROUPS),
     "hunyuan_v1_moe": IN_GROUPS | {"num_experts": 8, "moe_topk": [2] * 4},
     "glm with heads of 48": NARROW | {"head_dim": 48},
     "gpt2 with heads of 40": {"n_embd": 160, "n_head": 4},

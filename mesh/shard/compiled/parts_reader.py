@@ -100,21 +100,21 @@ def norm_of(module: nn.Module, width: int, device: torch.device) -> Norm:
         epsilon = _OWN_EPSILON if hasattr(module, "normalized_shape") else epsilon
     if epsilon is None or weight is None or weight.dim() != 1:
         raise NotCompilable(f"it normalises by {type(module).__name__}")
-    if isinstance(module, nn.LayerNorm):
-        beta = torch.zeros_like(weight) if module.bias is None else module.bias
-        return Norm(weight.detach().float(), beta.detach().float(), epsilon)
+    plain, bias = weight.detach().float(), getattr(module, "bias", None)
+    beta = torch.zeros_like(plain) if bias is None else bias.detach().float()
+    if type(module) is nn.LayerNorm:
+        return Norm(plain, beta, epsilon)
     # Some multiply by the weight, some by one more than it, and some take away the mean before.
     rows = torch.arange(len(weight), dtype=torch.float32, device=weight.device)[None] + 1
+    given = rows.to(weight.dtype) if isinstance(module, nn.LayerNorm) else rows
     with torch.inference_mode():
-        found = module(rows)[0].float()
-    plain = weight.detach().float()
+        found = module(given)[0].float()
     scaled = (rows * torch.rsqrt(rows.square().mean()))[0]
     centred = nn.functional.layer_norm(rows, weight.shape)[0]
-    ways = [(scaled, plain), (scaled, plain + 1), (centred, plain)]
-    errors = torch.stack([(found - rows * gamma).norm() for rows, gamma in ways])
-    way = int(errors.argmin())
-    gamma = ways[way][1]
-    return Norm(gamma, torch.zeros_like(gamma) if ways[way][0] is centred else None, epsilon)
+    ways = [(each, plain + more) for each in (scaled, centred) for more in (0, 1)]
+    errors = torch.stack([(found - each * gamma - beta).norm() for each, gamma in ways])
+    normed, gamma = ways[int(errors.argmin())]
+    return Norm(gamma, beta if normed is centred else None, epsilon)
 
 
 def rows_out(linear: nn.Module) -> int:
