@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mesh.models.llama4 import only_those_met
 from mesh.models.mamba import going_on, taking_cache
 from mesh.models.row_form import StreamParts
 
@@ -101,6 +102,7 @@ ENTRIES: Mapping[str, FamilyEntry] = MappingProxyType(
         "hy_v4": FamilyEntry(streams=StreamParts(2, (), ("hc_head",), among_others=True)),
         "hyperclovax": _MULTIPLIED,
         "jamba": FamilyEntry(adapt=going_on),
+        "llama4_text": FamilyEntry(adapt=only_those_met),
         "mamba": _STATES_ONLY,
         "mamba2": _STATES_ONLY,
         "nanochat": FamilyEntry(first="norm"),

@@ -51,7 +51,8 @@ LATENT = frozenset(
 """Models whose keys are made of latents that are computed in few bits."""
 MIXTURES_BY_MODULES = frozenset(
     {
-        "axk1", "axk2", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mimo_v2_flash",
+        "axk1", "axk2", "bailing_hybrid", "deepseek_v32", "glm_moe_dsa", "hy_v4", "llama4_text",
+        "mimo_v2_flash",
     }
 )  # fmt: skip
 """Other mixtures of experts whose modules torch computes in 4 bit, as it does those of all models

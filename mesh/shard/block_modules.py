@@ -99,6 +99,8 @@ def rounded_size(family: Family) -> float:
     Raises NotCompilable where little of a layer can be rounded.
     """
     base: Any = empty_base(family, Placement(torch.float32, torch.device("cpu")))
+    if family.entry.adapt is not None:
+        family.entry.adapt(base)
     most = 0.0
     for number, layer in enumerate(layers_of(base)):
         whole = sum(each.numel() for each in layer.parameters())

@@ -31,7 +31,10 @@ from tests.gguf_files import write_gguf
 from tests.shard.spans import CPU, checkpoint, relative_error, step
 from tests.shard.test_int4 import HOST
 
-FAMILIES = {"gemma3n": 6, "deepseek_v32": 2, "mimo_v2_flash": 2, "olmo_hybrid": 6, "falcon_h1": 2}
+FAMILIES = {
+    "gemma3n": 6, "deepseek_v32": 2, "mimo_v2_flash": 2, "olmo_hybrid": 6, "falcon_h1": 2,
+    "llama4_text": 2,
+}  # fmt: skip
 """And how many layers are looked at: behind many mixtures most rows went to another expert."""
 
 
@@ -122,7 +125,7 @@ def test_jobs_share_the_weights_and_may_differentiate() -> None:
 
 
 def test_experts_in_another_form_than_others_have_them_are_refused() -> None:
-    manifest = checkpoint("llama4_text", 6)
+    manifest = checkpoint("jetmoe", 6)
     with pytest.raises(UnsupportedFamily, match="in no linear layers, nor in experts") as caught:
         plan(manifest, 2)
     assert "(--quant none)" in caught.value.fix

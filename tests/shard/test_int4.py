@@ -151,7 +151,7 @@ def test_eight_bits_are_refused_with_what_to_ask_for_instead() -> None:
 
 def test_what_is_faster_is_said_only_of_what_there_is() -> None:
     said = dict.fromkeys(("gemma4", "falcon_h1"), "int4 is faster")
-    said |= {"llama": "int8 is faster", "llama4_text": "has them"}
+    said |= {"llama": "int8 is faster", "jetmoe": "has them"}
     for family, ending in said.items():
         reason = plan(family, "none").quant.reason
         assert ending in reason
