@@ -29,6 +29,7 @@ from mesh.errors import (
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
 from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
+from mesh.models.cuts import ANYWHERE
 from mesh.models.load import load_span
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLink, HopLinks
@@ -97,7 +98,7 @@ async def shard(
     queue = Scheduler()
     server = ShardServer(
         descriptor, _runtime, ShardSettings(eviction_idle_s=eviction_idle_s),
-        shape=LayerShape(manifest.hidden_size, manifest.hidden_size, LAYERS), scheduler=queue,
+        shape=LayerShape(manifest.hidden_size, manifest.hidden_size, ANYWHERE), scheduler=queue,
     )  # fmt: skip
 
     def plain() -> Any:

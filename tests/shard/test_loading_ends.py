@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from mesh.errors import NotEnoughMemory
+from mesh.models.cuts import ANYWHERE
 from mesh.processes.headroom import Headroom
 from mesh.shard.admission import LayerShape
 from mesh.shard.loading import HeldShard
@@ -29,7 +30,7 @@ async def test_ends_without_room_do_not_wait_for_the_shard_that_waits_for_them()
         cast("Any", None),
         lambda: some,
         ShardSettings(),
-        shape=LayerShape(8, 8, 99),
+        shape=LayerShape(8, 8, ANYWHERE),
         scheduler=queue,
     )
     need = ShardMemory(weights_mb=500, caches_mb=0, headroom_mb=0)

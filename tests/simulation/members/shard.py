@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from mesh.accounts.ledger import ResourceLedger
+from mesh.models.cuts import ANYWHERE
 from mesh.shard.admission import LayerShape
 from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import Scheduler
@@ -78,7 +79,7 @@ def service(host: NodeId, name: str) -> tuple[ShardService, ShardServer]:
     )  # fmt: skip
     server = ShardServer(
         descriptor(host, name), lambda: cast("TorchRuntime", ToySpan()), settings,
-        shape=LayerShape(HIDDEN, HIDDEN, 99), scheduler=Scheduler(),
+        shape=LayerShape(HIDDEN, HIDDEN, ANYWHERE), scheduler=Scheduler(),
     )  # fmt: skip
     made = ShardService()
     made.accounts = ResourceLedger(LoopTime(), SHARDS)
