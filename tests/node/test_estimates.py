@@ -456,7 +456,7 @@ async def test_a_format_that_no_machine_serves_the_model_in_is_refused_before_it
     )
     ask = {**ASK, "model": str(stored)}
     refusal = (await estimates.plan({**ask, "quant": "int8"}))["refusal"]
-    assert (refusal["code"], refusal["fix"]) == ("bad_request", other_formats(["none"]))
+    assert (refusal["code"], refusal["fix"]) == ("bad_request", other_formats(["none", "int4"]))
     plain = await estimates.plan(ask)
     assert await estimates.plan({**ask, "quant": "auto"}) == plain, "what a shard makes of auto"
     assert plain["replicas"][0]["shards"][0]["format"] == "fp32"
