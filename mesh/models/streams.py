@@ -8,6 +8,7 @@ layers.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ class Streams(nn.Module):
         super().__init__()
         self._form = form
         self._all = _AllLayers(among_others=parts.among_others)
+        self._one = threading.Lock()  # prompts and answers may be computed on threads of their own
         self._gathered = [getattr(base, name) for name in parts.gathered]
         self._before = _around(base, layers, self._all, (*parts.gathered, norm))
         self._behind = _around(base, layers, self._all, parts.spread)
@@ -49,17 +51,19 @@ class Streams(nn.Module):
     def spread(self, embedded: torch.Tensor) -> torch.Tensor:
         """What the first layer is given of embedded tokens, (1, rows, hidden) to (1, rows, `states`
         of the form)."""
-        self._run(self._before, embedded)
-        assert self._all.taken is not None  # noqa: S101 - its loop has called it
-        return self._form.as_in_rows(self._all.taken)
+        with self._one:
+            self._run(self._before, embedded)
+            assert self._all.taken is not None  # noqa: S101 - its loop has called it
+            return self._form.as_in_rows(self._all.taken)
 
     def gathered(self, states: torch.Tensor) -> torch.Tensor:
         """The one state of such, behind the final norm: (1, rows, hidden)."""
-        self._all.given = self._form.as_layers_take(states)
-        try:
-            return self._run(self._behind, states[..., : self._form.hidden])
-        finally:
-            self._all.given = None
+        with self._one:
+            self._all.given = self._form.as_layers_take(states)
+            try:
+                return self._run(self._behind, states[..., : self._form.hidden])
+            finally:
+                self._all.given = None
 
     def widen(self) -> None:
         """Gather them in fp32."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mesh.shard.compiled.builder import Product
 
 _QUANT: Quant = "int4"
+_CPU = torch.device("cpu")
 _SMALL, _OTHER = 64, 8
 """A matrix with less than this part of its layer's numbers stays as it is; and no more than this
 part of them may be in what is none that is rounded."""
@@ -98,7 +99,7 @@ def rounded_size(family: Family) -> float:
 
     Raises NotCompilable where little of a layer can be rounded.
     """
-    base: Any = empty_base(family, Placement(torch.float32, torch.device("cpu")))
+    base: Any = empty_base(family, Placement(torch.float32, _CPU))
     if family.entry.adapt is not None:
         family.entry.adapt(base)
     most = 0.0
@@ -147,8 +148,7 @@ def rounded_modules(
         _put(layer, found, products)
         progress.add(loaded.bytes_read // len(layers))
     if deferred:  # what is small
-        some = next(each for each in module.parameters() if not each.is_meta)
-        fill(module, deferred, Placement(some.dtype, some.device), same={}, absent=("",))
+        fill(module, deferred, Placement(torch.float32, _CPU), same={}, absent=("",))
     module.float()
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
